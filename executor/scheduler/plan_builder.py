@@ -32,7 +32,9 @@ class StepDraft:
         self._lengths: list[int] = []
         self._samples: list[bool] = []
         self._carries: list[bool] = []
-        self._num_decodes = 0
+        self.num_decodes = 0
+        # Blocks that the sequences get beyond their reservations.
+        self.num_overrun_blocks = 0
         self._num_tokens = 0
         self._boarded: list[Sequence] = []
         self._grown: list[Sequence] = []
@@ -92,10 +94,10 @@ class StepDraft:
             sequence.num_in_flight += 1
             if start + 2 >= sequence.length_limit:
                 self.ending.append(sequence)
-        self._num_decodes = self._num_tokens = len(self._sequences)
-        self._lengths = [1] * self._num_decodes
-        self._samples = [True] * self._num_decodes
-        self._num_tokens_left -= self._num_decodes
+        self.num_decodes = self._num_tokens = len(self._sequences)
+        self._lengths = [1] * self.num_decodes
+        self._samples = [True] * self.num_decodes
+        self._num_tokens_left -= self.num_decodes
 
     def add_prefill(self, sequence: Sequence) -> None:
         """Adds as much of the prompt as this step can take. A prompt that does not fit closes the step, so that no
@@ -122,7 +124,7 @@ class StepDraft:
             self._lengths,
             self._samples,
             self._carries,
-            self._num_decodes,
+            self.num_decodes,
             tuple(sequence for sequence in self._boarded if sequence not in broken),
             tuple(self._grown),
             tuple(self.preempted),
@@ -191,6 +193,8 @@ class StepDraft:
             if blocks is None:
                 self.broken[sequence] = f"{num_missing} of the KV blocks reserved for it are not available"
                 return False
+            self.num_overrun_blocks -= sequence.num_overrun_blocks
             sequence.block_table.extend(blocks)
+            self.num_overrun_blocks += sequence.num_overrun_blocks
             self._grown.append(sequence)
         return True

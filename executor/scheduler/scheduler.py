@@ -106,6 +106,8 @@ class Boarding:
             return draft.closed_by if draft.is_cut else self._unless_full(StepConstraint.NO_WORK)
         if self._is_static and (queues.num_seated or queues.leaving):
             return StepConstraint.STATIC_BATCH
+        if queues.num_seated >= self._limits.max_num_sequences:
+            return StepConstraint.SEATS
         end = StepConstraint.NO_WORK
         for sequence in queues.boarding_order():
             if queues.num_seated >= self._limits.max_num_sequences:
@@ -168,8 +170,6 @@ class Scheduler:
         self.num_computed_tokens = 0
         # Rows without a usable logit.
         self.num_invalid_logits = 0
-        # Incremented whenever a sequence is accepted or ends.
-        self.num_held_changes = 0
 
     # Admission.
 
@@ -194,9 +194,7 @@ class Scheduler:
             )
             self._num_arrivals += 1
             sequence.arrival = self._num_arrivals
-            queue = self._queues.waiting if sequence.is_ready else self._queues.preparing
-            queue[sequence] = None
-            self.num_held_changes += 1
+            self._queues.accept(sequence)
         return refusal
 
     def prepared(self, sequence: Sequence, error: str = "") -> FinishEvent | None:
@@ -207,9 +205,7 @@ class Scheduler:
         if error:
             return self._finish(sequence, FinishReason.ERROR, error=error)
         assert sequence.is_ready, f"{sequence.request_id} has no compiled grammar"
-        del self._queues.preparing[sequence]
-        self._queues.waiting[sequence] = None
-        self.num_held_changes += 1
+        self._queues.prepared(sequence)
         return None
 
     def drain(self) -> None:
@@ -349,8 +345,7 @@ class Scheduler:
     def waiting_prefill_tokens(self) -> int:
         """Tokens to compute until every held sequence decodes."""
         queues = self._queues
-        behind = chain(queues.prefills, queues.preempted, queues.waiting, queues.preparing)
-        return sum(s.num_tokens - s.num_computed for s in behind)
+        return queues.num_unseated_tokens + sum(s.num_tokens - s.num_computed for s in queues.prefills)
 
     @property
     def budget_blocks(self) -> int:
@@ -394,7 +389,7 @@ class Scheduler:
         first = next(iter(queues.prefills), None)
         return PrefillDemand(
             num_decodes=len(queues.decodes),
-            decode_context=sum(sequence.num_computed for sequence in queues.decodes),
+            decode_context=queues.decode_context,
             num_behind=len(queues.prefills) + min(len(queues.waiting) + len(queues.preempted), num_free_seats),
             position=first.num_computed if first is not None else 0,
         )
@@ -423,13 +418,7 @@ class Scheduler:
 
     def _launch(self, draft: StepDraft, constraint: StepConstraint) -> StepPlan:
         """Finishes the plan and puts it in flight. Sequences whose last token is in it leave their seats."""
-        queues = self._queues
-        for sequence in draft.prompts_done:
-            del queues.prefills[sequence]
-            queues.decodes[sequence] = None
-        for sequence in draft.ending:
-            del queues.decodes[sequence]
-            queues.ending[sequence] = None
+        self._queues.launch(draft)
         plan = draft.finish(constraint)
         for sequence, error in draft.broken.items():
             self._unreturned.append(self._finish(sequence, FinishReason.ERROR, error=error))
@@ -508,7 +497,6 @@ class Scheduler:
         self._leave(sequence, None)
         if sequence.num_in_flight == 0:
             self._release(sequence)
-        self.num_held_changes += 1
         return FinishEvent.of(sequence, reason, stop_token_id, error)
 
     def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
@@ -524,7 +512,6 @@ class Scheduler:
         reason = self._queues.leaving[sequence]
         self._release(sequence)
         if reason is not None:
-            self.num_held_changes += 1
             yield FinishEvent.of(sequence, reason)
 
     def _release(self, sequence: Sequence) -> None:

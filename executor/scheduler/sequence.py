@@ -199,6 +199,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_overrun_blocks(self) -> int:
+        """Blocks that it uses beyond those reserved for it."""
+        return max(0, len(self.block_table) - self.num_reserved_blocks)
+
+    @property
     def num_unscored(self) -> int:
         """Rows of the prompt whose logits are still needed for log probabilities."""
         return 0 if self.num_prompt_logprobs is None else self.num_prompt_tokens - 1 - self.num_scored

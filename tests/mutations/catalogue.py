@@ -40,9 +40,9 @@ SCHEDULER = (
     ),
     Mutation(
         "a sequence boards before its grammar is compiled",
-        "executor/scheduler/scheduler.py",
-        "queue = self._queues.waiting if sequence.is_ready else self._queues.preparing",
-        "queue = self._queues.waiting",
+        "executor/scheduler/queues.py",
+        "queue = self.waiting if sequence.is_ready else self.preparing",
+        "queue = self.waiting",
         ("tests/unit/test_preparing.py", *SCHEDULER_TESTS),
     ),
     Mutation(

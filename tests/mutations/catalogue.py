@@ -86,6 +86,13 @@ SCHEDULER = (
         ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
     ),
     Mutation(
+        "short prompts pass a long one without end",
+        "executor/scheduler/plan_builder.py",
+        "num_left + place.num_passed < place.num_left",
+        "num_left < place.num_left",
+        ("tests/unit/test_prefill_line.py",),
+    ),
+    Mutation(
         "a sequence stays in the batch for one token more than it may have",
         "executor/scheduler/plan_builder.py",
         "if start + 2 >= sequence.length_limit:",

@@ -265,7 +265,8 @@ class PrefillLine:
             num_tokens = place.sequence.num_computed - start
             if num_tokens < place.num_left:
                 place.sequence.num_passed_tokens += sum(tokens for number, tokens in given if number > place.number)
-            given.append((place.number, num_tokens))
+            if num_tokens:
+                given.append((place.number, num_tokens))
 
     def _index_for(self, sequence: Sequence) -> int:
         """Returns the place that the sequence gets. Rows that score a prompt are limited, so such a prompt passes

@@ -40,7 +40,8 @@ class Traffic:
     seed: int
     arrived_s: dict[Sequence, float] = field(default_factory=dict)
     waited_s: dict[Sequence, float] = field(default_factory=dict)
-    longest_step_s: float = 0.0
+    # Of the steps with decodes.
+    step_s: list[float] = field(default_factory=list)
     _device: ModelledDevice = field(init=False)
 
     def run(self, requests_per_s: float, seconds: float) -> None:
@@ -89,8 +90,8 @@ class Traffic:
 
     def _publish(self, output: EngineOutput) -> None:
         read_s = self._device.read_us / US_PER_S
-        if output.record is not None:
-            self.longest_step_s = max(self.longest_step_s, output.record.times.busy_s)
+        if output.record is not None and output.record.plan.num_decodes:
+            self.step_s.append(output.record.times.busy_s)
         for sequence, offset, _ in output.tokens:
             if offset == 0:
                 self.waited_s[sequence] = read_s - self.arrived_s[sequence]
@@ -114,14 +115,17 @@ def main(argv: SequenceOf[str] | None = None) -> int:
         for rate in rates:
             short: list[float] = []
             long: list[float] = []
+            steps: list[float] = []
             for seed in range(arguments.seeds):
                 traffic = Traffic(cost, seed)
                 traffic.run(rate, arguments.seconds)
+                steps += traffic.step_s
                 for sequence, waited_s in traffic.waited_s.items():
                     (short if sequence.num_prompt_tokens <= SHORT[1] else long).append(waited_s)
-            rows.append([device, f"{rate:g}", *figures(short + long), *figures(short), *figures(long)])
-    print("milliseconds to the first token: mean, median and p99 of all, short and long prompts")
-    titles = [f"{kind} {name}" for kind in ("all", "short", "long") for name in ("mean", "p50", "p99")]
+            kinds = (short + long, short, long, steps)
+            rows.append([device, f"{rate:g}", *(figure for kind in kinds for figure in figures(kind))])
+    print("milliseconds to the first token of all, short and long prompts, and of steps with decodes")
+    titles = [f"{kind} {name}" for kind in ("all", "short", "long", "step") for name in ("mean", "p50", "p99")]
     print(Table(["device", "requests/s", *titles], rows).text())
     return 0
 

@@ -399,7 +399,8 @@ class Scheduler:
         """Returns the prompts that wait for their first token, and the decodes that run beside them."""
         queues = self._queues
         num_free_seats = self.limits.max_num_sequences - queues.num_seated
-        first = next(iter(queues.prefills), None)
+        # Usually the one that gets its tokens first.
+        first = min(queues.prefills, key=lambda sequence: sequence.num_tokens - sequence.num_computed, default=None)
         return PrefillDemand(
             num_decodes=len(queues.decodes),
             decode_context=queues.decode_context,

@@ -45,6 +45,14 @@ def test_prompt_that_would_get_no_token_keeps_waiting() -> None:
     assert [sequence.request_id for sequence in plan.boarded] == ["a", "b"]
 
 
+def test_step_is_paced_for_the_prompt_that_gets_its_tokens_first() -> None:
+    """The time of a chunk depends on its position."""
+    scheduler = with_long_prompt()
+    scheduler.offer(prompt("short", 12))
+    retire(scheduler, scheduler.schedule(5))
+    assert scheduler.prefill_demand().position == 5
+
+
 def test_longer_prompt_does_not_pass() -> None:
     scheduler = with_long_prompt()
     scheduler.offer(prompt("as-long", 16))

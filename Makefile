@@ -174,6 +174,7 @@ bench: setup
 
 bench-host: setup
 	@$(BIN)/python -m bench.engine.host_time $(ARGS)
+	@$(BIN)/python -m bench.engine.loop_time $(ARGS)
 
 bench-peers: setup
 	@$(BIN)/python bench/peers/install.py $(PEERS)

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 
 from common.http.metrics_page import metrics_route
 from common.http.port import HttpPort
-from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
+from common.kv_size import KvBudget, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
@@ -119,10 +119,11 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         settings.tokens_per_block,
         model.kv_bytes_per_block(settings.tokens_per_block),
     )
+    limits = _with_seats(settings, limits, num_blocks)
     limits = replace(limits, num_host_blocks=_num_host_blocks(settings, model, num_blocks))
     model.allocate_kv(num_blocks, settings.tokens_per_block)
     log.info(
-        "%s on %s (%s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats, %s batching",
+        "%s on %s (%s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats%s, %s batching",
         source.name,
         model.device,
         model.dtype_name,
@@ -130,7 +131,8 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         time.monotonic() - began,
         num_blocks,
         settings.tokens_per_block,
-        settings.max_num_sequences,
+        limits.max_num_sequences,
+        "" if settings.max_num_sequences else " (from the size of the KV cache)",
         settings.batching,
     )
     if limits.num_host_blocks:
@@ -176,10 +178,13 @@ def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: Schedu
 
 
 def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> SchedulerLimits:
+    """Returns the limits. If the seats are not set, they are the most there can be: the memory that steps take is
+    measured with them, before the KV pool is sized."""
     context_length = model.description.context_length
+    max_num_sequences = settings.max_num_sequences or most_seats(model.device.type, settings.max_num_tokens)
     return SchedulerLimits(
-        max_num_sequences=settings.max_num_sequences,
-        num_standby_sequences=_num_standby(settings),
+        max_num_sequences=max_num_sequences,
+        num_standby_sequences=_num_standby(settings, max_num_sequences),
         max_num_tokens=settings.max_num_tokens,
         context_length=min(settings.max_sequence_length or context_length, context_length),
         enable_chunked_context=settings.enable_chunked_context,
@@ -189,10 +194,18 @@ def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> Schedule
     )
 
 
-def _num_standby(settings: ExecutorSettings) -> int:
+def _with_seats(settings: ExecutorSettings, limits: SchedulerLimits, num_blocks: int) -> SchedulerLimits:
+    """Returns the limits with the seats that the KV pool is likely to fill, unless the setting gives their number."""
+    if settings.max_num_sequences:
+        return limits
+    seats = num_seats(num_blocks, settings.tokens_per_block, limits.context_length, limits.max_num_sequences)
+    return replace(limits, max_num_sequences=seats, num_standby_sequences=_num_standby(settings, seats))
+
+
+def _num_standby(settings: ExecutorSettings, max_num_sequences: int) -> int:
     """Returns the standby limit. A static batch is filled from a full batch that collected while the previous one
     ran."""
-    return settings.max_num_sequences if settings.batching == "static" else settings.num_standby_sequences
+    return max_num_sequences if settings.batching == "static" else settings.num_standby_sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,13 @@ class ExecutorSettings(ProcessSettings):
         description="KV blocks reserved per request; guaranteed_no_evict: for prompt and max_tokens; "
         "max_utilization: for prompt and the output that is likely",
     )
-    max_num_sequences: int = Field(32, ge=1, le=4096, description="seats: maximum sequences per step")
+    max_num_sequences: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="seats: maximum sequences per step; 0: one for each 1024 tokens of the KV cache, at least 8 and at "
+        "most 64 on a CPU and 256 on a GPU",
+    )
     num_standby_sequences: int = Field(
         8, ge=0, le=4096, description="maximum sequences held in addition to the seats, ready for the next free seat"
     )

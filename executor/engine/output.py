@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from executor.engine.timing import LoopParts
 from executor.scheduler.admission import Refusal
-from executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
+from executor.scheduler.seat_view import Seating, SequencePhase, SequenceSnapshot
 from executor.scheduler.sequence import FinishEvent, NewTokens, ScoredRows, Sequence, StepOutcome
 from executor.scheduler.step_constraint import StepConstraint
 from executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
@@ -20,6 +21,45 @@ class ReportedSequence:
     attempt: int
     reserved_blocks: int
     phase: SequencePhase | None = None
+
+
+class HeldSequences:
+    """The held sequences as reports list them, in order of acceptance. Only what changes is made again."""
+
+    def __init__(self, seating: Seating) -> None:
+        self._seating = seating
+        self._reported: dict[Sequence, ReportedSequence] = {}
+        self._all: tuple[ReportedSequence, ...] | None = ()
+
+    def all(self) -> tuple[ReportedSequence, ...]:
+        """Returns them; the same tuple until something has changed."""
+        if self._all is None:
+            self._all = tuple(self._reported.values())
+        return self._all
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Adds accepted sequences."""
+        for sequence in sequences:
+            self._note(sequence)
+
+    def update(self, sequences: Iterable[Sequence]) -> None:
+        """Updates the phase of those that are held."""
+        for sequence in sequences:
+            if sequence in self._reported:
+                self._note(sequence)
+
+    def remove(self, events: Iterable[FinishEvent]) -> None:
+        """Removes the sequences that have ended."""
+        for event in events:
+            self._reported.pop(event.sequence, None)
+            self._all = None
+
+    def _note(self, sequence: Sequence) -> None:
+        phase = self._seating.waiting_phase(sequence)
+        self._reported[sequence] = ReportedSequence(
+            sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, phase
+        )
+        self._all = None
 
 
 @dataclass(frozen=True, slots=True)

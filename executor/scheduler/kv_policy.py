@@ -101,6 +101,5 @@ class GuaranteedNoEvict:
         leaving = self._queues.leaving
         if not leaving:
             return True
-        num_taken = sum(s.num_reserved_blocks for s in self._queues.boarded())
-        num_taken += sum(len(s.block_table) for s in leaving)
+        num_taken = self._queues.num_reserved_blocks + sum(len(s.block_table) for s in leaving)
         return num_taken + sequence.num_reserved_blocks <= self._pool.num_blocks

@@ -215,10 +215,8 @@ class MaxUtilization:
         kept = self._kept(sequence, num_missing)
         if is_swap_cheaper(kept, self._pool.block_size, self._cost, self._host.num_free):
             self._swap_out(sequence, draft)
-        self._pool.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed = 0
         self._queues.preempt(sequence)
+        self.release_blocks(sequence)
         draft.preempted.append(sequence)
 
     def _swap_out(self, sequence: Sequence, draft: StepDraft) -> None:
@@ -237,7 +235,7 @@ class MaxUtilization:
         """Starts the block table as `KvPolicy.take` does. Beside other sequences a part of the pool must stay free."""
         is_back = sequence in self._queues.preempted
         is_alone = not self._queues.num_boarded
-        if not is_back and not self._may_board_new(sequence, is_alone):
+        if not is_back and not self._may_board_new(sequence, is_alone, draft):
             return False
         # A preempted sequence needs a spare block for each running one. A new one must leave the watermark free.
         num_to_spare = 0 if is_alone else self._num_headroom_blocks() if is_back else self._num_watermark_blocks
@@ -281,7 +279,7 @@ class MaxUtilization:
         """Returns one block for each seated sequence and the one that boards, at least the watermark."""
         return max(self._num_watermark_blocks, self._queues.num_seated + 1)
 
-    def _may_board_new(self, sequence: Sequence, is_alone: bool) -> bool:
+    def _may_board_new(self, sequence: Sequence, is_alone: bool, draft: StepDraft) -> bool:
         """Returns whether a new sequence may board beside the preempted ones and the reservations of those on seats."""
         if self._queues.preempted or self._queues.pausing:
             return False
@@ -292,7 +290,8 @@ class MaxUtilization:
             if self._pool.num_available < self._num_watermark_blocks + self._num_margin_blocks:
                 return False
             self._is_boarding_held = False
-        num_promised = sum(max(s.num_reserved_blocks, len(s.block_table)) for s in self._queues.boarded())
+        queues = self._queues
+        num_promised = queues.num_reserved_blocks + queues.num_overrun_blocks + draft.num_overrun_blocks
         num_free = self._pool.num_blocks - self._num_watermark_blocks - num_promised
         return sequence.num_reserved_blocks <= num_free
 
@@ -327,9 +326,8 @@ class MaxUtilization:
 
     @property
     def num_overrun_blocks(self) -> int:
-        queues = self._queues
-        num_used = sum(max(0, len(s.block_table) - s.num_reserved_blocks) for s in queues.boarded())
-        return num_used + sum(max(0, self._num_blocks_for(s) - s.num_reserved_blocks) for s in queues.preempted)
+        num_away = sum(max(0, self._num_blocks_for(s) - s.num_reserved_blocks) for s in self._queues.preempted)
+        return self._queues.num_overrun_blocks + num_away
 
     def budget_blocks(self, num_reserved_blocks: int) -> int:
         """Returns the pool less the watermark and the overrun. While boarding is held, returns at most what is

@@ -1,12 +1,14 @@
-"""Builder of a step plan: its rows, what is left of its token budget, and the blocks that its rows need.
+"""Builder of a step plan: its rows, what is left of its token budget, and the blocks that its rows need; and the order
+of prompts in a step.
 
-The scheduler decides the order. A row that is added counts as in flight from then on. A sequence whose blocks are
-missing gets no row and is `broken`: it has to end, and the others go on.
+A row that is added counts as in flight from then on. A sequence whose blocks are missing gets no row and is `broken`:
+it has to end, and the others go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.scheduler.blocks import BlockPool
@@ -32,7 +34,9 @@ class StepDraft:
         self._lengths: list[int] = []
         self._samples: list[bool] = []
         self._carries: list[bool] = []
-        self._num_decodes = 0
+        self.num_decodes = 0
+        # Blocks that the sequences get beyond their reservations.
+        self.num_overrun_blocks = 0
         self._num_tokens = 0
         self._boarded: list[Sequence] = []
         self._grown: list[Sequence] = []
@@ -58,6 +62,13 @@ class StepDraft:
     def is_full(self) -> bool:
         """Whether the token budget is spent."""
         return self._num_tokens_left <= 0
+
+    @property
+    def num_prefill_tokens_left(self) -> int:
+        """Prompt tokens that the step can still take."""
+        if self._max_prefill_tokens is None:
+            return self._num_tokens_left
+        return min(self._num_tokens_left, self._max_prefill_tokens)
 
     def may_score(self, sequence: Sequence) -> bool:
         """Returns whether the sequence needs no log probabilities of its prompt, or can get some in this step."""
@@ -92,10 +103,10 @@ class StepDraft:
             sequence.num_in_flight += 1
             if start + 2 >= sequence.length_limit:
                 self.ending.append(sequence)
-        self._num_decodes = self._num_tokens = len(self._sequences)
-        self._lengths = [1] * self._num_decodes
-        self._samples = [True] * self._num_decodes
-        self._num_tokens_left -= self._num_decodes
+        self.num_decodes = self._num_tokens = len(self._sequences)
+        self._lengths = [1] * self.num_decodes
+        self._samples = [True] * self.num_decodes
+        self._num_tokens_left -= self.num_decodes
 
     def add_prefill(self, sequence: Sequence) -> None:
         """Adds as much of the prompt as this step can take. A prompt that does not fit closes the step, so that no
@@ -122,7 +133,7 @@ class StepDraft:
             self._lengths,
             self._samples,
             self._carries,
-            self._num_decodes,
+            self.num_decodes,
             tuple(sequence for sequence in self._boarded if sequence not in broken),
             tuple(self._grown),
             tuple(self.preempted),
@@ -191,6 +202,91 @@ class StepDraft:
             if blocks is None:
                 self.broken[sequence] = f"{num_missing} of the KV blocks reserved for it are not available"
                 return False
+            self.num_overrun_blocks -= sequence.num_overrun_blocks
             sequence.block_table.extend(blocks)
+            self.num_overrun_blocks += sequence.num_overrun_blocks
             self._grown.append(sequence)
         return True
+
+
+@dataclass(slots=True)
+class _Place:
+    """`num_passed` are the tokens that pass it, those of this step's line included. One that boards for this step is
+    not passed, since it was let in because it gets tokens."""
+
+    sequence: Sequence
+    number: int
+    num_left: int
+    num_passed: int
+    is_new: bool = False
+
+
+class PrefillLine:
+    """The prompts of one step, the shortest remaining first, with ageing. Without `may_pass` the order is that of
+    boarding.
+
+    A prompt passes those that boarded before it while it has fewer tokens left than they have, so that a short prompt
+    does not wait for a long one. Passing ages: a prompt is passed by fewer tokens in all than it has itself. So it
+    waits for the prompts ahead of it, as it would in order of boarding, and for less than its own length besides. It is
+    never passed by a prompt of lower priority.
+    """
+
+    def __init__(self, seated: Iterable[Sequence], *, may_pass: bool) -> None:
+        self._may_pass = may_pass
+        self._places: list[_Place] = []
+        self._is_computed = False
+        for sequence in seated:
+            self._insert(self._index_for(sequence), sequence, is_new=False)
+
+    def is_passed_by(self, sequence: Sequence, draft: StepDraft) -> bool:
+        """Returns whether a sequence that boards now would get tokens of this step ahead of another."""
+        if self._is_computed:
+            return False
+        index = self._index_for(sequence)
+        num_ahead = sum(place.num_left for place in self._places[:index])
+        return index < len(self._places) and num_ahead < draft.num_prefill_tokens_left
+
+    def add(self, sequence: Sequence, draft: StepDraft) -> None:
+        """Adds a sequence that has just boarded."""
+        if self._is_computed:
+            draft.add_prefill(sequence)
+        else:
+            self._insert(self._index_for(sequence), sequence, is_new=True)
+
+    def compute(self, draft: StepDraft) -> None:
+        """Gives the line its tokens. Sequences that are added later follow."""
+        if self._is_computed:
+            return
+        self._is_computed = True
+        given: list[tuple[int, int]] = []
+        for place in self._places:
+            start = place.sequence.num_computed
+            draft.add_prefill(place.sequence)
+            num_tokens = place.sequence.num_computed - start
+            if num_tokens < place.num_left:
+                place.sequence.num_passed_tokens += sum(tokens for number, tokens in given if number > place.number)
+            if num_tokens:
+                given.append((place.number, num_tokens))
+
+    def _index_for(self, sequence: Sequence) -> int:
+        """Returns the place that the sequence gets. Rows that score a prompt are limited, so such a prompt passes
+        none."""
+        index = len(self._places)
+        if not self._may_pass or sequence.num_unscored:
+            return index
+        num_left = sequence.num_tokens - sequence.num_computed
+        while index and _may_pass(sequence, num_left, self._places[index - 1]):
+            index -= 1
+        return index
+
+    def _insert(self, index: int, sequence: Sequence, *, is_new: bool) -> None:
+        num_left = sequence.num_tokens - sequence.num_computed
+        for place in self._places[index:]:
+            place.num_passed += num_left
+        place = _Place(sequence, len(self._places), num_left, sequence.num_passed_tokens, is_new)
+        self._places.insert(index, place)
+
+
+def _may_pass(sequence: Sequence, num_left: int, place: _Place) -> bool:
+    is_shorter = num_left + place.num_passed < place.num_left
+    return is_shorter and not place.is_new and sequence.priority >= place.sequence.priority

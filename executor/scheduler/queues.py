@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
+from executor.scheduler.plan_builder import StepDraft
 from executor.scheduler.sequence import FinishReason, Sequence
 
 # Few sequences wait here, since routers hold the rest, so the more important ones pass these. A larger number would let
@@ -20,7 +21,10 @@ def turn(sequence: Sequence) -> int:
 
 
 class SequenceQueues:
-    """One dictionary per state. Each keeps the order in which sequences entered the state."""
+    """One dictionary per state. Each keeps the order in which sequences entered the state.
+
+    The sums are kept up at each change of state, so that reading them does not cost more with more sequences.
+    """
 
     def __init__(self, num_seat_rows: int) -> None:
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
@@ -34,6 +38,13 @@ class SequenceQueues:
         self.pausing: dict[Sequence, dict[Sequence, None]] = {}
         # The reason of an end that is still to be returned; None where it has been.
         self.leaving: dict[Sequence, FinishReason | None] = {}
+        # Blocks that the boarded sequences have reserved, and blocks that they use beyond their reservations.
+        self.num_reserved_blocks = 0
+        self.num_overrun_blocks = 0
+        # Computed tokens of the decodes.
+        self.decode_context = 0
+        # Tokens of the sequences that wait for a seat, none of which are computed.
+        self.num_unseated_tokens = 0
         self._num_seat_rows = num_seat_rows
         self._free_seats = list(range(num_seat_rows))[::-1]
 
@@ -70,37 +81,81 @@ class SequenceQueues:
         back = sorted(self.preempted, key=lambda sequence: (-sequence.priority, sequence.arrival))
         return [*back, *new]
 
+    def accept(self, sequence: Sequence) -> None:
+        """Adds a sequence that waits for a seat, or until it is ready."""
+        queue = self.waiting if sequence.is_ready else self.preparing
+        queue[sequence] = None
+        self.num_unseated_tokens += sequence.num_tokens
+
+    def prepared(self, sequence: Sequence) -> None:
+        """Lets a sequence that was being prepared wait for a seat."""
+        del self.preparing[sequence]
+        self.waiting[sequence] = None
+
     def seat(self, sequence: Sequence) -> None:
+        """Seats a sequence whose block table has been started."""
         self.waiting.pop(sequence, None)
         self.preempted.pop(sequence, None)
         self.prefills[sequence] = None
+        self.num_unseated_tokens -= sequence.num_tokens
+        self.num_reserved_blocks += sequence.num_reserved_blocks
+        self.num_overrun_blocks += sequence.num_overrun_blocks
         sequence.seat = self._free_seats.pop()
+
+    def launch(self, draft: StepDraft) -> None:
+        """Moves the sequences whose prompt is computed with this step, and those whose last token it yields."""
+        self.num_overrun_blocks += draft.num_overrun_blocks
+        self.decode_context += draft.num_decodes
+        for sequence in draft.prompts_done:
+            del self.prefills[sequence]
+            self.decodes[sequence] = None
+            self.decode_context += sequence.num_computed
+        for sequence in draft.ending:
+            del self.decodes[sequence]
+            self.ending[sequence] = None
+            self.decode_context -= sequence.num_computed
 
     def pause(self, sequence: Sequence) -> None:
         """Excludes the sequence from further steps until `resume` or `preempt`."""
         place = self.decodes if sequence in self.decodes else self.prefills
         del place[sequence]
         self.pausing[sequence] = place
+        if place is self.decodes:
+            self.decode_context -= sequence.num_computed
 
     def resume(self, sequence: Sequence) -> None:
         """Puts a paused sequence back into the queue that it was in."""
-        self.pausing.pop(sequence)[sequence] = None
+        place = self.pausing.pop(sequence)
+        place[sequence] = None
+        if place is self.decodes:
+            self.decode_context += sequence.num_computed
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes the seat of a paused sequence, which waits to board again."""
+        """Takes the seat of a paused sequence, which waits to board again. Its blocks must not be released yet."""
         del self.pausing[sequence]
+        self._unseat(sequence)
         self.free_seat(sequence)
         self.preempted[sequence] = None
+        self.num_unseated_tokens += sequence.num_tokens
 
     def leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Moves the sequence from its queue to `leaving`."""
+        """Moves the sequence from its queue to `leaving`. Its blocks must not be released yet."""
         assert sequence not in self.leaving, f"{sequence.request_id} leaves twice"
-        queues = (self.decodes, self.prefills, self.ending, self.waiting, self.preparing, self.preempted, self.pausing)
-        for place in queues:
-            if sequence in place:
-                del place[sequence]
-                break
+        for unseated in (self.waiting, self.preparing, self.preempted):
+            if sequence in unseated:
+                del unseated[sequence]
+                self.num_unseated_tokens -= sequence.num_tokens
+        for boarded in (self.decodes, self.prefills, self.ending, self.pausing):
+            if sequence in boarded:
+                if boarded is self.decodes:
+                    self.decode_context -= sequence.num_computed
+                del boarded[sequence]
+                self._unseat(sequence)
         self.leaving[sequence] = reason
+
+    def _unseat(self, sequence: Sequence) -> None:
+        self.num_reserved_blocks -= sequence.num_reserved_blocks
+        self.num_overrun_blocks -= sequence.num_overrun_blocks
 
     def free_seat(self, sequence: Sequence) -> None:
         """Frees the sequence's seat row, if it has one."""
@@ -109,6 +164,11 @@ class SequenceQueues:
             sequence.seat = None
 
     def check(self) -> None:
-        """Asserts that each row is free or belongs to one sequence."""
+        """Asserts that each row is free or belongs to one sequence, and that the sums are right."""
         seats = [sequence.seat for sequence in chain(self.boarded(), self.leaving) if sequence.seat is not None]
         assert sorted([*seats, *self._free_seats]) == list(range(self._num_seat_rows)), f"seats: {seats}"
+        unseated = [*self.waiting, *self.preparing, *self.preempted]
+        assert self.num_unseated_tokens == sum(s.num_tokens - s.num_computed for s in unseated)
+        assert self.num_reserved_blocks == sum(s.num_reserved_blocks for s in self.boarded())
+        assert self.num_overrun_blocks == sum(s.num_overrun_blocks for s in self.boarded())
+        assert self.decode_context == sum(s.num_computed for s in self.decodes)

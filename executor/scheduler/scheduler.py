@@ -45,7 +45,7 @@ from executor.scheduler.blocks import BlockError, BlockPool
 from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.max_utilization import MaxUtilization, ReserveController
-from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.plan_builder import PrefillLine, StepDraft
 from executor.scheduler.prefix_cache import PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.seat_view import Seating
@@ -65,8 +65,9 @@ from executor.scheduler.step_record import KvCounts
 
 
 class Boarding:
-    """Seats waiting sequences: the preempted first, then the others in boarding order. A sequence is passed over only
-    while it waits for a prefix that another one is computing, or for rows of logits to score its prompt."""
+    """Gives prompts their tokens and seats waiting sequences: the preempted first, then the others in boarding order. A
+    sequence is passed over only while it waits for a prefix that another one is computing, or for rows of logits to
+    score its prompt."""
 
     def __init__(
         self, limits: SchedulerLimits, queues: SequenceQueues, kv_policy: KvPolicy, pending_prefixes: PendingPrefixes
@@ -94,8 +95,20 @@ class Boarding:
             self._decodes_gave_way = first.num_tokens - first.num_computed > num_tokens_left
         return self._decodes_gave_way
 
-    def board(self, draft: StepDraft) -> StepConstraint:
-        """Seats the sequences that can board now, and returns the constraint that kept out the next one.
+    def fill(self, draft: StepDraft) -> StepConstraint:
+        """Gives the prompts their tokens and seats the sequences that can board now. Returns the constraint that kept
+        out the next one."""
+        is_ordered_by_length = self._limits.enable_chunked_context and not self._is_static
+        line = PrefillLine(self._queues.prefills, may_pass=is_ordered_by_length)
+        constraint = self._board(draft, line)
+        line.compute(draft)
+        if constraint in (StepConstraint.NO_WORK, StepConstraint.TWIN):
+            return draft.closed_by if draft.is_cut else self._unless_full(constraint)
+        return constraint
+
+    def _board(self, draft: StepDraft, line: PrefillLine) -> StepConstraint:
+        """Seats sequences in boarding order. Those that pass a prompt in the line join it, the others board with what
+        it leaves.
 
         A static batch fills all its seats at once, even if its prompts then take several steps. With in-flight
         batching, a sequence that would get no token in this step keeps waiting: later it may find more of its prefix
@@ -103,13 +116,17 @@ class Boarding:
         """
         queues = self._queues
         if not (queues.waiting or queues.preempted):
-            return draft.closed_by if draft.is_cut else self._unless_full(StepConstraint.NO_WORK)
+            return StepConstraint.NO_WORK
         if self._is_static and (queues.num_seated or queues.leaving):
             return StepConstraint.STATIC_BATCH
+        if queues.num_seated >= self._limits.max_num_sequences:
+            return StepConstraint.SEATS
         end = StepConstraint.NO_WORK
         for sequence in queues.boarding_order():
             if queues.num_seated >= self._limits.max_num_sequences:
                 return StepConstraint.SEATS
+            if not line.is_passed_by(sequence, draft):
+                line.compute(draft)
             if draft.is_full and not self._is_static:
                 return draft.closed_by
             if not self._is_static and self._pending_prefixes.should_wait(sequence):
@@ -123,8 +140,8 @@ class Boarding:
             queues.seat(sequence)
             self._pending_prefixes.begin(sequence)
             draft.board(sequence)
-            draft.add_prefill(sequence)
-        return draft.closed_by if draft.is_cut else self._unless_full(end)
+            line.add(sequence, draft)
+        return end
 
     def _unless_full(self, constraint: StepConstraint) -> StepConstraint:
         """Returns SEATS for a full batch. No sequence waits here then, but requests may wait in the routers' queue."""
@@ -168,8 +185,6 @@ class Scheduler:
         self.num_computed_tokens = 0
         # Rows without a usable logit.
         self.num_invalid_logits = 0
-        # Incremented whenever a sequence is accepted or ends.
-        self.num_held_changes = 0
 
     # Admission.
 
@@ -194,9 +209,7 @@ class Scheduler:
             )
             self._num_arrivals += 1
             sequence.arrival = self._num_arrivals
-            queue = self._queues.waiting if sequence.is_ready else self._queues.preparing
-            queue[sequence] = None
-            self.num_held_changes += 1
+            self._queues.accept(sequence)
         return refusal
 
     def prepared(self, sequence: Sequence, error: str = "") -> FinishEvent | None:
@@ -207,9 +220,7 @@ class Scheduler:
         if error:
             return self._finish(sequence, FinishReason.ERROR, error=error)
         assert sequence.is_ready, f"{sequence.request_id} has no compiled grammar"
-        del self._queues.preparing[sequence]
-        self._queues.waiting[sequence] = None
-        self.num_held_changes += 1
+        self._queues.prepared(sequence)
         return None
 
     def drain(self) -> None:
@@ -219,8 +230,8 @@ class Scheduler:
     # Steps.
 
     def schedule(self, max_prefill_tokens: int | None = None) -> StepPlan:
-        """Plans a step: running decodes, then prefills in progress, then boarding. Sequences that have been preempted
-        for too long are handed back.
+        """Plans a step: running decodes, then prefills in progress and boarding, in the order of `PrefillLine`.
+        Sequences that have been preempted for too long are handed back.
 
         `max_prefill_tokens` bounds the prompt tokens of the step; None does not. Without work the plan has no rows.
         Such a plan is not in flight and must not be passed to `update()`.
@@ -232,9 +243,7 @@ class Scheduler:
             self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way():
             draft.add_decodes(self._kv_policy.decodes(draft))
-        for sequence in self._queues.prefills:
-            draft.add_prefill(sequence)
-        return self._launch(draft, self._boarding.board(draft))
+        return self._launch(draft, self._boarding.fill(draft))
 
     def update(self, result: StepResult) -> StepOutcome:
         """Retires the oldest plan: appends the sampled tokens, publishes full blocks and ends sequences.
@@ -349,8 +358,7 @@ class Scheduler:
     def waiting_prefill_tokens(self) -> int:
         """Tokens to compute until every held sequence decodes."""
         queues = self._queues
-        behind = chain(queues.prefills, queues.preempted, queues.waiting, queues.preparing)
-        return sum(s.num_tokens - s.num_computed for s in behind)
+        return queues.num_unseated_tokens + sum(s.num_tokens - s.num_computed for s in queues.prefills)
 
     @property
     def budget_blocks(self) -> int:
@@ -391,10 +399,11 @@ class Scheduler:
         """Returns the prompts that wait for their first token, and the decodes that run beside them."""
         queues = self._queues
         num_free_seats = self.limits.max_num_sequences - queues.num_seated
-        first = next(iter(queues.prefills), None)
+        # Usually the one that gets its tokens first.
+        first = min(queues.prefills, key=lambda sequence: sequence.num_tokens - sequence.num_computed, default=None)
         return PrefillDemand(
             num_decodes=len(queues.decodes),
-            decode_context=sum(sequence.num_computed for sequence in queues.decodes),
+            decode_context=queues.decode_context,
             num_behind=len(queues.prefills) + min(len(queues.waiting) + len(queues.preempted), num_free_seats),
             position=first.num_computed if first is not None else 0,
         )
@@ -423,13 +432,7 @@ class Scheduler:
 
     def _launch(self, draft: StepDraft, constraint: StepConstraint) -> StepPlan:
         """Finishes the plan and puts it in flight. Sequences whose last token is in it leave their seats."""
-        queues = self._queues
-        for sequence in draft.prompts_done:
-            del queues.prefills[sequence]
-            queues.decodes[sequence] = None
-        for sequence in draft.ending:
-            del queues.decodes[sequence]
-            queues.ending[sequence] = None
+        self._queues.launch(draft)
         plan = draft.finish(constraint)
         for sequence, error in draft.broken.items():
             self._unreturned.append(self._finish(sequence, FinishReason.ERROR, error=error))
@@ -508,7 +511,6 @@ class Scheduler:
         self._leave(sequence, None)
         if sequence.num_in_flight == 0:
             self._release(sequence)
-        self.num_held_changes += 1
         return FinishEvent.of(sequence, reason, stop_token_id, error)
 
     def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
@@ -524,7 +526,6 @@ class Scheduler:
         reason = self._queues.leaving[sequence]
         self._release(sequence)
         if reason is not None:
-            self.num_held_changes += 1
             yield FinishEvent.of(sequence, reason)
 
     def _release(self, sequence: Sequence) -> None:

@@ -141,7 +141,8 @@ class Sequence:
     The larger `priority` is served first. `deadline_ms` is by the engine's clock and only compared here. `arrival` is
     its position in the order of acceptance. After a preemption, `num_lost_tokens` is the number of tokens that had KV,
     `host_copy` the KV that was copied to the host, and `num_steps_away` the steps since. `num_prefix_wait_steps` counts
-    the steps that it waited for a prefix that another sequence was computing.
+    the steps that it waited for a prefix that another sequence was computing, `num_passed_tokens` the prompt tokens of
+    later sequences that were computed ahead of its own.
 
     `num_top_logprobs` is the number of likeliest tokens to report with each sampled token; None reports nothing.
     `logprobs` holds the reports by output offset.
@@ -175,6 +176,7 @@ class Sequence:
     num_steps_away: int = 0
     host_copy: HostCopy | None = None
     num_prefix_wait_steps: int = 0
+    num_passed_tokens: int = 0
     num_top_logprobs: int | None = None
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     num_prompt_logprobs: int | None = None
@@ -197,6 +199,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_overrun_blocks(self) -> int:
+        """Blocks that it uses beyond those reserved for it."""
+        return max(0, len(self.block_table) - self.num_reserved_blocks)
 
     @property
     def num_unscored(self) -> int:

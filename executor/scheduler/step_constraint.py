@@ -9,7 +9,7 @@ from enum import Enum
 @dataclass(frozen=True, slots=True)
 class PrefillDemand:
     """Load of a step: `num_decodes` sequences decode with `decode_context` tokens of context in all. `num_behind`
-    sequences with a seat, or with one available, wait for their first token, and the first of them continues at
+    sequences with a seat, or with one available, wait for their first token, and the shortest of them continues at
     `position`."""
 
     num_decodes: int

@@ -40,9 +40,9 @@ SCHEDULER = (
     ),
     Mutation(
         "a sequence boards before its grammar is compiled",
-        "executor/scheduler/scheduler.py",
-        "queue = self._queues.waiting if sequence.is_ready else self._queues.preparing",
-        "queue = self._queues.waiting",
+        "executor/scheduler/queues.py",
+        "queue = self.waiting if sequence.is_ready else self.preparing",
+        "queue = self.waiting",
         ("tests/unit/test_preparing.py", *SCHEDULER_TESTS),
     ),
     Mutation(
@@ -84,6 +84,13 @@ SCHEDULER = (
         "num_usable = sequence.num_reusable_tokens // block_size",
         "num_usable = sequence.num_tokens // block_size",
         ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "short prompts pass a long one without end",
+        "executor/scheduler/plan_builder.py",
+        "num_left + place.num_passed < place.num_left",
+        "num_left < place.num_left",
+        ("tests/unit/test_prefill_line.py",),
     ),
     Mutation(
         "a sequence stays in the batch for one token more than it may have",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from executor.scheduler.scheduler import Batching, SchedulerLimits
@@ -43,6 +44,31 @@ class RowChecks:
             assert len(sequence.block_table) * self._block_size >= end
 
 
+class PassingChecks:
+    """Prompts that pass others: the shorter one, of no lower priority, and by fewer tokens in all than the other has.
+    A prompt that is not done with a step was passed by the later ones that got tokens of it."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._may_pass = limits.batching is Batching.INFLIGHT
+        self._num_passed: Counter[Sequence] = Counter()
+
+    def check(self, plan: StepPlan, line: list[Sequence]) -> None:
+        """Asserts it of a plan. `line` are the prompts in order of boarding."""
+        row_of = {row.sequence: row for row in plan.rows}
+        for index, passed in enumerate(line):
+            row = row_of.get(passed)
+            if row is not None and row.samples:
+                continue
+            num_left = passed.num_tokens - (passed.num_computed if row is None else row.start)
+            for other in line[index + 1 :]:
+                if other in row_of:
+                    assert self._may_pass
+                    assert other.priority >= passed.priority
+                    assert other.num_tokens - row_of[other].samples - row_of[other].start < num_left
+                    self._num_passed[passed] += row_of[other].num_tokens
+            assert self._num_passed[passed] == passed.num_passed_tokens < passed.num_tokens
+
+
 class OvercommittedChecks:
     """max_utilization: who goes on depends on the blocks; who comes back goes first."""
 
@@ -75,6 +101,7 @@ class ReservedChecks:
         self.block_size = block_size
         self.max_prefill_tokens = max_prefill_tokens
         self._rows = RowChecks(limits, block_size)
+        self._passing = PassingChecks(limits)
         self.decodes_skipped: set[Sequence] = set()
         self.head_skipped: list[Sequence] = []
 
@@ -123,14 +150,16 @@ class ReservedChecks:
         self.decodes_skipped = skipped
 
     def _check_line_of_prefills(self, plan: StepPlan, seated: list[Sequence], decodes: set[Sequence]) -> None:
-        """Prompts are computed in order of boarding. The first that gets nothing does not fit, and not for long."""
+        """Without chunks prompts are computed in order of boarding. The first that gets nothing does not fit, and not
+        for long."""
         rows = {row.sequence for row in plan.rows}
         line = [sequence for sequence in (*seated, *plan.boarded) if sequence not in decodes]
         skipped = [sequence for sequence in line if sequence not in rows]
-        assert line[len(line) - len(skipped) :] == skipped, "a prompt was overtaken"
         if self.limits.enable_chunked_context:
             assert not skipped or not self._has_room(plan, decodes)
+            self._passing.check(plan, line)
             return
+        assert line[len(line) - len(skipped) :] == skipped, "a prompt was overtaken"
         for sequence in skipped[:1]:
             num_behind = sequence.num_tokens - sequence.num_computed
             assert plan.num_tokens + num_behind > self.limits.max_num_tokens, "a prompt that fits was left out"

@@ -70,7 +70,7 @@ def test_port_in_use_is_said_before_anything_is_loaded() -> None:
     ("arguments", "words"),
     [
         (("executor", "--batching", "dynamic"), ("batching", "inflight", "static")),
-        (("executor", "--max-num-sequences", "0"), ("max-num-sequences",)),
+        (("executor", "--max-num-sequences", "-1"), ("max-num-sequences",)),
         (("executor",), ("tls_cert_file", "tls_ca_file", "router_names", "--insecure")),
         (("executor", "--insecure", "--listen", "0.0.0.0:0"), ("insecure", "0.0.0.0:0", "loopback")),
         (("router", "--executors", "nowhere"), ("executors", "host:port")),

@@ -62,7 +62,7 @@ class TestStep:
 
     def test_decodes_go_before_prefills_in_progress_and_those_before_boarding(self) -> None:
         scheduler = make_scheduler(replace(LIMITS, max_num_sequences=3))
-        for request_id, length in (("a", 2), ("b", 16), ("c", 2)):
+        for request_id, length in (("a", 2), ("b", 16), ("c", 12)):
             scheduler.offer(make_sequence(request_id, range(length), salt=None))
         step(scheduler)
 
@@ -70,7 +70,7 @@ class TestStep:
         assert rows_of(plan) == [("a", 2, 1, True), ("b", 6, 7, False)]
         retire(scheduler, plan)
         plan = scheduler.schedule()
-        assert rows_of(plan) == [("a", 3, 1, True), ("b", 13, 3, True), ("c", 0, 2, True)]
+        assert rows_of(plan) == [("a", 3, 1, True), ("b", 13, 3, True), ("c", 0, 4, False)]
 
     def test_no_sequence_boards_without_a_seat(self) -> None:
         scheduler = make_scheduler()

@@ -23,7 +23,6 @@ from executor.native.library import NAMES, NativeLibrary, load_native
 from executor.native.pool import NativePool
 from inflight.cli.doctor import processor
 
-ROWS = (1, 8, 32, 512)
 # Columns, depth, and blocks of a task of SmolLM2-135M.
 MATRICES = {
     "qkv": (960, 576, 2),
@@ -49,11 +48,13 @@ class Measured:
     product_s: dict[tuple[int, str], float]
 
 
-def measure(library: NativeLibrary, pool: NativePool, shape: TrialShape, rounds: int) -> Measured:
+def measure(
+    library: NativeLibrary, pool: NativePool, shape: TrialShape, row_counts: Sequence[int], rounds: int
+) -> Measured:
     """Times one shape; the ways take turns."""
-    trial = ProductTrial(library, pool, shape, TRIAL_BYTES, max(ROWS))
+    trial = ProductTrial(library, pool, shape, TRIAL_BYTES, max(row_counts))
     reads: list[float] = []
-    times: dict[tuple[int, str], list[float]] = {(rows, way): [] for rows in ROWS for way in WAYS}
+    times: dict[tuple[int, str], list[float]] = {(rows, way): [] for rows in row_counts for way in WAYS}
     for _ in range(rounds):
         reads.append(trial.read_seconds())
         for (num_rows, way), seconds in times.items():
@@ -88,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: %(default)s")
     parser.add_argument("--weight-dtype", default="auto", choices=["auto", "int8"], help="default: auto")
     parser.add_argument("--rounds", type=int, default=7, help="times that each is measured; default: %(default)s")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="default: %(default)s")
     parser.add_argument("--only", choices=MATRICES, help="one shape; default: all")
     options = parser.parse_args(argv)
     library = load_native(options.cpu_isa)
@@ -101,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     for name in [options.only] if options.only else MATRICES:
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
         shape = TrialShape(*MATRICES[name], dtype, options.weight_dtype == "int8")
-        measured = measure(library, pool, shape, options.rounds)
+        measured = measure(library, pool, shape, options.rows, options.rounds)
         num_weights = measured.num_bytes // shape.num_bytes * shape.columns * shape.depth
         read_rate = measured.num_bytes / measured.read_s / 1e9
         print(f"\n## {name}: {shape.columns} columns, depth {shape.depth}; reading: {read_rate:.1f} GB/s")

@@ -52,7 +52,7 @@ class TrialShape:
 
     columns: int
     depth: int
-    blocks_of_task: int
+    blocks_at_once: int
     dtype: torch.dtype
     has_int8_weights: bool
 
@@ -79,7 +79,7 @@ class ProductTrial:
             self.num_matrices,
             shape.columns,
             shape.depth,
-            shape.blocks_of_task,
+            shape.blocks_at_once,
             most_rows,
             shape.dtype == torch.bfloat16,
             shape.has_int8_weights,
@@ -138,7 +138,7 @@ class _Shape(ctypes.Structure):
 
     _fields_ = tuple(
         (name, c_int64)
-        for name in ("num_matrices", "columns", "depth", "blocks_of_task", "most_rows", "is_bfloat16", "is_int8")
+        for name in ("num_matrices", "columns", "depth", "blocks_at_once", "most_rows", "is_bfloat16", "is_int8")
     )
 
 

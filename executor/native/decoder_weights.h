@@ -134,10 +134,10 @@ class PackedWeights {
         }
     }
 
-    Matrix<Element> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_of_task = 1) {
+    Matrix<Element> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
         Matrix<Element> matrix;
-        matrix.num_blocks = round_up(columns, blocks_of_task * BLOCK_COLUMNS) / BLOCK_COLUMNS;
-        matrix.blocks_of_task = blocks_of_task;
+        matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+        matrix.blocks_at_once = blocks_at_once;
         matrix.panels = stream.panels(are_int8);
         matrix.num_steps = padded_depth<Element>(depth) / (UNITS * Element::PAIR);
         if (are_int8) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);

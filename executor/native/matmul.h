@@ -60,7 +60,7 @@ struct Matrix {
     Panels panels = APART;
     char* blocks = nullptr;
     int64_t num_blocks = 0, num_steps = 0;
-    int64_t blocks_of_task = 1;
+    int64_t blocks_at_once = 1;
     float* scales = nullptr;  // [num_blocks * 32], only for int8
 
     bool is_narrow() const { return scales != nullptr; }

@@ -34,23 +34,23 @@ class Product {
             const WeightStream& stream, const Matrix<Element>* after)
         : matrix_(matrix),
           rows_(rows),
-          blocks_of_task_(matrix.blocks_of_task),
-          stride_(blocks_of_task_ * BLOCK_COLUMNS),
+          blocks_at_once_(matrix.blocks_at_once),
+          stride_(blocks_at_once_ * BLOCK_COLUMNS),
           num_rows_(num_rows),
           rows_of_task_(fitting_rows()),
-          num_columns_(matrix.num_blocks / blocks_of_task_),
+          num_columns_(matrix.num_blocks / blocks_at_once_),
           num_threads_(num_threads),
           prefetches_(num_rows >= stream.prefetch_from_rows),
           after_(after),
           num_tasks((num_rows + rows_of_task_ - 1) / rows_of_task_ * num_columns_) {}
 
-    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_of_task * 32` columns.
+    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns.
     template <class Finish>
     void compute(int64_t task, ProductScratch& scratch, const Finish& finish) const {
-        const int64_t first_block = task % num_columns_ * blocks_of_task_, start = task / num_columns_ * rows_of_task_;
+        const int64_t first_block = task % num_columns_ * blocks_at_once_, start = task / num_columns_ * rows_of_task_;
         const int64_t end = std::min(num_rows_, start + rows_of_task_);
-        for (int64_t i = 0; i < blocks_of_task_; ++i) {
-            const char* next = i + 1 < blocks_of_task_ ? matrix_.block(first_block + i + 1) : probably_next(task);
+        for (int64_t i = 0; i < blocks_at_once_; ++i) {
+            const char* next = i + 1 < blocks_at_once_ ? matrix_.block(first_block + i + 1) : probably_next(task);
             multiply_block(first_block + i, prefetches_ ? next : nullptr, start, end, scratch.tile + i * BLOCK_COLUMNS,
                            scratch.wide);
         }
@@ -73,9 +73,9 @@ class Product {
     // The first block of the task that this thread gets next if tasks take equally long.
     const char* probably_next(int64_t task) const {
         const int64_t next = task + num_threads_;
-        if (next < num_tasks) return matrix_.block(next % num_columns_ * blocks_of_task_);
+        if (next < num_tasks) return matrix_.block(next % num_columns_ * blocks_at_once_);
         if (after_ == nullptr) return nullptr;
-        return after_->block(std::min((next - num_tasks) * after_->blocks_of_task, after_->num_blocks - 1));
+        return after_->block(std::min((next - num_tasks) * after_->blocks_at_once, after_->num_blocks - 1));
     }
 
     void multiply_block(int64_t index, const char* next, int64_t start, int64_t end, float* out,
@@ -105,7 +105,7 @@ class Product {
 
     const Matrix<Element>& matrix_;
     const Rows<Element>& rows_;
-    const int64_t blocks_of_task_, stride_, num_rows_, rows_of_task_, num_columns_;
+    const int64_t blocks_at_once_, stride_, num_rows_, rows_of_task_, num_columns_;
     const int num_threads_;
     const bool prefetches_;
     const Matrix<Element>* const after_;

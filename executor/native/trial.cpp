@@ -22,7 +22,7 @@ class Trial {
 
 // The fields of streams.py's structure, in the same order.
 struct TrialShape {
-    int64_t num_matrices, columns, depth, blocks_of_task, most_rows, is_bfloat16, is_int8;
+    int64_t num_matrices, columns, depth, blocks_at_once, most_rows, is_bfloat16, is_int8;
 };
 
 template <class Element>
@@ -94,9 +94,9 @@ class TrialOf final : public Trial {
 
     void place(const TrialShape& shape, Cursor& cursor) {
         for (Matrix<Element>& matrix : matrices_) {
-            matrix.num_blocks = round_up(shape.columns, shape.blocks_of_task * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+            matrix.num_blocks = round_up(shape.columns, shape.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
             matrix.num_steps = padded_depth<Element>(shape.depth) / (UNITS * Element::PAIR);
-            matrix.blocks_of_task = shape.blocks_of_task;
+            matrix.blocks_at_once = shape.blocks_at_once;
             if (shape.is_int8) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
             matrix.blocks =
                 cursor.take<char>(matrix.num_blocks * Matrix<Element>::block_bytes(matrix.num_steps, shape.is_int8));

@@ -72,7 +72,7 @@ class Variant:
     """A way of computing: what `PagedModel.load` is told beside the model."""
 
     name: str
-    load_arguments: Mapping[str, str] = field(default_factory=dict)
+    load_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 VARIANTS = (

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
+from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
 from executor.native.memory import huge_zeros
 from executor.native.pool import NativePool
@@ -76,13 +77,22 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
 class NativeDecoder:
     """A packed model, computed on the threads of `pool`. One step at a time."""
 
-    def __init__(self, library: NativeLibrary, pool: NativePool, form: DecoderForm) -> None:
+    def __init__(
+        self, library: NativeLibrary, pool: NativePool, form: DecoderForm, stream: WeightStream | None = None
+    ) -> None:
         self.form = form
+        self.stream = stream or _choose_stream(library, pool, form)
         # Seconds that the steps so far spent in each of PARTS.
         self.part_seconds = np.zeros(len(PARTS))
         calls = _declared(library.calls)
         layout, kept = _layout(form)
-        decoder = calls.inflight_decoder_new(ctypes.byref(layout), form.dtype == torch.bfloat16, form.has_int8_weights)
+        decoder = calls.inflight_decoder_new(
+            ctypes.byref(layout),
+            form.dtype == torch.bfloat16,
+            form.has_int8_weights,
+            self.stream.is_interleaved,
+            self.stream.prefetch_from_rows,
+        )
         del kept
         if not decoder:
             raise MemoryError("not enough memory for the packed weights")
@@ -162,6 +172,15 @@ def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool)
     )
 
 
+def _choose_stream(library: NativeLibrary, pool: NativePool, form: DecoderForm) -> WeightStream:
+    """Returns how to read the weights of a form, by its largest matrices."""
+    shape = form.shape
+    trial = TrialShape(2 * shape.intermediate_size, shape.hidden_size, 2, form.dtype, form.has_int8_weights)
+    if trial.num_bytes * shape.num_layers < TRIAL_BYTES // 2:
+        return DEFAULT_STREAM
+    return choose_stream(library, pool, trial)
+
+
 def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
     """Returns the form as C++ takes it, and the arrays that it points to."""
     shape = form.shape
@@ -238,7 +257,7 @@ class _Step(ctypes.Structure):
 
 def _declared(library: Any) -> Any:
     library.inflight_decoder_new.restype = c_void_p
-    library.inflight_decoder_new.argtypes = (c_void_p, c_int64, c_int64)
+    library.inflight_decoder_new.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64)
     library.inflight_decoder_free.argtypes = (c_void_p,)
     library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
     library.inflight_decoder_matrix_bytes.restype = c_int64

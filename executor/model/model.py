@@ -29,8 +29,9 @@ from executor.checkpoint.gguf import import_gguf
 from executor.checkpoint.packed_linear import pack_linears
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.support import check_configuration, check_network
-from executor.cpu.decoder import NativeDecoder, form_of, unsupported_reason
+from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
 from executor.cpu.sampler import NativeSampler, choose_sampler
+from executor.cpu.streams import WeightStream
 from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
 from executor.step.batch import StepBatch
 from executor.step.logprobs import StepLogprobs, step_logprobs
@@ -104,11 +105,13 @@ class PagedModel:
         weight_dtype: str = "auto",
         forward_name: str = "auto",
         instructions: str = "auto",
+        weight_stream: WeightStream | None = None,
     ) -> PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
         `weight_dtype` is `auto` (that of the activations) or `int8`. `forward_name` is `auto` (native where the model
-        has a native forward pass) or `transformers`. `instructions` names the build of the C++ code.
+        has a native forward pass) or `transformers`. `instructions` names the build of the C++ code, and
+        `weight_stream` how it reads the weights; without it the fastest way is measured.
         """
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
@@ -123,7 +126,7 @@ class PagedModel:
         sampler = _native_sampler(choice.backend, device, instructions)
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
-            native = _native_forward(network, layers, choice, description, weight_dtype, forward_name)
+            native = _native_forward(network, layers, choice, description, weight_dtype, forward_name, weight_stream)
             model = cls(network, layers, choice, description, native.gpu, native.native, sampler)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
             compare(expectation, model.forward, dtype, has_int8_weights=weight_dtype == "int8")
@@ -220,6 +223,7 @@ def _native_forward(
     description: ModelDescription,
     weight_dtype: str,
     forward_name: str,
+    weight_stream: WeightStream | None,
 ) -> NativeForward:
     """Packs the weights for a native forward pass where the model has one, else for transformers'."""
     weights = read_decoder(network, layers) if forward_name == "auto" else "forward=transformers is set"
@@ -228,7 +232,8 @@ def _native_forward(
     if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
         obstacle = unsupported_reason(weights.shape)
         if obstacle is None:
-            return NativeForward(native=_native_decoder(weights, choice.backend, network.dtype, weight_dtype == "int8"))
+            form = form_of(weights, network.dtype, weight_dtype == "int8")
+            return NativeForward(native=_native_decoder(weights, choice.backend, form, weight_stream))
         weights = obstacle
     if isinstance(weights, str):
         log.info("using the forward pass of transformers, because %s", weights)
@@ -246,10 +251,11 @@ def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: Mo
 
 
 def _native_decoder(
-    weights: DecoderWeights, backend: CpuAttention, dtype: torch.dtype, has_int8_weights: bool
+    weights: DecoderWeights, backend: CpuAttention, form: DecoderForm, stream: WeightStream | None
 ) -> NativeDecoder:
     """Packs the model for the C++ code."""
-    native = NativeDecoder(backend.library, backend.pool, form_of(weights, dtype, has_int8_weights))
+    native = NativeDecoder(backend.library, backend.pool, form, stream)
+    log.info("weights are read with %s", native.stream)
     native.pack(weights)
     return native
 

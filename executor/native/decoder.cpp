@@ -18,11 +18,11 @@ class DecoderOf final : public Decoder {
     using Number = typename Element::Number;
 
   public:
-    DecoderOf(const DecoderShape& shape, bool has_int8_weights)
+    DecoderOf(const DecoderShape& shape, bool has_int8_weights, WeightStream stream)
         : shape_(shape),
           windows_(shape.sliding_windows, shape.sliding_windows + shape.num_layers),
           frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.head_dim / 2),
-          weights_(shape, has_int8_weights),
+          weights_(shape, has_int8_weights, stream),
           wide_bytes_(has_int8_weights ? weights_.most_steps() * STEP_BYTES : 0) {}
 
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
@@ -37,7 +37,7 @@ class DecoderOf final : public Decoder {
         while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>());
         for (auto& scratch : scratch_) {
             scratch->best.assign(step.num_logits, {-INFINITY, NO_TOKEN});
-            scratch->wide.reserve(wide_bytes_);
+            scratch->product.wide.reserve(wide_bytes_);
         }
         pool.run([&](Team& team) {
             const TilesInUse tiles;
@@ -47,15 +47,12 @@ class DecoderOf final : public Decoder {
     }
 
   private:
-    static constexpr int64_t CACHED_BYTES = 768 << 10;  // of activations, in the second-level cache
-    static constexpr int64_t TILE_NUMBERS = 64 << 10;    // sums of a task
-    static_assert(TILE_NUMBERS >= TILE_ROWS * MAX_DIM);
+    static_assert(ProductScratch::TILE_NUMBERS >= TILE_ROWS * MAX_DIM);
 
     struct Scratch {
         Workspace<Element> attention;
-        alignas(64) float tile[TILE_NUMBERS];
+        ProductScratch product;
         std::vector<Best> best;
-        ThreadBuffer wide;  // a block of int8 weights as elements
     };
 
     // One thread's part of a step.
@@ -79,10 +76,11 @@ class DecoderOf final : public Decoder {
                 norm(layer.input_norm, &kv);
                 project_qkv(layer, kv);
                 attend_all(kv, decoder_.windows_[index]);
-                add_product(OUTPUT, layer.output, activations_.attended, layer.output_bias);
+                add_product(OUTPUT, layer.output, activations_.attended, layer.output_bias, &layer.gate_up);
                 norm(layer.post_attention_norm, nullptr);
                 gate_up(layer);
-                add_product(DOWN, layer.down, activations_.hidden, nullptr);
+                add_product(DOWN, layer.down, activations_.hidden, nullptr,
+                            index + 1 < shape_.num_layers ? &(&layer)[1].qkv : &decoder_.weights_.head);
             }
             head();
         }
@@ -109,45 +107,13 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        // rows · matrix. A task has some blocks of columns and as many rows as stay in the second-level cache while the
-        // columns pass. Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `num_blocks * 32` columns.
+        // rows · matrix; see `Product`. `after` is the matrix of the next product.
         template <class Finish>
-        void product(Part part, const Matrix<Element>& matrix, int64_t num_blocks, const Rows<Element>& rows,
-                     int64_t num_rows, const Finish& finish) {
-            const int64_t stride = num_blocks * BLOCK_COLUMNS;
-            const int64_t fitting = std::min(CACHED_BYTES / rows.row_bytes(), TILE_NUMBERS / stride);
-            const int64_t at_once = std::max<int64_t>(fitting / TILE_ROWS * TILE_ROWS, TILE_ROWS);
-            const int64_t num_chunks = (num_rows + at_once - 1) / at_once, num_columns = matrix.num_blocks / num_blocks;
-            phase(part, num_chunks * num_columns, [&](int64_t task) {
-                const int64_t first_block = task % num_columns * num_blocks, start = task / num_columns * at_once;
-                const int64_t end = std::min(num_rows, start + at_once);
-                for (int64_t i = 0; i < num_blocks; ++i)
-                    multiply_block(matrix, first_block + i, rows, start, end, scratch_.tile + i * BLOCK_COLUMNS, stride);
-                for (int64_t row = start; row < end; row += TILE_ROWS)
-                    finish(first_block, row, rows_of_tile(row, end), scratch_.tile + (row - start) * stride);
-            });
-        }
-
-        static int rows_of_tile(int64_t row, int64_t end) { return (int)std::min<int64_t>(TILE_ROWS, end - row); }
-
-        // Rows [start, end) times a block, some steps of the block at a time, each while it is in the first-level
-        // cache.
-        void multiply_block(const Matrix<Element>& matrix, int64_t index, const Rows<Element>& rows, int64_t start,
-                            int64_t end, float* out, int64_t stride) {
-            const char* block = widened(matrix, index, scratch_.wide.data());
-            const int64_t num_passes = end - start > TILE_ROWS ? (matrix.num_steps + CACHED_STEPS - 1) / CACHED_STEPS : 1;
-            for (int64_t pass = 0; pass < num_passes; ++pass) {
-                const int64_t first = pass * matrix.num_steps / num_passes;
-                const int64_t last = (pass + 1) * matrix.num_steps / num_passes;
-                for (int64_t row = start; row < end; row += TILE_ROWS)
-                    multiply<Element>(block + first * STEP_BYTES, last - first,
-                                      rows.row(row) + first * UNITS * Element::PAIR, rows.stride, rows_of_tile(row, end),
-                                      pass > 0, out + (row - start) * stride, stride);
-            }
-            if (!matrix.is_narrow()) return;
-            for (int64_t row = start; row < end; row += TILE_ROWS)
-                scale_columns(matrix.scales + index * BLOCK_COLUMNS, rows_of_tile(row, end), out + (row - start) * stride,
-                              stride);
+        void product(Part part, const Matrix<Element>& matrix, const Rows<Element>& rows, int64_t num_rows,
+                     const Matrix<Element>* after, const Finish& finish) {
+            const Product<Element> product(matrix, rows, num_rows, team_.num_threads,
+                                           decoder_.weights_.stream, after);
+            phase(part, product.num_tasks, [&](int64_t task) { product.compute(task, scratch_.product, finish); });
         }
 
         void embed() {
@@ -180,7 +146,7 @@ class DecoderOf final : public Decoder {
 
         void project_qkv(const Layer<Element>& layer, const LayerKv& kv) {
             const int64_t blocks = decoder_.weights_.head_blocks, stride = blocks * BLOCK_COLUMNS;
-            product(QKV, layer.qkv, blocks, activations_.normed, step_.num_tokens,
+            product(QKV, layer.qkv, activations_.normed, step_.num_tokens, &layer.output,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows; ++i)
                             finish_head(layer, kv, block / blocks, row + i, tile + i * stride);
@@ -237,8 +203,10 @@ class DecoderOf final : public Decoder {
         }
 
         // residual += rows · matrix + bias
-        void add_product(Part part, const Matrix<Element>& matrix, const Rows<Element>& rows, const float* bias) {
-            product(part, matrix, 1, rows, step_.num_tokens, [&](int64_t block, int64_t row, int num_rows, float* tile) {
+        void add_product(Part part, const Matrix<Element>& matrix, const Rows<Element>& rows, const float* bias,
+                         const Matrix<Element>* after) {
+            const int64_t num_tokens = step_.num_tokens;
+            product(part, matrix, rows, num_tokens, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
                 const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
                 for (int i = 0; i < num_rows; ++i) {
@@ -253,7 +221,7 @@ class DecoderOf final : public Decoder {
         }
 
         void gate_up(const Layer<Element>& layer) {
-            product(GATE_UP, layer.gate_up, 2, activations_.normed, step_.num_tokens,
+            product(GATE_UP, layer.gate_up, activations_.normed, step_.num_tokens, &layer.down,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows; ++i) {
                             Number* to = activations_.hidden.row(row + i) + block / 2 * BLOCK_COLUMNS;
@@ -267,7 +235,7 @@ class DecoderOf final : public Decoder {
         void head() {
             each_row(NORM, step_.num_logits,
                      [&](int64_t row) { norm_residual(step_.logit_rows[row], decoder_.weights_.final_norm, row); });
-            product(HEAD, decoder_.weights_.head, HEAD_BLOCKS, activations_.normed, step_.num_logits,
+            product(HEAD, decoder_.weights_.head, activations_.normed, step_.num_logits, nullptr,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows * HEAD_BLOCKS; ++i)
                             take_logits(row + i / HEAD_BLOCKS, (block + i % HEAD_BLOCKS) * BLOCK_COLUMNS,
@@ -318,9 +286,10 @@ class DecoderOf final : public Decoder {
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };
 
-std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bfloat16, int64_t has_int8_weights) {
-    if (is_bfloat16) return std::make_unique<DecoderOf<BFloat16>>(shape, has_int8_weights);
-    return std::make_unique<DecoderOf<Float32>>(shape, has_int8_weights);
+std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bfloat16, int64_t has_int8_weights,
+                                      WeightStream stream) {
+    if (is_bfloat16) return std::make_unique<DecoderOf<BFloat16>>(shape, has_int8_weights, stream);
+    return std::make_unique<DecoderOf<Float32>>(shape, has_int8_weights, stream);
 }
 
 }  // namespace inflight
@@ -328,9 +297,11 @@ std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bflo
 extern "C" {
 
 // Returns null if there is not enough memory.
-void* inflight_decoder_new(const inflight::DecoderShape* shape, int64_t is_bfloat16, int64_t has_int8_weights) {
+void* inflight_decoder_new(const inflight::DecoderShape* shape, int64_t is_bfloat16, int64_t has_int8_weights,
+                           int64_t is_interleaved, int64_t prefetch_from_rows) {
     try {
-        return inflight::make_decoder(*shape, is_bfloat16, has_int8_weights).release();
+        return inflight::make_decoder(*shape, is_bfloat16, has_int8_weights, {is_interleaved != 0, prefetch_from_rows})
+            .release();
     } catch (const std::bad_alloc&) {
         return nullptr;
     }

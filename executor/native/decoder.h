@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "matmul.h"
 #include "pool.h"
+#include "product.h"
 
 namespace inflight {
 

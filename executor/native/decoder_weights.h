@@ -8,6 +8,7 @@
 
 #include "arena.h"
 #include "decoder.h"
+#include "product.h"
 
 namespace inflight {
 
@@ -41,8 +42,9 @@ class PackedWeights {
     using Number = typename Element::Number;
 
   public:
-    PackedWeights(const DecoderShape& shape, bool are_int8)
+    PackedWeights(const DecoderShape& shape, bool are_int8, WeightStream stream)
         : are_int8(are_int8),
+          stream(stream),
           head_blocks(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
           layers(shape.num_layers),
           shape_(shape) {
@@ -104,6 +106,7 @@ class PackedWeights {
     }
 
     const bool are_int8;
+    const WeightStream stream;
     const int64_t head_blocks;  // of an attention head
     Number* embedding = nullptr;
     Matrix<Element> head;
@@ -118,9 +121,9 @@ class PackedWeights {
         head = place_matrix(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS);
         final_norm = cursor.take<float>(width);
         for (Layer<Element>& layer : layers) {
-            layer.qkv = place_matrix(cursor, heads * head_blocks * BLOCK_COLUMNS, hidden);
+            layer.qkv = place_matrix(cursor, heads * head_blocks * BLOCK_COLUMNS, hidden, head_blocks);
             layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
-            layer.gate_up = place_matrix(cursor, 2 * round_up(inner, BLOCK_COLUMNS), hidden);
+            layer.gate_up = place_matrix(cursor, 2 * round_up(inner, BLOCK_COLUMNS), hidden, 2);
             layer.down = place_matrix(cursor, hidden, inner);
             layer.input_norm = cursor.take<float>(width);
             layer.post_attention_norm = cursor.take<float>(width);
@@ -134,6 +137,8 @@ class PackedWeights {
     Matrix<Element> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
         Matrix<Element> matrix;
         matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+        matrix.blocks_at_once = blocks_at_once;
+        matrix.panels = stream.panels(are_int8);
         matrix.num_steps = padded_depth<Element>(depth) / (UNITS * Element::PAIR);
         if (are_int8) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
         matrix.blocks =

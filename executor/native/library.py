@@ -15,7 +15,7 @@ from executor.native.build import BuildFailure, load_library, prebuild
 
 NAME = "kernels"
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("decoder.cpp", "attention.cpp", "sampler.cpp", "pool.cpp"))
+SOURCES = tuple(FOLDER / name for name in ("decoder.cpp", "attention.cpp", "sampler.cpp", "pool.cpp", "trial.cpp"))
 CPUINFO = Path("/proc/cpuinfo")
 
 

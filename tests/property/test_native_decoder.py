@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 
 from common.model_source import ModelError, resolve_model
 from executor.cpu.decoder import PARTS
+from executor.cpu.streams import STREAMS
 from executor.model.model import PagedModel
 from executor.model.self_check import relative_distance
 from executor.step.batch import StepBatch
@@ -38,6 +39,8 @@ FAMILY: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**sizes()),
     "qwen3": Qwen3Config(**sizes()),
 }
+# Matrices of several pieces, and steps of a depth that are prefetched in more than one.
+DEEP = LlamaConfig(**sizes(hidden_size=128, intermediate_size=4800, num_hidden_layers=2))
 # Relative distance of logits: rounding of bfloat16 (8 bits), and of int8 weights (a 1/254 of a column's largest).
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1}
 # Decodes, a chunk behind a context, and two whole prompts, one longer than what AMX and the vectors take at once.
@@ -55,13 +58,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_model(FAMILY[request.param], tmp_path_factory.mktemp("models") / request.param)
 
 
-def load(folder: Path, **options: str) -> PagedModel:
+def load(folder: Path, **options: Any) -> PagedModel:
     options = {"dtype_name": "float32", "backend_name": "cpu", "device_name": "cpu"} | options
     return PagedModel.load(resolve_model(str(folder)), **options)
 
 
-def filled_case(block_size: int = 16) -> PagedCase:
-    case = make_case(SPECS, block_size)
+def filled_case(block_size: int = 16, specs: list[Spec] = SPECS) -> PagedCase:
+    case = make_case(specs, block_size)
     generator = torch.Generator().manual_seed(5)
     for batch in (case.history, case.batch):
         batch.token_ids.copy_(torch.randint(VOCABULARY_SIZE, batch.token_ids.shape, generator=generator))
@@ -104,6 +107,26 @@ def test_rounded_weights_stay_near_float32(folder: Path, instructions: str, kind
     logits = logits_of(load(folder, instructions=instructions, **options), case)
 
     assert 0 < relative_distance(logits, expected) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("instructions", BEST_FIRST)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", ["deep", "llama-odd-sizes"])
+def test_logits_do_not_depend_on_how_weights_are_read(
+    tmp_path: Path, family: str, kind: str, instructions: str
+) -> None:
+    """Bit by bit, for steps of 1 to 81 rows: every size of a vector unit's group of rows, and more than one tile."""
+    folder = save_model(DEEP if family == "deep" else FAMILY[family], tmp_path / "tiny")
+    options = {"weight_dtype": "int8", "dtype_name": "bfloat16"} if kind == "int8" else {"dtype_name": kind}
+    specs = [*([Spec(1, 20)] * count for count in (1, 4, 5, 12, 13, 16, 25, 32)), SPECS]
+    cases = [filled_case(specs=each) for each in specs]
+
+    expected: list[Tensor] = []
+    for stream in STREAMS:
+        model = load(folder, instructions=instructions, weight_stream=stream, **options)
+        logits = [logits_of(model, case) for case in cases]
+        expected = expected or logits
+        assert all(torch.equal(found, wanted) for found, wanted in zip(logits, expected, strict=True)), stream
 
 
 def test_tokens_are_those_of_transformers(folder: Path) -> None:

@@ -1,0 +1,90 @@
+"""Whole steps on a CPU by how weights are read: `python -m bench.engine.streams`.
+
+Computes steps of some shapes through native forward passes that differ in nothing else, in turn: with panels apart and
+no prefetch, and in the way that was measured to be the fastest when the model was loaded. Prints Markdown: the
+processor time of a step per thread, in which other processes do not count, and its wall time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.engine.native_step import SHAPES, StepShape, batch_of, blocks_of
+from bench.report.table import Table
+from common.machine import num_usable_cores
+from common.model_source import resolve_model
+from executor.cpu.decoder import NativeDecoder
+from executor.cpu.streams import NEVER, WeightStream
+from executor.model.model import PagedModel
+from executor.step.batch import StepBatch
+from inflight.cli.doctor import processor
+
+BEFORE = WeightStream(False, NEVER)
+
+
+def timed(model: PagedModel, native: NativeDecoder, batch: StepBatch) -> tuple[float, float]:
+    """Processor seconds per thread, and wall seconds, of one step."""
+    cpu_began, began = time.process_time(), time.perf_counter()
+    native.greedy(batch, model.kv)
+    ended = time.perf_counter()
+    return (time.process_time() - cpu_began) / num_usable_cores(), ended - began
+
+
+def row_of(models: Sequence[PagedModel], natives: Sequence[NativeDecoder], shape: StepShape, rounds: int) -> list[str]:
+    """Returns the medians of one shape; the models take turns."""
+    batch = batch_of(shape)
+    times: list[list[tuple[float, float]]] = [[] for _ in models]
+    for _ in range(rounds):
+        for model, native, seconds in zip(models, natives, times, strict=True):
+            seconds.append(timed(model, native, batch))
+    row = [str(shape)]
+    for column in (0, 1):
+        before, after = (statistics.median(pair[column] for pair in seconds[1:]) * 1e3 for seconds in times)
+        row += [f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"]
+    return row
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=15)
+    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(num_usable_cores())
+    models = [
+        PagedModel.load(
+            resolve_model(options.model),
+            dtype_name=options.dtype,
+            backend_name="cpu",
+            weight_dtype=options.weight_dtype,
+            instructions=options.cpu_isa,
+            weight_stream=stream,
+        )
+        for stream in (BEFORE, None)
+    ]
+    natives = [model.native for model in models if model.native is not None]
+    if len(natives) < len(models):
+        print("this model has no forward pass of our own", file=sys.stderr)
+        return 1
+    for model in models:
+        model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in SHAPES), BLOCK_SIZE)
+        for kv in model.kv:
+            kv.keys.fill_(0.01)
+            kv.values.fill_(0.01)
+    print(
+        f"- {processor().text}\n- {models[0].dtype_name}, weights: {options.weight_dtype}; {models[0].backend_reason}"
+    )
+    rows = [row_of(models, natives, shape, options.rounds) for shape in SHAPES]
+    print(f"- before: {natives[0].stream}; after: {natives[1].stream}\n")
+    columns = ["step", "CPU ms before", "after", "times as fast", "wall ms before", "after", "times as fast"]
+    print(Table(columns, rows).markdown())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

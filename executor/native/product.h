@@ -1,0 +1,117 @@
+// A product of all rows of a step with a matrix, distributed over threads.
+
+#pragma once
+
+#include "matmul.h"
+#include "pool.h"
+
+namespace inflight {
+
+// How threads read packed weights; streams.py's `WeightStream`. The results are the same bit by bit.
+struct WeightStream {
+    bool is_interleaved;         // panels are interleaved by unit
+    int64_t prefetch_from_rows;  // with so many rows, the next piece of a block is prefetched while one is multiplied
+
+    Panels panels(bool is_narrow) const { return is_interleaved && !is_narrow ? INTERLEAVED : APART; }
+};
+
+// One thread's memory for products.
+struct ProductScratch {
+    static constexpr int64_t TILE_NUMBERS = 64 << 10;
+
+    alignas(64) float tile[TILE_NUMBERS];  // sums of a task
+    ThreadBuffer wide;                     // a block of int8 weights as elements
+};
+
+// rows · matrix. A task has some blocks of columns and as many rows as stay in the second-level cache while the
+// columns pass. A block is multiplied in pieces. With many rows, a piece stays in the first-level cache until all rows
+// have passed; with few rows, it is as long as may be prefetched at once.
+template <class Element>
+class Product {
+  public:
+    // `after` is the matrix of the next product, or null.
+    Product(const Matrix<Element>& matrix, const Rows<Element>& rows, int64_t num_rows, int num_threads,
+            const WeightStream& stream, const Matrix<Element>* after)
+        : matrix_(matrix),
+          rows_(rows),
+          blocks_at_once_(matrix.blocks_at_once),
+          stride_(blocks_at_once_ * BLOCK_COLUMNS),
+          num_rows_(num_rows),
+          rows_of_task_(fitting_rows()),
+          num_columns_(matrix.num_blocks / blocks_at_once_),
+          num_threads_(num_threads),
+          prefetches_(num_rows >= stream.prefetch_from_rows),
+          after_(after),
+          num_tasks((num_rows + rows_of_task_ - 1) / rows_of_task_ * num_columns_) {}
+
+    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns.
+    template <class Finish>
+    void compute(int64_t task, ProductScratch& scratch, const Finish& finish) const {
+        const int64_t first_block = task % num_columns_ * blocks_at_once_, start = task / num_columns_ * rows_of_task_;
+        const int64_t end = std::min(num_rows_, start + rows_of_task_);
+        for (int64_t i = 0; i < blocks_at_once_; ++i) {
+            const char* next = i + 1 < blocks_at_once_ ? matrix_.block(first_block + i + 1) : probably_next(task);
+            multiply_block(first_block + i, prefetches_ ? next : nullptr, start, end, scratch.tile + i * BLOCK_COLUMNS,
+                           scratch.wide);
+        }
+        for (int64_t row = start; row < end; row += TILE_ROWS)
+            finish(first_block, row, rows_of_tile(row, end), scratch.tile + (row - start) * stride_);
+    }
+
+  private:
+    static constexpr int64_t CACHED_BYTES = 768 << 10;  // of activations, in the second-level cache
+    static constexpr int64_t CACHED_STEPS = 9;          // of a piece in the first-level cache, besides rows that pass
+    static constexpr int64_t AHEAD_STEPS = 64;          // of a piece that is prefetched
+
+    int64_t fitting_rows() const {
+        const int64_t fitting = std::min(CACHED_BYTES / rows_.row_bytes(), ProductScratch::TILE_NUMBERS / stride_);
+        return std::max<int64_t>(fitting / TILE_ROWS * TILE_ROWS, TILE_ROWS);
+    }
+
+    static int rows_of_tile(int64_t row, int64_t end) { return (int)std::min<int64_t>(TILE_ROWS, end - row); }
+
+    // The first block of the task that this thread gets next if tasks take equally long.
+    const char* probably_next(int64_t task) const {
+        const int64_t next = task + num_threads_;
+        if (next < num_tasks) return matrix_.block(next % num_columns_ * blocks_at_once_);
+        if (after_ == nullptr) return nullptr;
+        return after_->block(std::min((next - num_tasks) * after_->blocks_at_once, after_->num_blocks - 1));
+    }
+
+    void multiply_block(int64_t index, const char* next, int64_t start, int64_t end, float* out,
+                        const ThreadBuffer& wide) const {
+        if (!matrix_.is_narrow()) return multiply_pieces(matrix_.block(index), next, start, end, out);
+        widen(matrix_, index, next, wide.data());
+        multiply_pieces(wide.data(), nullptr, start, end, out);
+        for (int64_t row = start; row < end; row += TILE_ROWS)
+            scale_columns(matrix_.scales + index * BLOCK_COLUMNS, rows_of_tile(row, end), out + (row - start) * stride_,
+                          stride_);
+    }
+
+    void multiply_pieces(const char* block, const char* next, int64_t start, int64_t end, float* out) const {
+        const int64_t most_steps = end - start > TILE_ROWS ? CACHED_STEPS : AHEAD_STEPS;
+        const int64_t num_pieces = (matrix_.num_steps + most_steps - 1) / most_steps;
+        for (int64_t piece = 0; piece < num_pieces; ++piece) {
+            const int64_t first = piece * matrix_.num_steps / num_pieces;
+            const int64_t last = (piece + 1) * matrix_.num_steps / num_pieces;
+            const char* following = piece + 1 < num_pieces ? block + last * STEP_BYTES : next;
+            for (int64_t row = start; row < end; row += TILE_ROWS)
+                multiply<Element>(matrix_.panels, block + first * STEP_BYTES,
+                                  row + TILE_ROWS < end || next == nullptr ? nullptr : following, last - first,
+                                  rows_.row(row) + first * UNITS * Element::PAIR, rows_.stride, rows_of_tile(row, end),
+                                  piece > 0, out + (row - start) * stride_, stride_);
+        }
+    }
+
+    const Matrix<Element>& matrix_;
+    const Rows<Element>& rows_;
+    const int64_t blocks_at_once_, stride_, num_rows_, rows_of_task_, num_columns_;
+    const int num_threads_;
+    const bool prefetches_;
+    const Matrix<Element>* const after_;
+
+  public:
+    const int64_t num_tasks;
+};
+
+}  // namespace inflight

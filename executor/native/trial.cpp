@@ -1,0 +1,143 @@
+// Times of products with weights that come from memory, to choose how they are read (executor/cpu/streams.py).
+
+#include <time.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "arena.h"
+#include "product.h"
+
+namespace inflight {
+
+// Equal matrices that are multiplied one after the other, as the layers of a model are.
+class Trial {
+  public:
+    virtual ~Trial() = default;
+    // Processor seconds per thread.
+    virtual double seconds(Pool& pool, int64_t num_rows, WeightStream stream) = 0;
+    virtual double read_seconds(Pool& pool) = 0;
+};
+
+// The fields of streams.py's structure, in the same order.
+struct TrialShape {
+    int64_t num_matrices, columns, depth, blocks_at_once, most_rows, is_bfloat16, is_int8;
+};
+
+template <class Element>
+class TrialOf final : public Trial {
+  public:
+    explicit TrialOf(const TrialShape& shape) : matrices_(shape.num_matrices) {
+        Cursor count(nullptr);
+        place(shape, count);
+        arena_ = std::make_unique<Arena>(count.used());
+        std::memset(arena_->data(), SOME_BYTE, count.used());
+        Cursor cursor(arena_->data());
+        place(shape, cursor);
+    }
+
+    double seconds(Pool& pool, int64_t num_rows, WeightStream stream) override {
+        for (Matrix<Element>& matrix : matrices_)
+            matrix.panels = stream.panels(matrix.is_narrow());
+        while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<ProductScratch>());
+        for (auto& scratch : scratch_) scratch->wide.reserve(matrices_[0].num_steps * STEP_BYTES);
+        std::vector<Product<Element>> products;
+        for (size_t i = 0; i < matrices_.size(); ++i)
+            products.emplace_back(matrices_[i], rows_, num_rows, pool.num_threads(), stream,
+                                  &matrices_[(i + 1) % matrices_.size()]);
+        const int64_t num_tasks = products[0].num_tasks, num_all = num_tasks * (int64_t)products.size();
+        return processor_seconds(pool, num_all, [&](int64_t task, int thread) {
+            products[task / num_tasks].compute(task % num_tasks, *scratch_[thread],
+                                               [](int64_t, int64_t, int, const float*) {});
+        });
+    }
+
+    double read_seconds(Pool& pool) override {
+        std::atomic<int64_t> sink{0};
+        const int64_t num_blocks = matrices_[0].num_blocks;
+        return processor_seconds(pool, num_blocks * (int64_t)matrices_.size(), [&](int64_t task, int) {
+            const Matrix<Element>& matrix = matrices_[task / num_blocks];
+            const auto* from = reinterpret_cast<const float*>(matrix.block(task % num_blocks));
+            Ints sums[SUMS] = {};
+            for (int64_t i = 0; i < matrix.block_bytes() / 4; i += SUMS * WIDTH)
+                for (int k = 0; k < SUMS; ++k) sums[k] += (Ints)load(from + i + k * WIDTH);
+            for (const Ints& some : sums) sink += some[0];
+        });
+    }
+
+  private:
+    static constexpr int SUMS = 8;
+
+    // Calls `work(task, thread)` for every task, without the waiting at the end that `Team::each` has.
+    template <class Work>
+    static double processor_seconds(Pool& pool, int64_t num_tasks, const Work& work) {
+        std::atomic<int64_t> next{0}, nanoseconds{0};
+        pool.run([&](Team& team) {
+            const TilesInUse tiles;
+            const int64_t began = processor_nanoseconds();
+            for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;)
+                work(task, team.thread);
+            nanoseconds += processor_nanoseconds() - began;
+        });
+        return 1e-9 * (double)nanoseconds / pool.num_threads();
+    }
+
+    // Of this thread. Time in which other processes have its core does not count.
+    static int64_t processor_nanoseconds() {
+        timespec now;
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+        return now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+
+    static constexpr int SOME_BYTE = 0x3c;  // small numbers in every type
+
+    void place(const TrialShape& shape, Cursor& cursor) {
+        for (Matrix<Element>& matrix : matrices_) {
+            matrix.num_blocks = round_up(shape.columns, shape.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+            matrix.num_steps = padded_depth<Element>(shape.depth) / (UNITS * Element::PAIR);
+            matrix.blocks_at_once = shape.blocks_at_once;
+            if (shape.is_int8) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
+            matrix.blocks =
+                cursor.take<char>(matrix.num_blocks * Matrix<Element>::block_bytes(matrix.num_steps, shape.is_int8));
+        }
+        rows_.stride = padded_depth<Element>(shape.depth) + UNITS * Element::PAIR;
+        rows_.numbers = cursor.take<typename Element::Number>((shape.most_rows + TILE_ROWS) * rows_.stride);
+    }
+
+    std::vector<Matrix<Element>> matrices_;
+    Rows<Element> rows_;
+    std::unique_ptr<Arena> arena_;
+    std::vector<std::unique_ptr<ProductScratch>> scratch_;
+};
+
+}  // namespace inflight
+
+using namespace inflight;
+
+extern "C" {
+
+// Returns null if there is not enough memory.
+void* inflight_trial_new(const TrialShape* shape) {
+    try {
+        if (shape->is_bfloat16) return static_cast<Trial*>(new TrialOf<BFloat16>(*shape));
+        return static_cast<Trial*>(new TrialOf<Float32>(*shape));
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+void inflight_trial_free(void* trial) { delete static_cast<Trial*>(trial); }
+
+// Returns the processor seconds per thread that the products of `num_rows` rows with all matrices take.
+double inflight_trial_seconds(void* trial, void* pool, int64_t num_rows, int64_t is_interleaved,
+                              int64_t prefetch_from_rows) {
+    return static_cast<Trial*>(trial)->seconds(*static_cast<Pool*>(pool), num_rows,
+                                               {is_interleaved != 0, prefetch_from_rows});
+}
+
+// Returns the processor seconds per thread that reading all matrices takes.
+double inflight_trial_read_seconds(void* trial, void* pool) {
+    return static_cast<Trial*>(trial)->read_seconds(*static_cast<Pool*>(pool));
+}
+
+}  // extern "C"

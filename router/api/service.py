@@ -49,7 +49,7 @@ from router.stats.source import StatsSource
 from router.stats.variants import VariantMeters
 from router.store.types import NO_LIMITS, LedgerState, Queued, TenantLimits
 from router.stream.choices import AnyRelay, relay_of, run_all
-from router.stream.relay import Write, grace_after, with_write_timeout
+from router.stream.relay import TimedWriter, Write, grace_after
 from router.stream.request_stream import RequestStream
 from router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
 from router.telemetry.tracing import call_span
@@ -125,7 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._stats.close()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        write = writer(context, inference_pb2.GenerateResponse)
+        write = self._patient(writer(context, inference_pb2.GenerateResponse))
         identify = functools.partial(self._caller, context)
         await self.generate(request, identify, metadata_of(context), write, context.time_remaining())
 
@@ -149,7 +149,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             caller = identify()
             authorize(request, caller)
             with self._serving(), self._span("generate", metadata):
-                await self._generate(request, caller, self._patient(write), remaining_s, arrival)
+                await self._generate(request, caller, write, remaining_s, arrival)
         except RequestError as error:
             if arrival.is_refused:
                 self._listeners.refused(arrival.model, class_name(request.priority), error.reason)
@@ -263,7 +263,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return await pool.dispatcher.resume(named_id, functools.partial(self._preparation.restore, pool))
 
     def _patient(self, write: Write) -> Write:
-        return with_write_timeout(write, self._settings.write_timeout_s)
+        return TimedWriter(write, self._settings.write_timeout_s)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Cancels a request of any router."""

@@ -351,10 +351,12 @@ class ExecutorLink:
         for scored in step.prompt_logprobs:
             if stream := self._current(scored.slot):
                 stream.prompt_logprobs(scored.position, scored.values)
+        has_output: dict[RequestStream, None] = {}
         for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
             stream = self._current(slot)
             if stream is None:
                 continue
+            has_output[stream] = None
             if not stream.token(offset, token_id):
                 self._mend(stream, stream.life.current_attempt)
             elif stream.life.is_suspect:
@@ -373,6 +375,9 @@ class ExecutorLink:
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
             self._finish(stream, attempt, finished)
+        # After everything else that the frame says of them.
+        for stream in has_output:
+            stream.tell_output()
         if step.frame % ACK_EVERY_FRAMES == 0:
             self._outbox.ack.frame = step.frame
             self._wake.set()

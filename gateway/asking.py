@@ -178,6 +178,8 @@ def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> infere
         request.resume_ttl.FromNanoseconds(round(ttl_s * 1e9))
     elif body.resume_ttl_s:
         raise refused("resume_ttl_s", "is allowed only with stream")
+    if body.stream_interval is not None:
+        request.output.stream_interval = body.stream_interval
     request.metadata.update(body.metadata or {})
     if body.user:
         request.metadata["user"] = body.user

@@ -160,6 +160,7 @@ class Relay:
         self._has_told_started = place.is_started
         self._num_prompt_told = 0
         self._has_echoed = False
+        self._has_told_tokens = False
         self._num_migrations_told = stream.num_migrations
         self._end_name = "without an end"
 
@@ -229,8 +230,10 @@ class Relay:
         """Waits for news that this task has to handle. Returns False if a deadline passes first. Meanwhile tokens that
         are all that is new are written as they come, without a wake-up of this task."""
         stream = self._stream
-        self._may_begin = self._can_begin
-        stream.on_output = self._begin_output if self._may_begin else None
+        # Not before the first token, whose deadline this task watches, nor with stop strings.
+        is_reading_on = self._has_told_tokens and not self._text.has_stops
+        stream.on_output = self._on_output if is_reading_on else None
+        self._may_begin = is_reading_on and isinstance(self._write, TimedWriter) and not self._write.needs_task
         try:
             return await self._wait_until_deadline()
         finally:
@@ -238,14 +241,6 @@ class Relay:
             await self._is_idle.wait()
             if self._failure is not None:
                 raise self._failure
-
-    @property
-    def _can_begin(self) -> bool:
-        """Whether more tokens need no more than an event. Not before the first token, whose deadline this task watches,
-        nor with stop strings."""
-        is_reading_on = self._text.num_tokens >= max(1, self._place.offset) and self._num_bytes_known is not None
-        can_write = isinstance(self._write, TimedWriter) and not self._write.needs_task
-        return is_reading_on and can_write and not self._text.has_stops
 
     async def _wait_until_deadline(self) -> bool:
         stream = self._stream
@@ -265,10 +260,17 @@ class Relay:
             return False
         return True
 
-    def _begin_output(self) -> None:
-        """Begins to write the tokens that have come, unless a write is under way: then they leave with the next."""
-        if not self._is_idle.is_set():
+    def _on_output(self) -> None:
+        """Writes the tokens that have come once they are enough for an event, unless a write is under way: then they
+        leave with the next."""
+        if len(self._stream.output_ids) - self._next_offset < self._reading.stream_interval:
             return
+        if not self._may_begin:
+            self._stream.wake()
+        elif self._is_idle.is_set():
+            self._begin_output()
+
+    def _begin_output(self) -> None:
         try:
             offset, token_ids = self._stream.take_output()
             step = self._feed(offset, token_ids, is_stop_token=False)
@@ -362,12 +364,21 @@ class Relay:
             text += self._unread(rest.text)
             step = TextStep(step.text, step.num_tokens, rest.matched)
         self._unsent_text += text
-        if step.num_tokens or self._unsent_text:
-            offset, num_tokens = self._next_offset, max(0, self._text.num_tokens - self._next_offset)
-            await self._send(self._unsent())
-            if num_tokens:
-                self._record_sent(offset, num_tokens)
+        is_last = news.end is not None or news.error is not None or step.matched is not None
+        await self._tell_output(is_last)
         return step
+
+    async def _tell_output(self, is_last: bool) -> None:
+        """Sends the tokens that have not been sent, if they are enough for an event."""
+        offset, num_tokens = self._next_offset, max(0, self._text.num_tokens - self._next_offset)
+        if not (num_tokens or self._unsent_text):
+            return
+        if self._has_told_tokens and not is_last and 0 < num_tokens < self._reading.stream_interval:
+            return
+        await self._send(self._unsent())
+        if num_tokens:
+            self._has_told_tokens = True
+            self._record_sent(offset, num_tokens)
 
     def _unsent(self) -> inference_pb2.StreamEvent:
         """Returns an event with all tokens and all text that have not been sent."""

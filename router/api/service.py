@@ -12,7 +12,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -125,7 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._stats.close()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        write = self._patient(writer(context, inference_pb2.GenerateResponse))
+        write = self._patient(writer(context))
         identify = functools.partial(self._caller, context)
         await self.generate(request, identify, metadata_of(context), write, context.time_remaining())
 
@@ -251,7 +251,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             for stream in streams:
                 stream.attend()
                 stream.record.resumed()
-            relay = relay_of(streams, self._patient(writer(context, inference_pb2.ResumeResponse)), places)
+            relay = relay_of(streams, self._patient(writer(context)), places)
             await self._relay(relay, pool)
             log.info("request %s, resumed, %s", streams[0].request_id, relay.summary)
 
@@ -398,12 +398,23 @@ def metadata_of(context: Context) -> Metadata:
     return tuple(context.invocation_metadata() or ())
 
 
-def writer(
-    context: Context, response: type[inference_pb2.GenerateResponse] | type[inference_pb2.ResumeResponse]
-) -> Write:
-    """Returns a writer that sends events as responses of one message type."""
+def writer(context: Context) -> Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]:
+    """Returns a writer of events as responses of `Generate` and `Resume`, whose only field is the event. The event is
+    serialized once; a response message would copy it first."""
 
-    async def write(event: inference_pb2.StreamEvent) -> None:
-        await context.write(response(event=event))
+    def write(event: inference_pb2.StreamEvent) -> Coroutine[Any, Any, None]:
+        content = event.SerializeToString()
+        return context.write(EVENT_TAG + varint(len(content)) + content)
 
     return write
+
+
+# Field 1, a message.
+EVENT_TAG = b"\x0a"
+
+
+def varint(number: int) -> bytes:
+    """Returns the encoding of a number in protobuf."""
+    if number < 0x80:
+        return bytes((number,))
+    return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)

@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.api.service import writer
 from router.executors.link import ExecutorLink
 from router.request.spec import Deadlines
 from router.stream.relay import Relay, TimedWriter
@@ -216,3 +217,24 @@ async def test_write_that_fails_ends_the_call_with_its_error(needs_task: bool) -
     with pytest.raises(ConnectionError):
         await task
     link.receive(steps(4, offset=2))  # reaches nothing
+
+
+class KeptResponses:
+    """The context of a call that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.responses: list[bytes] = []
+
+    async def write(self, response: bytes) -> None:
+        """See `grpc.aio.ServicerContext`."""
+        self.responses.append(response)
+
+
+@pytest.mark.parametrize("num_characters", [0, 1, 100, 127, 128, 1000, 20_000, 3_000_000])
+async def test_event_of_any_size_is_a_response_on_the_wire(num_characters: int) -> None:
+    context: Any = KeptResponses()
+    event = inference_pb2.StreamEvent(seq=7, delta=inference_pb2.Delta(offset=3, text="x" * num_characters))
+    await writer(context)(event)
+    (response,) = context.responses
+    assert response == inference_pb2.GenerateResponse(event=event).SerializeToString()
+    assert inference_pb2.ResumeResponse.FromString(response).event == event

@@ -1,12 +1,12 @@
-"""CPU time per token in client, router and executor loop: `python -m bench.token_path [--tree ../old --tree .]`.
+"""CPU time per token in client, router and executor loop: `python -m bench.token_path [--tree ../old --tree .:8]`.
 
 Real processes: a client with 32 streams, a router, an executor and Redis. The executor computes a model of a few
 thousand weights and waits before each step, so that tokens come at a set rate. Only the time in which all streams run
 is counted, so requests cost nothing here. Time is CPU time of threads, which other work on the machine changes little.
 
 With several trees (of git worktrees) each has its own processes, all are up at once, and they take turns in each round:
-the ratio of two trees then holds also on a busy machine. The executor's engine thread and the threads of its model are
-not part of the sum.
+the ratio of two trees then holds also on a busy machine. A number after a tree is the `stream_interval` of its
+requests. The executor's engine thread and the threads of its model are not part of the sum.
 """
 
 from __future__ import annotations
@@ -49,14 +49,30 @@ class Load:
     streams: int
     tokens: int
     step_ms: float
-    interval: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A source tree, and the `stream_interval` of its requests."""
+
+    path: Path
+    interval: int = 1
+
+    def __str__(self) -> str:
+        return str(self.path) if self.interval == 1 else f"{self.path}:{self.interval}"
+
+
+def tree_of(text: str) -> Tree:
+    """Returns the tree of `PATH` or `PATH:INTERVAL`. For argparse."""
+    path, _, interval = text.partition(":")
+    return Tree(Path(path), int(interval or 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
     """The running processes of one tree."""
 
-    tree: Path
+    tree: Tree
     address: str
     processes: Mapping[str, ChildProcess]
 
@@ -88,9 +104,8 @@ def stack_seconds(stack: Stack) -> Figures:
 
 
 @asynccontextmanager
-async def running_stack(tree: Path, folder: Path, load: Load) -> AsyncIterator[Stack]:
+async def running_stack(tree: Tree, folder: Path, load: Load) -> AsyncIterator[Stack]:
     """Runs the processes of a tree."""
-    folder.mkdir()
     redis_port, executor_port, router_port = free_ports(HOST, 3)
     redis = RedisProcess(folder / "redis", redis_port)
     executor_address, router_address = f"{HOST}:{executor_port}", f"{HOST}:{router_port}"
@@ -100,7 +115,7 @@ async def running_stack(tree: Path, folder: Path, load: Load) -> AsyncIterator[S
         program=(sys.executable, "-m", "bench.fleet.paced", str(load.step_ms)),
         executor_args=("--dtype", "float32", "--max-num-sequences", str(load.streams), "--num-threads", "1"),
     )
-    environment = environment_of(tree)
+    environment = environment_of(tree.path)
     processes: dict[str, ChildProcess] = {}
     try:
         processes["redis"] = await redis.start()
@@ -130,12 +145,11 @@ def environment_of(tree: Path) -> dict[str, str]:
 
 async def measure_round(stack: Stack, load: Load) -> Figures:
     """Runs the streams once and returns microseconds of CPU per token by part, and the events per token."""
-    interval = load.interval
-    words = [stack.address, str(load.streams), str(load.tokens), str(interval)]
+    words = [stack.address, str(load.streams), str(load.tokens), str(stack.tree.interval)]
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, str(CLIENT), *words),
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, **environment_of(stack.tree)},
+        env={**os.environ, **environment_of(stack.tree.path)},
     )
     assert client.stdout is not None
     try:
@@ -156,14 +170,15 @@ async def measure_round(stack: Stack, load: Load) -> Figures:
     return figures
 
 
-async def measure(trees: Sequence[Path], load: Load, rounds: int) -> list[list[Figures]]:
+async def measure(trees: Sequence[Tree], load: Load, rounds: int) -> list[list[Figures]]:
     """Returns the figures of every round, by tree."""
     results: list[list[Figures]] = [[] for _ in trees]
     with tempfile.TemporaryDirectory(prefix="inflight-token-path-") as folder:
         async with AsyncExitStack() as opened:
+            folders = [tempfile.TemporaryDirectory(dir=folder) for _ in trees]
             stacks = [
-                await opened.enter_async_context(running_stack(tree, Path(folder) / str(number), load))
-                for number, tree in enumerate(trees)
+                await opened.enter_async_context(running_stack(tree, Path(opened.enter_context(own)), load))
+                for tree, own in zip(trees, folders, strict=True)
             ]
             # The first round of each tree fills caches and is not counted.
             for number in range(rounds + 1):
@@ -174,7 +189,7 @@ async def measure(trees: Sequence[Path], load: Load, rounds: int) -> list[list[F
     return results
 
 
-def table_of(trees: Sequence[Path], results: Sequence[Sequence[Figures]]) -> Table:
+def table_of(trees: Sequence[Tree], results: Sequence[Sequence[Figures]]) -> Table:
     """Returns the medians by part, and of each further tree its ratio to the first."""
     rows = []
     for name in (*PATH, "sum", "redis", "executor engine", "events per token"):
@@ -189,15 +204,20 @@ def table_of(trees: Sequence[Path], results: Sequence[Sequence[Figures]]) -> Tab
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a row for each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, action="append", help="a source tree; repeat to compare (default: this)")
+    parser.add_argument(
+        "--tree",
+        type=tree_of,
+        action="append",
+        metavar="PATH[:N]",
+        help="a source tree; repeat to compare (default: .)",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=250, help="of each stream, at most 900")
     parser.add_argument("--step-ms", type=float, default=30.0)
-    parser.add_argument("--interval", type=int, default=1, help="stream_interval of the requests")
     options = parser.parse_args(argv)
-    trees = options.tree or [Path(__file__).parents[2]]
-    load = Load(options.streams, options.tokens, options.step_ms, options.interval)
+    trees = options.tree or [Tree(Path(__file__).parents[2])]
+    load = Load(options.streams, options.tokens, options.step_ms)
     results = asyncio.run(measure(trees, load, options.rounds))
     print(table_of(trees, results).text())
 

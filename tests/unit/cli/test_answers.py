@@ -112,6 +112,7 @@ def test_generate_prints_the_scores_of_the_prompt(
     assert [line.split() for line in lines[:2]] == [["'w6'"], ["-1.500", "2", "'w7'", "('w8'", "-0.500)"]]
     (request,) = asked(router)
     assert (request.output.echo, request.output.prompt_logprobs, request.output.top_prompt_logprobs) == (True, True, 1)
+    assert request.output.stream_interval == 4
     assert main(["generate", "hi", "--json", *flags]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_logprobs"] == [
         {"token_id": 6},

@@ -67,8 +67,9 @@ log = logging.getLogger(__name__)
 
 # Stands for a sequence that another router reads: never current.
 READ_ELSEWHERE = -1
-MAX_UNACKED_STEPS = 64
-ACK_EVERY_FRAMES = 8
+# A router that falls behind by so many steps gets the tokens of later ones together, in one frame.
+MAX_UNACKED_STEPS = 16
+ACK_EVERY_FRAMES = 4
 DESCRIBE_TIMEOUT_S = 5.0
 # An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
 MAX_SILENT_S = 4

@@ -23,6 +23,7 @@ from common.protocol import ATTACH_VERSION, LOGITS_VERSION, MIN_PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
+from router.executors.step_output import StepOutput
 from router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, SequenceEnded, Withdrawn
 from router.request.executor_context import FrameError
 from router.stream.request_stream import RequestStream, unread_stream
@@ -147,6 +148,7 @@ class ExecutorLink:
         self._attaching: dict[tuple[str, int], OnAnswer] = {}
         # Placements that were attached to once more because a token was missing.
         self._mended: set[tuple[str, int]] = set()
+        self._output = StepOutput()
 
     @property
     def executor_id(self) -> str:
@@ -263,6 +265,7 @@ class ExecutorLink:
 
     def _break(self) -> None:
         log.warning("executor %s at %s is lost", self.executor_id, self.address)
+        self._output.publish()
         self.is_up = False
         self.report = None
         # Some may run elsewhere by now: a hung executor keeps its link while the ledger places its requests again.
@@ -377,8 +380,7 @@ class ExecutorLink:
             stream, attempt = self._seated.pop(finished.slot)
             self._finish(stream, attempt, finished)
         # After everything else that the frame says of them.
-        for stream in has_output:
-            stream.tell_output()
+        self._output.add(has_output)
         if step.frame % ACK_EVERY_FRAMES == 0:
             self._outbox.ack.frame = step.frame
             self._wake.set()

@@ -121,6 +121,7 @@ class Common(_Body):
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=1024)] | None = None
     priority: Literal["interactive", "standard", "batch"] | Annotated[int, Field(ge=-(2**31), le=MAX_INT32)] | None = (
         None
     )
@@ -141,6 +142,8 @@ class Common(_Body):
             raise ValueError("stream_options.continuous_usage_stats: is allowed only with include_usage")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: is allowed only without stream")
+        if self.stream_interval is not None and not self.stream:
+            raise ValueError("stream_interval: is allowed only with stream")
         return self
 
     @field_validator("logit_bias")

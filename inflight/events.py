@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -258,6 +259,19 @@ class Transcript:
     def add(self, wire: inference_pb2.StreamEvent) -> Event | None:
         """Adds an event and returns its plain form; `None` for a kind that this version does not know."""
         event = decode_event(wire)
+        if event is not None:
+            self.take(event)
+        return event
+
+    def take(self, event: Event) -> None:
+        """Adds an event in its plain form."""
+        if isinstance(event, Delta):
+            choice = self._choice(event.choice)
+            choice.text += event.text
+            choice.token_ids.extend(event.token_ids)
+            choice.num_tokens += event.num_tokens
+            choice.logprobs.extend(event.logprobs)
+            return
         match event:
             case Accepted():
                 self.request_id = event.request_id
@@ -271,12 +285,6 @@ class Transcript:
             case Prompt():
                 self.prompt_token_ids.extend(event.token_ids)
                 self.prompt_logprobs.extend(event.logprobs)
-            case Delta():
-                choice = self._choice(event.choice)
-                choice.text += event.text
-                choice.token_ids.extend(event.token_ids)
-                choice.num_tokens += event.num_tokens
-                choice.logprobs.extend(event.logprobs)
             case Finished():
                 choice = self._choice(event.choice)
                 choice.finish_reason = event.reason
@@ -284,7 +292,6 @@ class Transcript:
             case Done():
                 self.usage = event.usage
                 self.timing = event.timing
-        return event
 
     def mark_cancelled(self) -> None:
         """Marks unfinished choices as cancelled."""
@@ -356,8 +363,13 @@ def _delta(wire: inference_pb2.Delta) -> Delta:
         offset=wire.offset,
         num_tokens=wire.num_tokens,
         choice=wire.choice,
-        logprobs=tuple(map(_position, wire.logprobs)),
+        logprobs=decode_positions(wire.logprobs),
     )
+
+
+def decode_positions(wire: Sequence[types_pb2.PositionLogprobs]) -> tuple[PositionLogprobs | None, ...]:
+    """Returns the plain form of log probabilities; `None` for those that are no longer known."""
+    return tuple(map(_position, wire)) if wire else ()
 
 
 def _finished(wire: inference_pb2.Finished) -> Finished:

@@ -29,7 +29,7 @@ import grpc
 from common.errors import Reason
 from common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 from inflight.errors import InflightError
-from inflight.events import Choice, Event, Resumed, Transcript
+from inflight.events import Choice, Delta, Event, Resumed, Transcript, decode_event, decode_positions
 from inflight.v1 import inference_pb2, types_pb2
 
 
@@ -55,41 +55,44 @@ class Received:
         """Whether the id of each token is known, which continuing without the server's copy needs."""
         return len(self.token_ids) == self.num_tokens
 
-    def take(self, delta: inference_pb2.Delta) -> bool:
-        """Adds an event and cuts from it what was received before; False if nothing is left.
+    def take(self, wire: inference_pb2.Delta, *, shows_token_ids: bool = True) -> Delta | None:
+        """Adds an event. Returns what was not received before; None if that is nothing.
 
         Raises:
             InflightError: tokens before it are missing, or repeated ones differ.
         """
-        if delta.offset > self.num_tokens:
-            missing = f"[{self.num_tokens}, {delta.offset})"
-            raise InflightError(grpc.StatusCode.INTERNAL, f"tokens {missing} of choice {delta.choice} never came")
-        num_repeated = min(self.num_tokens - delta.offset, delta.num_tokens)
-        if num_repeated:
-            self._check_repeated(delta, num_repeated)
-            delta.num_tokens -= num_repeated
-            del delta.token_ids[:num_repeated]
-            del delta.logprobs[:num_repeated]
+        token_ids, logprobs, num_tokens, text = list(wire.token_ids), wire.logprobs, wire.num_tokens, wire.text
+        if wire.offset != self.num_tokens and (num_repeated := self._num_repeated(wire)):
+            num_tokens -= num_repeated
+            del token_ids[:num_repeated]
+            logprobs = logprobs[num_repeated:]
         if self._num_repeated_bytes:
-            text = delta.text.encode()
-            delta.text = text[self._num_repeated_bytes :].decode(errors="ignore")
-            self._num_repeated_bytes = max(0, self._num_repeated_bytes - len(text))
+            encoded = text.encode()
+            text = encoded[self._num_repeated_bytes :].decode(errors="ignore")
+            self._num_repeated_bytes = max(0, self._num_repeated_bytes - len(encoded))
+        if not (num_tokens or text):
+            return None
         # Also if only text is left, which may follow its tokens.
-        delta.offset = self.num_tokens
-        if not (delta.num_tokens or delta.text):
-            return False
-        self.token_ids.extend(delta.token_ids)
-        self.num_tokens += delta.num_tokens
+        offset = self.num_tokens
+        self.token_ids += token_ids
+        self.num_tokens += num_tokens
         if self.text_bytes is not None:
-            self.text_bytes += len(delta.text.encode())
-        return True
+            self.text_bytes += len(text.encode())
+        shown_ids = tuple(token_ids) if shows_token_ids else ()
+        return Delta(text, shown_ids, offset, num_tokens, wire.choice, decode_positions(logprobs))
 
-    def _check_repeated(self, delta: inference_pb2.Delta, num_repeated: int) -> None:
-        repeated = delta.token_ids[:num_repeated]
-        known = self.token_ids[delta.offset : delta.offset + len(repeated)]
+    def _num_repeated(self, wire: inference_pb2.Delta) -> int:
+        """Returns how many of its tokens were received before."""
+        if wire.offset > self.num_tokens:
+            missing = f"[{self.num_tokens}, {wire.offset})"
+            raise InflightError(grpc.StatusCode.INTERNAL, f"tokens {missing} of choice {wire.choice} never came")
+        num_repeated = min(self.num_tokens - wire.offset, wire.num_tokens)
+        repeated = wire.token_ids[:num_repeated]
+        known = self.token_ids[wire.offset : wire.offset + len(repeated)]
         if self.has_all_ids and list(repeated) != known:
-            text = f"the output of choice {delta.choice} is another one from token {delta.offset} on"
+            text = f"the output of choice {wire.choice} is another one from token {wire.offset} on"
             raise InflightError(grpc.StatusCode.INTERNAL, text)
+        return num_repeated
 
 
 FIRST_BACKOFF_S = 0.1
@@ -252,15 +255,16 @@ class Recovery:
         """
         events: list[Event] = []
         self._answered_s = now_s if self._answered_s is None else self._answered_s
-        new = self._new_of(wire, now_s)
+        new = self._new_delta(wire.delta) if wire.HasField("delta") else self._new_of(wire, now_s)
         if self._is_continuing and not self._is_lost:
             self._is_continuing = False
             self.num_resumes += 1
             events.append(Resumed(self.num_resumes, "" if self._first_error is None else str(self._first_error)))
         self._has_begun = True
-        if new is not None and (event := self.transcript.add(new)) is not None:
+        if new is not None:
+            self.transcript.take(new)
             self._note_progress()
-            events.append(event)
+            events.append(new)
         return events
 
     def broken(self, error: InflightError | None, now_s: float) -> Again | None:
@@ -399,8 +403,13 @@ class Recovery:
             request.deadlines.total.FromNanoseconds(max(1, round(left_s * 1e9)))
         return request
 
-    def _new_of(self, wire: inference_pb2.StreamEvent, now_s: float) -> inference_pb2.StreamEvent | None:
-        """Returns the part of an event that was not received before; None if nothing is new."""
+    def _new_of(self, wire: inference_pb2.StreamEvent, now_s: float) -> Event | None:
+        """Returns the part of an event that was not received before; None if nothing is new, or for a kind that this
+        version does not know."""
+        new = self._cut(wire, now_s)
+        return None if new is None else decode_event(new)
+
+    def _cut(self, wire: inference_pb2.StreamEvent, now_s: float) -> inference_pb2.StreamEvent | None:
         match wire.WhichOneof("event"):
             case "accepted":
                 return self._new_accepted(wire)
@@ -411,8 +420,6 @@ class Recovery:
                 return None
             case "prompt":
                 return self._new_prompt(wire)
-            case "delta":
-                return self._new_delta(wire)
             case "finished":
                 return self._new_finished(wire, now_s)
             case "done":
@@ -441,14 +448,10 @@ class Recovery:
         prompt.offset = num_known
         return wire if prompt.token_ids else None
 
-    def _new_delta(self, wire: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent | None:
-        while len(self._received) <= wire.delta.choice:
+    def _new_delta(self, wire: inference_pb2.Delta) -> Delta | None:
+        while len(self._received) <= wire.choice:
             self._received.append(Received())
-        if not self._received[wire.delta.choice].take(wire.delta):
-            return None
-        if not self._shows_token_ids:
-            del wire.delta.token_ids[:]
-        return wire
+        return self._received[wire.choice].take(wire, shows_token_ids=self._shows_token_ids)
 
     def _new_finished(self, wire: inference_pb2.StreamEvent, now_s: float) -> inference_pb2.StreamEvent | None:
         while len(self._received) <= wire.finished.choice:

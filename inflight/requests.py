@@ -75,6 +75,7 @@ class GenerateOptions(TypedDict, total=False):
     top_prompt_logprobs: int
     want_queue_events: bool
     coalesce_ms: int
+    stream_interval: int
     echo: bool
     adapter_id: str
     priority: Priority
@@ -145,6 +146,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "top_prompt_logprobs": ("output", "top_prompt_logprobs"),
     "want_queue_events": ("want_queue_events",),
     "coalesce_ms": ("output", "coalesce_ms"),
+    "stream_interval": ("output", "stream_interval"),
     "echo": ("output", "echo"),
     "adapter_id": ("adapter_id",),
     "priority": ("priority",),

@@ -126,9 +126,9 @@ class CallContext:
         """See `grpc.aio.ServicerContext`."""
         return ()
 
-    async def write(self, response: inference_pb2.GenerateResponse) -> None:
+    async def write(self, response: bytes) -> None:
         """See `grpc.aio.ServicerContext`."""
-        self.events.append(response.event)
+        self.events.append(inference_pb2.GenerateResponse.FromString(response).event)
 
 
 class ScriptedRouter:

@@ -137,7 +137,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream, check_peer, parse), None, handler.response_serializer
+                _guard_stream(handler.unary_stream, check_peer, parse), None, _unless_bytes(handler.response_serializer)
             )
         return grpc.stream_stream_rpc_method_handler(
             _guard_stream(handler.stream_stream, check_peer, _unchanged), parse, handler.response_serializer
@@ -149,6 +149,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if parser is None:
             parser = self._parsers[method] = _checked(deserialize, self._wire_limits)
         return parser
+
+
+def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """Returns a serializer that leaves a response as it is if the handler has serialized it."""
+
+    def serialized(response: Any) -> bytes:
+        return response if type(response) is bytes else serialize(response)
+
+    return serialized
 
 
 def _checked(deserialize: Parse, limits: WireLimits) -> Parse:

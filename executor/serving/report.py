@@ -66,7 +66,9 @@ class RecentRates:
             self._readings.popleft()
 
 
+# Between two reports: of changes that decide about admission, of other changes such as counters, and without a change.
 MIN_INTERVAL_S = 0.05
+QUIET_INTERVAL_S = 0.25
 MAX_INTERVAL_S = 1.0
 
 
@@ -78,11 +80,13 @@ class Reporter:
         self._status: EngineStatus | None = None
         self._seq = 0
         self._changed = asyncio.Event()
+        self._is_stale = False
+        self._reported_s = 0.0
 
-    def update(self, status: EngineStatus) -> None:
-        """Sets the newest status."""
-        if status != self._status:
-            self._status = status
+    def update(self, status: EngineStatus, *, is_urgent: bool = True) -> None:
+        """Sets the newest status. A change that is not urgent waits for `QUIET_INTERVAL_S`."""
+        self._status, self._is_stale = status, True
+        if is_urgent:
             self._changed.set()
 
     def send_now(self) -> None:
@@ -96,18 +100,24 @@ class Reporter:
 
     async def run(self) -> None:
         """Sends reports until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
-            # Without a change the lease must still be renewed every second. `asyncio.wait_for` would lose a
-            # cancellation that arrives together with a change (Python 3.11).
+            # `asyncio.wait_for` would lose a cancellation that arrives together with a change (Python 3.11).
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(MAX_INTERVAL_S):
+                async with asyncio.timeout(QUIET_INTERVAL_S):
                     await self._changed.wait()
+            # Without a change the lease must still be renewed every second.
+            is_late = loop.time() - self._reported_s >= MAX_INTERVAL_S
+            if not (self._changed.is_set() or self._is_stale or is_late):
+                continue
             self._changed.clear()
             if self._status is not None:
+                self._reported_s = loop.time()
                 self._report(self._status)
             await asyncio.sleep(MIN_INTERVAL_S)
 
     def _report(self, status: EngineStatus) -> None:
+        self._is_stale = False
         self._seq += 1
         self._send(self._seq, status)
 

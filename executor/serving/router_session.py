@@ -92,6 +92,7 @@ class Session:
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
         self._is_closing = False
+        self._is_stopped = False
 
     def accept(self, sequence: Sequence) -> None:
         """Tells the router that a placement was accepted, and its slot."""
@@ -169,12 +170,14 @@ class Session:
 
     def token(self, sequence: Sequence, offset: int, token_id: int) -> None:
         """Adds a token to the pending frame."""
-        self._token_slots.append(self._slots[sequence])
+        slot = self._slots[sequence]
+        if not self._token_ids:
+            self._wake.set()
+        self._token_slots.append(slot)
         self._token_offsets.append(offset)
         self._token_ids.append(token_id)
         if sequence.num_top_logprobs is not None:
-            self._report_logprobs(self._slots[sequence], offset, token_id, sequence.logprobs.get(offset))
-        self._wake.set()
+            self._report_logprobs(slot, offset, token_id, sequence.logprobs.get(offset))
 
     def score(self, sequence: Sequence, start: int, end: int) -> None:
         """Adds the log probabilities of the prompt's tokens `[start + 1, end + 1)`."""
@@ -258,9 +261,14 @@ class Session:
         self._is_closing = True
         self._wake.set()
 
+    def stop(self) -> None:
+        """Sends nothing from now on: the router has closed its side, or its stream broke."""
+        self._is_stopped = True
+        self._wake.set()
+
     async def next_response(self) -> executor_pb2.ServeResponse | None:
         """Waits until something can be sent and takes it. Returns None when the stream is to end."""
-        while True:
+        while not self._is_stopped:
             self._wake.clear()
             response = self.take()
             if response is not None:
@@ -268,6 +276,7 @@ class Session:
             if self._is_closing and not self._has_step:
                 return None
             await self._wake.wait()
+        return None
 
     def take(self) -> executor_pb2.ServeResponse | None:
         """Returns what can be sent now, if anything."""

@@ -252,19 +252,11 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def _write(self, session: Session, reader: asyncio.Task[None], context: Context) -> None:
         """Writes until one side has closed the stream or the RPC is cancelled."""
-        while True:
-            pending = asyncio.ensure_future(session.next_response())
-            try:
-                await asyncio.wait((pending, reader), return_when=asyncio.FIRST_COMPLETED)
-                if reader.done():
-                    reader.result()
-                    return
-                response = pending.result()
-                if response is None:
-                    return
-                await context.write(response)
-            finally:
-                pending.cancel()
+        reader.add_done_callback(lambda _: session.stop())
+        while (response := await session.next_response()) is not None:
+            await context.write(response)
+        if reader.done():
+            reader.result()
 
     def _submit(self, submit: executor_pb2.Submit, session: Session) -> None:
         if not self.takes_work:
@@ -350,9 +342,10 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             self._expire()
         self.steps.take(output)
         if output.status is not None:
+            is_urgent = _changes_admission(output, self.status)
             self.status = output.status
             self._rates.note(output.status.num_steps, output.status.num_output_tokens)
-            self._reporter.update(output.status)
+            self._reporter.update(output.status, is_urgent=is_urgent)
         if self.num_held == 0:
             self._all_gone.set()
 
@@ -361,6 +354,19 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         report.draining = report.draining or not self.takes_work
         for session in self._sessions:
             session.report(report)
+
+
+def _changes_admission(output: EngineOutput, before: EngineStatus | None) -> bool:
+    """Returns whether routers admit differently after this: sequences came, moved or left, or the budget changed."""
+    after = output.status
+    if before is None or after is None:
+        return True
+    if output.accepted or output.rejected or output.paused or output.started or output.finished:
+        return True
+    budget, budget_before = (
+        (status.budget_blocks, status.budget_sequences, status.draining) for status in (after, before)
+    )
+    return budget != budget_before
 
 
 async def _in_turns(entries: Iterable[T]) -> AsyncIterator[T]:

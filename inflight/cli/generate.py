@@ -92,6 +92,8 @@ def _send(client: Client, prompt: str, flags: argparse.Namespace) -> Stream:
     options = request_options(flags)
     if flags.echo:
         options["echo"] = True
+    if flags.stream_interval is not None:
+        options["stream_interval"] = flags.stream_interval
     if flags.prompt_logprobs is not None:
         options["want_prompt_logprobs"], options["top_prompt_logprobs"] = True, flags.prompt_logprobs
     options.update(choice_options(flags))
@@ -142,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         "and `inflight cancel` need if the router authenticates callers; with --json the token is part of the object",
     )
     parser.add_argument("--echo", action="store_true", help="begin the text with the prompt")
+    parser.add_argument(
+        "--stream-interval", type=int, metavar="N", help="number of tokens per streamed event, 1 to 1024; default: 1"
+    )
     parser.add_argument(
         "--prompt-logprobs",
         type=int,

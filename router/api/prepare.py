@@ -239,6 +239,7 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
         kept_s=_ttl_s(context),
         digest=context.digest,
         choices=choices,
+        stream_interval=context.stream_interval or 1,
     )
     facts = RequestFacts(
         model=pool.name,
@@ -277,6 +278,7 @@ def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) ->
         wants_text=spec.output.text,
         wants_token_ids=spec.output.token_ids,
         echo=spec.output.echo,
+        stream_interval=spec.output.stream_interval,
         digest=names.digest,
         detach=spec.detach,
         arrived_unix_ms=unix_ms() - round((time.monotonic() - arrived) * 1000),

@@ -12,7 +12,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -48,7 +48,7 @@ from router.stats.capacity import add_capacity, described_model, described_varia
 from router.stats.source import StatsSource
 from router.store.types import NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from router.stream.choices import AnyRelay, relay_of, run_all
-from router.stream.relay import Write, grace_after, with_write_timeout
+from router.stream.relay import TimedWriter, Write, grace_after
 from router.stream.request_stream import RequestStream
 from router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
 from router.telemetry.tracing import call_span
@@ -131,7 +131,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._stats.close()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        write = writer(context, inference_pb2.GenerateResponse)
+        write = self._patient(writer(context))
         identify = functools.partial(self._caller, context)
         await self.generate(request, identify, metadata_of(context), write, context.time_remaining())
 
@@ -155,7 +155,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             caller = identify()
             authorize(request, caller)
             with self._serving(), self._span("generate", metadata):
-                await self._generate(request, caller, self._patient(write), remaining_s, arrival)
+                await self._generate(request, caller, write, remaining_s, arrival)
         except RequestError as error:
             if arrival.is_refused:
                 self._listeners.refused(arrival.model, class_name(request.priority), error.reason)
@@ -257,7 +257,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             for stream in streams:
                 stream.attend()
                 stream.record.resumed()
-            relay = relay_of(streams, self._patient(writer(context, inference_pb2.ResumeResponse)), places)
+            relay = relay_of(streams, self._patient(writer(context)), places)
             await self._relay(relay, pool)
             log.info("request %s, resumed, %s", streams[0].request_id, relay.summary)
 
@@ -269,7 +269,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return await pool.dispatcher.resume(named_id, functools.partial(self._preparation.restore, pool))
 
     def _patient(self, write: Write) -> Write:
-        return with_write_timeout(write, self._settings.write_timeout_s)
+        return TimedWriter(write, self._settings.write_timeout_s)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Cancels a request of any router."""
@@ -453,12 +453,23 @@ def metadata_of(context: Context) -> Metadata:
     return tuple(context.invocation_metadata() or ())
 
 
-def writer(
-    context: Context, response: type[inference_pb2.GenerateResponse] | type[inference_pb2.ResumeResponse]
-) -> Write:
-    """Returns a writer that sends events as responses of one message type."""
+def writer(context: Context) -> Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]:
+    """Returns a writer of events as responses of `Generate` and `Resume`, whose only field is the event. The event is
+    serialized once; a response message would copy it first."""
 
-    async def write(event: inference_pb2.StreamEvent) -> None:
-        await context.write(response(event=event))
+    def write(event: inference_pb2.StreamEvent) -> Coroutine[Any, Any, None]:
+        content = event.SerializeToString()
+        return context.write(EVENT_TAG + varint(len(content)) + content)
 
     return write
+
+
+# Field 1, a message.
+EVENT_TAG = b"\x0a"
+
+
+def varint(number: int) -> bytes:
+    """Returns the encoding of a number in protobuf."""
+    if number < 0x80:
+        return bytes((number,))
+    return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)

@@ -92,6 +92,7 @@ MAX_IDEMPOTENCY_KEY_CHARACTERS = 128
 MAX_DEADLINE_S = 7 * 24 * 3600
 # Ids of a Detokenize request, for models whose context is shorter.
 MAX_DETOKENIZED_IDS = 2**16
+MAX_STREAM_INTERVAL = 1024
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 Violations = Iterator[FieldViolation]
@@ -156,6 +157,7 @@ def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
         num_top_logprobs=output.top_logprobs if output.logprobs or output.top_logprobs else None,
         num_prompt_logprobs=output.top_prompt_logprobs if scores else None,
         echo=output.echo,
+        stream_interval=output.stream_interval or 1,
     )
 
 
@@ -297,6 +299,9 @@ def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
     for field in ("top_logprobs", "top_prompt_logprobs"):
         if (count := getattr(output, field)) > MAX_TOP_LOGPROBS:
             yield FieldViolation(f"output.{field}", f"is {count}; at most {MAX_TOP_LOGPROBS} are allowed")
+    if output.HasField("stream_interval") and not 1 <= output.stream_interval <= MAX_STREAM_INTERVAL:
+        text = f"is {output.stream_interval}; must be 1 to {MAX_STREAM_INTERVAL}"
+        yield FieldViolation("output.stream_interval", text)
     if output.echo and output.HasField("text") and not output.text:
         yield FieldViolation("output.echo", "begins the text with the prompt, but output.text is false")
 

@@ -23,6 +23,7 @@ from common.protocol import ATTACH_VERSION, LOGITS_VERSION, MIN_PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
+from router.executors.step_output import StepOutput
 from router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, SequenceEnded, Withdrawn
 from router.request.executor_context import FrameError
 from router.stream.request_stream import RequestStream, unread_stream
@@ -67,8 +68,9 @@ log = logging.getLogger(__name__)
 
 # Stands for a sequence that another router reads: never current.
 READ_ELSEWHERE = -1
-MAX_UNACKED_STEPS = 64
-ACK_EVERY_FRAMES = 8
+# A router that falls behind by so many steps gets the tokens of later ones together, in one frame.
+MAX_UNACKED_STEPS = 16
+ACK_EVERY_FRAMES = 4
 DESCRIBE_TIMEOUT_S = 5.0
 # An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
 MAX_SILENT_S = 4
@@ -146,6 +148,7 @@ class ExecutorLink:
         self._attaching: dict[tuple[str, int], OnAnswer] = {}
         # Placements that were attached to once more because a token was missing.
         self._mended: set[tuple[str, int]] = set()
+        self._output = StepOutput()
 
     @property
     def executor_id(self) -> str:
@@ -262,6 +265,7 @@ class ExecutorLink:
 
     def _break(self) -> None:
         log.warning("executor %s at %s is lost", self.executor_id, self.address)
+        self._output.publish()
         self.is_up = False
         self.report = None
         # Some may run elsewhere by now: a hung executor keeps its link while the ledger places its requests again.
@@ -351,10 +355,12 @@ class ExecutorLink:
         for scored in step.prompt_logprobs:
             if stream := self._current(scored.slot):
                 stream.prompt_logprobs(scored.position, scored.values)
+        has_output: dict[RequestStream, None] = {}
         for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
             stream = self._current(slot)
             if stream is None:
                 continue
+            has_output[stream] = None
             if not stream.token(offset, token_id):
                 self._mend(stream, stream.life.current_attempt)
             elif stream.life.is_suspect:
@@ -373,6 +379,8 @@ class ExecutorLink:
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
             self._finish(stream, attempt, finished)
+        # After everything else that the frame says of them.
+        self._output.add(has_output)
         if step.frame % ACK_EVERY_FRAMES == 0:
             self._outbox.ack.frame = step.frame
             self._wake.set()

@@ -25,7 +25,7 @@ from router.kserve.models import model_config, model_metadata
 from router.kserve.responses import FINAL_RESPONSE, Responder, Send
 from router.kserve.translation import VERSION, Inference, check_version, in_client_words, translate
 from router.settings import RouterSettings
-from router.stream.relay import Write, with_write_timeout
+from router.stream.relay import TimedWriter, Write
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 
@@ -170,7 +170,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             identify = functools.partial(self._authenticator.identify, _metadata(context))
             await self._infer(translate(request), identify, send, context)
 
-        write = with_write_timeout(context.write, self._settings.write_timeout_s)
+        write = TimedWriter(context.write, self._settings.write_timeout_s)
         is_strict = (STATUS_KEY, "true") in _metadata(context)
         stream = InferStream(serve, write, self._room_of(context.peer()), is_strict=is_strict)
         await stream.run(requests)
@@ -183,7 +183,8 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         return room
 
     async def _infer(self, inference: Inference, identify: Callable[[], Caller], send: Send, context: Context) -> None:
-        write, metadata = Responder(inference.wanted, send).write, _metadata(context)
+        write = TimedWriter(Responder(inference.wanted, send).write, self._settings.write_timeout_s, needs_task=True)
+        metadata = _metadata(context)
         try:
             await self._generator.generate(inference.generate, identify, metadata, write, context.time_remaining())
         except RequestError as error:

@@ -45,7 +45,7 @@ class Delivery:
     """What a request's client reads, and how long the request continues without a client.
 
     `accepted` is the first event of every stream of the request. `name_token` adds the text of a token to its id.
-    `echoes`: the text begins with that of `prompt_ids`.
+    `echoes`: the text begins with that of `prompt_ids`. `stream_interval` is the number of tokens per event.
     `unattended_s` None: until its end; 0: not at all. `kept_s` is how long the output is kept after the end; None: for
     the default time. `digest` is that of a request that may be repeated.
     """
@@ -65,6 +65,7 @@ class Delivery:
     kept_s: float | None = None
     digest: bytes = b""
     choices: ChoiceCounts = ChoiceCounts()
+    stream_interval: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +179,14 @@ class ResolvedStopping:
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
     """What the stream carries. `num_top_logprobs` and `num_prompt_logprobs` None: no log probabilities of the output or
-    of the prompt."""
+    of the prompt. `stream_interval` is the number of tokens per event."""
 
     text: bool
     token_ids: bool
     num_top_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     echo: bool = False
+    stream_interval: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ each of which looks up every local that it uses, and turning records into tables
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError
@@ -149,10 +151,12 @@ class Script:
             return await redis.execute_command("EVAL", self.source, len(keys), *keys, *args)
 
 
-def load_scripts(clock: str | None = None) -> dict[str, Script]:
-    """Returns all scripts by name. A test that controls time passes its own source of `now_ms` as `clock`."""
+@functools.cache
+def load_scripts(clock: str | None = None) -> Mapping[str, Script]:
+    """Returns all scripts by name, composed once per process. A test that controls time passes its own source of
+    `now_ms` as `clock`."""
     shared = shared_source(clock)
-    return {name: _script(compose(shared, _read(name))) for name in NAMES}
+    return MappingProxyType({name: _script(compose(shared, _read(name))) for name in NAMES})
 
 
 def shared_source(clock: str | None = None) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 from google.protobuf import duration_pb2
 
@@ -22,30 +22,89 @@ from router.request.errors import beyond_output, output_lost
 from router.request.ids import choice_of
 from router.request.spec import BEGINNING, Delivery, ReadPosition
 from router.store.types import Queued
-from router.stream.request_stream import News, RequestStream
+from router.stream.request_stream import UNKNOWN_LOGPROBS, News, RequestStream
 from router.text.output import TextStep
 
 Event = TypeVar("Event")
+OnWritten = Callable[[Exception | None], None]
 
 # Long enough for a client that reads again to see how its call ended, and to resume.
 STALLED_GRACE_S = 10.0
 
 
-def with_write_timeout(
-    write: Callable[[Event], Awaitable[None]], timeout_s: float
-) -> Callable[[Event], Awaitable[None]]:
-    """Returns a writer that raises `RequestError` STALLED if a write takes longer than `timeout_s`. Meanwhile gRPC
-    holds one event and the router the ids of the tokens since. Only the client's own call waits."""
+class TimedWriter(Generic[Event]):
+    """The writer of one call. A write that takes longer than `timeout_s` fails with `RequestError` STALLED. Meanwhile
+    gRPC holds one event and the router the ids of the tokens since. Only the client's own call waits.
 
-    async def bounded(event: Event) -> None:
+    A task writes by `await writer(event)`. A callback begins a write by `begin`, unless `needs_task`: without a task,
+    `write` must wait for nothing but futures of the event loop, as gRPC's does. There is one write at a time.
+    """
+
+    def __init__(
+        self, write: Callable[[Event], Coroutine[Any, Any, None]], timeout_s: float, *, needs_task: bool = False
+    ) -> None:
+        self._write = write
+        self.needs_task = needs_task
+        self._timeout_s = timeout_s
+        self._on_end: OnWritten | None = None
+        # One timer for all writes that are begun: it is set again only when it fires.
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+
+    async def __call__(self, event: Event) -> None:
         try:
-            async with asyncio.timeout(timeout_s):
-                await write(event)
+            async with asyncio.timeout(self._timeout_s):
+                await self._write(event)
         except TimeoutError as error:
-            text = f"the stream was not read for {timeout_s:g} s; resume it from the next offset"
-            raise RequestError(Reason.STALLED, text) from error
+            raise self._stalled() from error
 
-    return bounded
+    def begin(self, event: Event, on_end: OnWritten) -> None:
+        """Begins a write. `on_end` is called once, with its error or None, possibly before this returns."""
+        assert self._on_end is None, "one write at a time"
+        self._on_end = on_end
+        loop = asyncio.get_running_loop()
+        self._due_s = loop.time() + self._timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(self._due_s, self._look)
+        self._advance(self._write(event))
+
+    def close(self) -> None:
+        """Forgets the write that is under way, if any."""
+        self._on_end = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _advance(self, writing: Coroutine[Any, Any, None]) -> None:
+        """Runs a write to its next wait or its end, as a task would."""
+        try:
+            future = writing.send(None)
+        except StopIteration:
+            self._end(None)
+        except Exception as error:
+            self._end(error)
+        else:
+            future._asyncio_future_blocking = False  # what a task does with a future that it is given to wait for
+            future.add_done_callback(lambda _: self._advance(writing))
+
+    def _end(self, error: Exception | None) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(error)
+
+    def _look(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        if self._on_end is None:
+            return
+        if loop.time() < self._due_s:
+            self._timer = loop.call_at(self._due_s, self._look)
+        else:
+            self._end(self._stalled())
+
+    def _stalled(self) -> RequestError:
+        text = f"the stream was not read for {self._timeout_s:g} s; resume it from the next offset"
+        return RequestError(Reason.STALLED, text)
 
 
 def grace_after(error: RequestError) -> float:
@@ -67,9 +126,8 @@ def unattended_s(reading: Delivery | None, grace_s: float, most_s: float) -> flo
 # Tokens of a prompt in one event: with 20 likeliest tokens each, or as text.
 SCORES_PER_EVENT = 256
 ECHO_TOKENS = 1024
-UNKNOWN_LOGPROBS = types_pb2.PositionLogprobs()
 
-Write = Callable[[inference_pb2.StreamEvent], Awaitable[None]]
+Write = Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]
 
 
 class Relay:
@@ -87,11 +145,22 @@ class Relay:
         self._num_text_bytes = 0
         self.reader = stream.reader
         self._seq = 0
+        # The first token that has not been sent, and text that has not been sent.
+        self._next_offset = place.offset
+        self._unsent_text = ""
+        # Writes that were begun for new tokens, without this relay's task: whether one may begin now, whether none is
+        # under way, its tokens, and the error of one that failed.
+        self._may_begin = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._being_sent = (0, 0)
+        self._failure: Exception | None = None
         self._has_told_queued = False
         self._has_told_accepted = False
         self._has_told_started = place.is_started
         self._num_prompt_told = 0
         self._has_echoed = False
+        self._has_told_tokens = False
         self._num_migrations_told = stream.num_migrations
         self._end_name = "without an end"
 
@@ -128,13 +197,21 @@ class Relay:
 
     async def run(self) -> None:
         """Writes until the end of the request. Raises the `RequestError` that it failed with, or TAKEN_OVER."""
+        try:
+            await self._run()
+        finally:
+            self._may_begin, self._stream.on_output = False, None
+            if isinstance(self._write, TimedWriter):
+                self._write.close()
+
+    async def _run(self) -> None:
         while True:
-            news = await self._next_news()
-            if news is None:
+            if not await self._wait():
                 self._stream.finish(DEADLINE_END)
-                await self._tell_held_text()
+                await self._tell_tokens(self._stream.take(self.reader))
                 await self._finish(inference_pb2.Finished(reason=types_pb2.FINISH_REASON_DEADLINE))
                 return
+            news = self._stream.take(self.reader)
             await self._tell_progress(news)
             await self._tell_prompt(news)
             step = await self._tell_tokens(news)
@@ -149,22 +226,73 @@ class Relay:
                 await self._tell_end(news.end)
                 return
 
-    async def _next_news(self) -> News | None:
-        """Returns what is new; None if a deadline passes first."""
+    async def _wait(self) -> bool:
+        """Waits for news that this task has to handle. Returns False if a deadline passes first. Meanwhile tokens that
+        are all that is new are written as they come, without a wake-up of this task."""
+        stream = self._stream
+        # Not before the first token, whose deadline this task watches, nor with stop strings.
+        is_reading_on = self._has_told_tokens and not self._text.has_stops
+        stream.on_output = self._on_output if is_reading_on else None
+        self._may_begin = is_reading_on and isinstance(self._write, TimedWriter) and not self._write.needs_task
+        try:
+            return await self._wait_until_deadline()
+        finally:
+            self._may_begin, stream.on_output = False, None
+            await self._is_idle.wait()
+            if self._failure is not None:
+                raise self._failure
+
+    async def _wait_until_deadline(self) -> bool:
         stream = self._stream
         has_first_token = stream.clock.first_token is not None or stream.was_adopted
         deadline = None if stream.has_ended else self._reading.deadlines.next(has_first_token)
         if deadline is None:
-            return await stream.next(self.reader)
+            await stream.changed()
+            return True
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
-            return None
+            return False
         try:
             # `asyncio.wait_for` of Python 3.11 can drop a cancel that comes together with the news.
             async with asyncio.timeout(remaining_s):
-                return await stream.next(self.reader)
+                await stream.changed()
         except TimeoutError:
-            return None
+            return False
+        return True
+
+    def _on_output(self) -> None:
+        """Writes the tokens that have come once they are enough for an event, unless a write is under way: then they
+        leave with the next."""
+        if len(self._stream.output_ids) - self._next_offset < self._reading.stream_interval:
+            return
+        if not self._may_begin:
+            self._stream.wake()
+        elif self._is_idle.is_set():
+            self._begin_output()
+
+    def _begin_output(self) -> None:
+        try:
+            offset, token_ids = self._stream.take_output()
+            step = self._feed(offset, token_ids, is_stop_token=False)
+            self._unsent_text += self._unread(step.text)
+            event = self._stamped(self._unsent())
+        except Exception as error:
+            self._end_output(error)
+            return
+        self._is_idle.clear()
+        self._being_sent = (offset, step.num_tokens)
+        assert isinstance(self._write, TimedWriter)
+        self._write.begin(event, self._end_output)
+
+    def _end_output(self, error: Exception | None) -> None:
+        self._is_idle.set()
+        if error is not None:
+            self._failure = error
+            self._stream.wake()
+            return
+        self._record_sent(*self._being_sent)
+        if self._may_begin:
+            self._stream.tell_output()
 
     async def _tell_progress(self, news: News) -> None:
         if news.queued is not None and not (self._has_told_accepted or news.accepted):
@@ -235,23 +363,42 @@ class Relay:
             rest = self._text.finish()
             text += self._unread(rest.text)
             step = TextStep(step.text, step.num_tokens, rest.matched)
-        if step.num_tokens or text:
-            offset = max(news.offset + num_known, self._place.offset)
-            delta = inference_pb2.Delta(offset=offset, num_tokens=step.num_tokens)
-            if self._reading.wants_text:
-                delta.text = text
-            if self._reading.wants_token_ids:
-                delta.token_ids.extend(new_ids[: step.num_tokens])
-            if self._reading.wants_logprobs:
-                known_logprobs = (news.logprobs.get(offset + i, UNKNOWN_LOGPROBS) for i in range(step.num_tokens))
-                delta.logprobs.extend(known_logprobs)
-                self._name_tokens(delta.logprobs)
-            await self._send(inference_pb2.StreamEvent(delta=delta))
-            if step.num_tokens and self._write is not None:
-                self._stream.record.sent(
-                    self.reader, offset, step.num_tokens, is_first_known=not self._stream.was_adopted
-                )
+        self._unsent_text += text
+        is_last = news.end is not None or news.error is not None or step.matched is not None
+        await self._tell_output(is_last)
         return step
+
+    async def _tell_output(self, is_last: bool) -> None:
+        """Sends the tokens that have not been sent, if they are enough for an event."""
+        offset, num_tokens = self._next_offset, max(0, self._text.num_tokens - self._next_offset)
+        if not (num_tokens or self._unsent_text):
+            return
+        if self._has_told_tokens and not is_last and 0 < num_tokens < self._reading.stream_interval:
+            return
+        await self._send(self._unsent())
+        if num_tokens:
+            self._has_told_tokens = True
+            self._record_sent(offset, num_tokens)
+
+    def _unsent(self) -> inference_pb2.StreamEvent:
+        """Returns an event with all tokens and all text that have not been sent."""
+        event = inference_pb2.StreamEvent()
+        delta, reading, first = event.delta, self._reading, self._next_offset
+        last = max(first, self._text.num_tokens)
+        delta.offset, delta.num_tokens = first, last - first
+        if reading.wants_text:
+            delta.text = self._unsent_text
+        if reading.wants_token_ids:
+            delta.token_ids.extend(self._stream.output_ids[first:last])
+        if reading.wants_logprobs:
+            delta.logprobs.extend(self._stream.logprobs_of(first, last))
+            self._name_tokens(delta.logprobs)
+        self._next_offset, self._unsent_text = last, ""
+        return event
+
+    def _record_sent(self, offset: int, num_tokens: int) -> None:
+        if self._write is not None:
+            self._stream.record.sent(self.reader, offset, num_tokens, is_first_known=not self._stream.was_adopted)
 
     def _name_tokens(self, logprobs: Iterable[types_pb2.PositionLogprobs]) -> None:
         for values in logprobs:
@@ -264,18 +411,13 @@ class Relay:
 
     def _unread(self, text: str) -> str:
         """Returns the part of the next piece of text that the client does not have."""
+        if self._num_bytes_known == 0:
+            return text
         encoded = text.encode()
         before, self._num_text_bytes = self._num_text_bytes, self._num_text_bytes + len(encoded)
         if self._num_bytes_known is None:
             return ""
         return encoded[max(0, self._num_bytes_known - before) :].decode(errors="ignore")
-
-    async def _tell_held_text(self) -> None:
-        """Sends the text that was held back as a possible beginning of a stop string. Its tokens were sent before."""
-        text = self._unread(self._text.finish().text)
-        if text and self._reading.wants_text:
-            delta = inference_pb2.Delta(offset=self._text.num_tokens, text=text)
-            await self._send(inference_pb2.StreamEvent(delta=delta))
 
     async def _tell_end(self, end: End) -> None:
         if self._place.offset > self._text.num_tokens:
@@ -313,11 +455,15 @@ class Relay:
         return timing
 
     async def _send(self, event: inference_pb2.StreamEvent) -> None:
+        self._stamped(event)
+        if self._write is not None:
+            await self._write(event)
+
+    def _stamped(self, event: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent:
         event.seq = self._seq
         event.attempt = self._stream.life.attempt
         self._seq += 1
-        if self._write is not None:
-            await self._write(event)
+        return event
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 
@@ -41,6 +41,7 @@ SCORED_WEIGHT = 2
 
 # Flags of what the reader has not been sent yet.
 ACCEPTED, STARTED, PAUSED = 1, 2, 4
+UNKNOWN_LOGPROBS = types_pb2.PositionLogprobs()
 
 
 class Reached(IntEnum):
@@ -63,8 +64,8 @@ class Seat(Enum):
 
 @dataclass(slots=True)
 class News:
-    """What is new since the reader last asked. `token_ids` begin at `offset`; `logprobs` are all that are known, by
-    offset, and `prompt_logprobs` all of the prompt's tokens after the first that are known."""
+    """What is new since the reader last asked. `token_ids` begin at `offset`; `prompt_logprobs` are all of the prompt's
+    tokens after the first that are known."""
 
     accepted: bool
     started: bool
@@ -72,7 +73,6 @@ class News:
     queued: Queued | None
     offset: int
     token_ids: list[int]
-    logprobs: dict[int, types_pb2.PositionLogprobs]
     prompt_logprobs: list[types_pb2.PositionLogprobs]
     end: End | None
     error: RequestError | None
@@ -129,6 +129,8 @@ class RequestStream:
         self._queued: Queued | None = None
         self._num_taken = 0
         self._changed = asyncio.Event()
+        # Called for new tokens while nothing else is new, instead of waking the reader. Set while the reader waits.
+        self.on_output: Callable[[], None] | None = None
         # Set when this router no longer serves it.
         self.forgotten = asyncio.Event()
 
@@ -268,6 +270,7 @@ class RequestStream:
         """Adds a reader, which gets everything from the beginning and replaces the one before it. Returns its number
         for `next`."""
         self.reader += 1
+        self.on_output = None
         self._untold = (0, ACCEPTED, ACCEPTED | STARTED)[self._reached]
         self._num_taken = 0
         self._changed.set()
@@ -309,8 +312,25 @@ class RequestStream:
             self.clock.last_token = now
             self._seat = Seat.HELD
             self.output_ids.append(token_id)
-            self._changed.set()
         return True
+
+    def tell_output(self) -> None:
+        """Publishes the tokens that have come, once for all of a frame."""
+        if self._num_taken >= len(self.output_ids):
+            return
+        if self.on_output is None or self._changed.is_set():
+            self._changed.set()
+        else:
+            self.on_output()
+
+    def take_output(self) -> tuple[int, list[int]]:
+        """Returns the tokens that the reader has not taken, and the offset of the first."""
+        offset, self._num_taken = self._num_taken, len(self.output_ids)
+        return offset, self.output_ids[offset:]
+
+    def logprobs_of(self, first: int, last: int) -> list[types_pb2.PositionLogprobs]:
+        """Returns the log probabilities of the tokens `[first, last)`, empty ones for those that are not known."""
+        return [self._logprobs.get(offset, UNKNOWN_LOGPROBS) for offset in range(first, last)]
 
     def logprobs(self, offset: int, values: types_pb2.PositionLogprobs) -> None:
         """Takes the log probabilities of a token that came before."""
@@ -379,7 +399,19 @@ class RequestStream:
 
     async def next(self, reader: int = 0) -> News:
         """Waits for news and takes all of it. Raises `RequestError` TAKEN_OVER if another reader came."""
+        await self.changed()
+        return self.take(reader)
+
+    async def changed(self) -> None:
+        """Waits for news."""
         await self._changed.wait()
+
+    def wake(self) -> None:
+        """Ends the wait for news."""
+        self._changed.set()
+
+    def take(self, reader: int) -> News:
+        """Takes all news. Raises `RequestError` TAKEN_OVER if another reader came."""
         if reader != self.reader:
             raise taken_over()
         self._changed.clear()
@@ -390,7 +422,6 @@ class RequestStream:
             self._queued,
             self._num_taken,
             self.output_ids[self._num_taken :],
-            self._logprobs,
             self._prompt_logprobs,
             self.life.end,
             self.life.error,

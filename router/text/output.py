@@ -41,7 +41,7 @@ class OutputText:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops, include_stop=include_stop)
-        self._has_stops = bool(stops)
+        self.has_stops = bool(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -88,7 +88,7 @@ class OutputText:
         return TextStep(step + self._stops.flush(), 0, self._matched)
 
     def _take(self, token_ids: list[int]) -> TextStep:
-        if not self._has_stops:
+        if not self.has_stops:
             self._num_tokens += len(token_ids)
             return TextStep(self._detokenizer.push(token_ids), len(token_ids), None)
         texts: list[str] = []

@@ -15,7 +15,7 @@ from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 from router.lifecycle.events import RequestState
 from router.settings import RouterSettings
-from router.stream.relay import with_write_timeout
+from router.stream.relay import TimedWriter
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.fuzz.served import HANG_S, check_unharmed, until_empty
 from tests.fuzz.statuses import status_of
@@ -43,7 +43,7 @@ async def test_unread_write_ends_the_call_so_that_it_can_be_resumed() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(RequestError, match=r"resume it") as error:
-        await with_write_timeout(unread, 0.001)("token")
+        await TimedWriter(unread, 0.001)("token")
     assert error.value.reason is Reason.STALLED
 
 
@@ -53,7 +53,7 @@ async def test_write_that_is_read_in_time_is_left_alone() -> None:
     async def read(event: str) -> None:
         written.append(event)
 
-    await with_write_timeout(read, 10.0)("token")
+    await TimedWriter(read, 10.0)("token")
     assert written == ["token"]
 
 

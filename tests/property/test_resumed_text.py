@@ -12,7 +12,7 @@ from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.lifecycle.events import End
 from router.request.spec import Deadlines, Delivery, ReadPosition
 from router.store.types import Demand
-from router.stream.relay import Relay
+from router.stream.relay import Relay, TimedWriter
 from router.stream.request_stream import RequestStream
 from router.text.output import OutputText
 from tests import text_models
@@ -28,9 +28,17 @@ class Stage:
     """One request whose output comes in pieces, and what its readers make of it."""
 
     def __init__(
-        self, stops: list[str], include_stop: bool, min_tokens: int, ids: list[int], prompt_ids: Sequence[int] = ()
+        self,
+        stops: list[str],
+        include_stop: bool,
+        min_tokens: int,
+        ids: list[int],
+        prompt_ids: Sequence[int] = (),
+        interval: int = 1,
+        needs_task: bool = True,
     ) -> None:
         self.ids = ids
+        self._needs_task = needs_task
         model = text_model(text_models.smollm2)
         reading = Delivery(
             accepted=inference_pb2.Accepted(request_id="r", prompt_tokens=1, max_tokens=100),
@@ -43,6 +51,7 @@ class Stage:
             deadlines=Deadlines(None, None),
             prompt_ids=prompt_ids,
             echoes=bool(prompt_ids),
+            stream_interval=interval,
         )
         self.stream = RequestStream(Demand("r", 2, 1), executor_pb2.Submit(), 0.0, reading=reading)
         self.stream.accept()
@@ -56,23 +65,34 @@ class Stage:
 
         async def write(event: inference_pb2.StreamEvent) -> None:
             events.append(event)
+            await one_turn()
             if len(events) == num_events:
                 raise ConnectionError
 
         self.stream.attend()
-        relay = asyncio.create_task(Relay(self.stream, write, place).run())
+        writer = TimedWriter(write, 60.0, needs_task=self._needs_task)
+        relay = asyncio.create_task(Relay(self.stream, writer, place).run())
         for end in ends:
             for offset in range(len(self.stream.output_ids), end):
                 self.stream.token(offset, self.ids[offset])
+            self.stream.tell_output()
             if end == len(self.ids):
                 is_stop = bool(self.ids) and self.ids[-1] == ENDING_ID
                 reason = types_pb2.FINISH_REASON_STOP_TOKEN if is_stop else types_pb2.FINISH_REASON_LENGTH
                 self.stream.finish(End(reason, None))
-            for _ in range(4):
+            for _ in range(20):
                 await asyncio.sleep(0)
         relay.cancel()
         await asyncio.gather(relay, return_exceptions=True)
         return events
+
+
+async def one_turn() -> None:
+    """Waits as a write of gRPC does: for a future that a callback of the loop completes."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+    loop.call_soon(future.set_result, None)
+    await future
 
 
 def told(events: list[inference_pb2.StreamEvent], ids: list[int]) -> str:
@@ -98,6 +118,8 @@ def told(events: list[inference_pb2.StreamEvent], ids: list[int]) -> str:
     include_stop=st.booleans(),
     ends_by_token=st.booleans(),
     prompt_ids=st.just([]) | IDS,
+    interval=st.integers(1, 6),
+    needs_task=st.booleans(),
 )
 def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
     ids: list[int],
@@ -109,8 +131,10 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
     include_stop: bool,
     ends_by_token: bool,
     prompt_ids: list[int],
+    interval: int,
+    needs_task: bool,
 ) -> None:
-    """With an echoed prompt, too."""
+    """With an echoed prompt, too, with any number of tokens per event, with and without a task for each."""
     model = text_model(text_models.smollm2)
     ids = model.encode(text) + ids + ([ENDING_ID] if ends_by_token else [])
     whole = model.decode(ids)
@@ -127,7 +151,7 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
         step = output.feed(0, ids, last_is_stop_token=bool(ids) and ids[-1] == ENDING_ID)
         assert expected_text == prompt_text + step.text + ("" if step.matched is not None else output.finish().text)
 
-        cut = Stage(stops, include_stop, min_tokens, ids, prompt_ids)
+        cut = Stage(stops, include_stop, min_tokens, ids, prompt_ids, interval, needs_task)
         known_ids: list[int] = []
         known_text = ""
         ends_left = list(ends)

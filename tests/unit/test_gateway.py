@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.errors import Reason
 from common.settings import SettingError
 from gateway.app import GatewayApp
-from gateway.asking import Ask, Defaults, ask_chat, ask_completion
+from gateway.asking import UNSTREAMED_INTERVAL, Ask, Defaults, ask_chat, ask_completion
 from gateway.bodies import (
     MAX_PROMPT_VALUES,
     MAX_VALUES,
@@ -78,6 +78,7 @@ def test_parameters_become_the_routers_fields() -> None:
         session_id="s",
         truncate_prompt_tokens=9,
         metadata={"user": "u", "a": "b"},
+        output=inference_pb2.OutputOptions(stream_interval=UNSTREAMED_INTERVAL),
     )
     message = inference_pb2.ChatMessage(role="user", content=[inference_pb2.ContentPart(text="hi")])
     expected.chat.messages.append(message)
@@ -215,10 +216,19 @@ def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> N
     assert not chat().requests[0].want_queue_events
 
 
+def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed() -> None:
+    assert chat(stream=True, stream_interval=8).requests[0].output.stream_interval == 8
+    assert not chat(stream=True).requests[0].output.HasField("stream_interval")
+    assert chat().requests[0].output.stream_interval == UNSTREAMED_INTERVAL > 1
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"foo": 1}, "foo"),
+        ({"stream_interval": 8}, "stream_interval"),
+        ({"stream": True, "stream_interval": 0}, "stream_interval"),
+        ({"stream": True, "stream_interval": 1025}, "stream_interval"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

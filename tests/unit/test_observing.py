@@ -82,6 +82,7 @@ async def test_stream_tells_of_places_boarding_tokens_and_its_end() -> None:
     await relay._tell_tokens(await stream.next())
     stream.token(1, 1)
     stream.token(2, 1)
+    stream.tell_output()
     await relay._tell_tokens(await stream.next())
     stream.life.handle(Unlinked(1))
     place(stream, placement(2))

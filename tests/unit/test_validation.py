@@ -359,3 +359,17 @@ def test_choices_to_generate_and_to_send(fields: dict[str, Any], generated: int,
 )
 def test_choices_are_bounded(fields: dict[str, Any], wrong: list[str]) -> None:
     assert refused_fields(**fields) == wrong
+
+
+@pytest.mark.parametrize("interval", [0, 1025, 2**32 - 1])
+def test_interval_out_of_range_is_refused_with_what_is_allowed(interval: int) -> None:
+    with pytest.raises(RequestError) as refused:
+        validated(output={"stream_interval": interval})
+    (violation,) = refused.value.violations
+    assert violation.field == "output.stream_interval"
+    assert violation.description == f"is {interval}; must be 1 to 1024"
+
+
+def test_interval_is_one_token_unless_another_is_asked_for() -> None:
+    assert validated().output.stream_interval == 1
+    assert validated(output={"stream_interval": 1024}).output.stream_interval == 1024

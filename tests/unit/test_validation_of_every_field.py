@@ -54,6 +54,7 @@ SUPPORTED = frozenset(
         "sampling.bad_words",
         "sampling.bad_word_ids.ids",
         "sampling.no_repeat_ngram_size",
+        "output.stream_interval",
         "stopping.max_tokens",
         "stopping.min_tokens",
         "stopping.stop",

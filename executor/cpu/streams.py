@@ -21,7 +21,7 @@ from executor.native.pool import NativePool
 NEVER = 2**62
 # Each number of rows is in the range that one of the thresholds below decides on.
 TRIAL_ROWS = (1, 8, 32)
-TRIAL_ROUNDS = 3
+TRIAL_ROUNDS = 5
 # Larger than caches that belong to this machine alone.
 TRIAL_BYTES = 128 << 20
 

@@ -88,15 +88,14 @@ def _triton_backend(device: torch.device, shapes: Sequence[KvShape]) -> BackendC
     if device.type != "cuda":
         if not interprets:
             return BuildFailure(f"the device is {device.type}, and TRITON_INTERPRET=1 is not set")
-        return BackendChoice(_triton_attention(1), "triton: interpreted, very slowly, as TRITON_INTERPRET requests")
+        return BackendChoice(_triton_attention(), "triton: interpreted, very slowly, as TRITON_INTERPRET requests")
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return BuildFailure(f"the GPU has compute capability {capability}, below {MIN_CAPABILITY}")
-    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return BackendChoice(_triton_attention(num_processors), "triton: kernels for this GPU")
+    return BackendChoice(_triton_attention(), "triton: kernels for this GPU")
 
 
-def _triton_attention(num_processors: int) -> AttentionBackend:
+def _triton_attention() -> AttentionBackend:
     from executor.attention.triton import TritonAttention  # imports triton, which a CPU does not need
 
-    return TritonAttention(num_processors)
+    return TritonAttention()

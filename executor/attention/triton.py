@@ -15,6 +15,7 @@ from executor.attention.backend import KvShape, LayerKv, Scoring
 from executor.kernels.attention import attend_kernel, combine_kernel
 from executor.kernels.rope_write import write_kernel
 from executor.kernels.tiling import (
+    SPAN_KEYS,
     AttentionWork,
     Tiling,
     chunk_tiling,
@@ -27,13 +28,9 @@ from executor.step.batch import StepBatch
 
 
 class TritonAttention:
-    """Launches the kernels: first the decodes of a step, then its chunks. `num_processors` is the GPU's multiprocessor
-    count."""
+    """Launches the kernels: first the decodes of a step, then its chunks."""
 
     name = "triton"
-
-    def __init__(self, num_processors: int) -> None:
-        self._num_processors = num_processors
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -65,10 +62,10 @@ class TritonAttention:
         num_decodes = batch.num_decodes
         if num_decodes:
             work = call.work(num_decodes, num_decodes)
-            call.launch(decode_tiling(work, self._num_processors), num_decodes, slice(0, num_decodes), is_decode=True)
+            call.launch(decode_tiling(work), num_decodes, slice(0, num_decodes), is_decode=True)
         if batch.num_sequences > num_decodes:
             work = call.work(batch.num_tokens - num_decodes, batch.num_sequences - num_decodes)
-            tiling = chunk_tiling(work, self._num_processors)
+            tiling = chunk_tiling(work)
             tokens = slice(num_decodes, batch.num_tokens)
             call.launch(tiling, num_row_tiles(work, tiling.rows), tokens, is_decode=False)
         return outputs
@@ -86,11 +83,10 @@ class _Call:
 
     def work(self, num_tokens: int, num_sequences: int) -> AttentionWork:
         """Returns the size of a launch for some of the sequences."""
-        shape, batch = self.kv.shape, self.batch
+        shape = self.kv.shape
         return AttentionWork(
             num_tokens=num_tokens,
             num_sequences=num_sequences,
-            max_context=batch.block_tables.shape[1] * batch.block_size,
             num_kv_heads=shape.num_kv_heads,
             group=self.queries.shape[1] // shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -118,6 +114,7 @@ class _Call:
             IS_DECODE=is_decode,
             IS_CAPPED=scoring.softcap is not None,
             NUM_SPLITS=tiling.splits,
+            SPAN_KEYS=SPAN_KEYS,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

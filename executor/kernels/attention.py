@@ -8,9 +8,14 @@ share the KV head are adjacent, so a decode fills a matrix instruction's 16 rows
     row r of a tile      token `first + r // GROUP`, head `kv_head * GROUP + r % GROUP`
     its keys             positions `[position - WINDOW + 1, position]`, from 0 where WINDOW is 0
 
-Keys are read in tiles of their own size, whatever the size of a block. The key tiles of a row tile may be distributed
-over `NUM_SPLITS` programs. Each then stores a normalised partial result and the base-2 logarithm of its weight, -inf
-where it had no key. The grid depends only on numbers of tokens and sequences, never on the content of a device tensor.
+Keys are read in tiles of their own size, whatever the size of a block. The keys of a decode are distributed over
+`NUM_SPLITS` programs in spans of `SPAN_KEYS` positions: split s has the spans s, s + NUM_SPLITS and so on. Each split
+stores a normalised partial result and the base-2 logarithm of its weight, -inf where it has no span. The grid depends
+only on numbers of tokens and sequences, never on the content of a device tensor.
+
+A row's result depends on its query, its keys and values, and constants of the model alone. It does not depend on the
+other sequences, on the row's place in a tile, or on how a prompt is cut into chunks: a tile without a visible key
+leaves a row as it is, bit for bit.
 """
 
 import triton
@@ -31,9 +36,10 @@ def attend_kernel(
     first_sequence, num_sequences, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_DECODE: tl.constexpr,
-    IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: row tiles, KV heads, splits. `IS_DECODE`: sequence i has one new token, the i-th of the batch."""
+    """Grid: row tiles, KV heads, splits. `IS_DECODE`: sequence i has one new token, the i-th of the batch. Only decodes
+    are split."""
     TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if IS_DECODE:
@@ -53,22 +59,59 @@ def attend_kernel(
     heads = kv_head * GROUP + rows % GROUP
     is_row = rows < num_queries * GROUP
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    if NUM_SPLITS > 1:
+        parts = (tokens.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_SPLITS + split
+        first_span, num_tiles = share_of_keys(context, split, TILE_KEYS, WINDOW, NUM_SPLITS, SPAN_KEYS)
+        if num_tiles <= 0:
+            tl.store(log_weights + parts, tl.full([TILE_ROWS], float("-inf"), tl.float32), mask=is_row)
+            return
     query_offsets = tokens[:, None].to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride
     query_tile = tl.load(queries + query_offsets + dims[None, :], mask=mask, other=0.0)
 
-    begin, end = share_of_keys(first_position, num_queries, split, TILE_KEYS, WINDOW, NUM_SPLITS)
     kv_offset = kv_head.to(tl.int64) * kv_head_stride
-    result, log_weight = attend_to(
-        query_tile, keys + kv_offset, values + kv_offset, table, first_position + rows // GROUP,
-        first_position + num_queries, begin, end, block_stride, slot_stride, scale, softcap,
-        HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED,
-    )  # fmt: skip
+    keys, values = keys + kv_offset, values + kv_offset
+    positions, context_end = first_position + rows // GROUP, first_position + num_queries
+    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    if NUM_SPLITS > 1:
+        largest, total, result = attend_to(
+            largest, total, result, query_tile, keys, values, table, positions, context_end, first_span * SPAN_KEYS,
+            num_tiles, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW,
+            IS_CAPPED, SPAN_KEYS, NUM_SPLITS * SPAN_KEYS, True,
+        )  # fmt: skip
+    else:
+        # Tiles whose keys are visible to every row need no mask: [whole, diagonal) of [first, last).
+        first, last = 0, tl.cdiv(context_end, TILE_KEYS)
+        whole, diagonal = 0, (first_position + 1) // TILE_KEYS
+        if WINDOW > 0:
+            first = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS
+            whole = tl.cdiv(tl.maximum(context_end - WINDOW, 0), TILE_KEYS)
+            diagonal = tl.maximum(whole, diagonal)
+            largest, total, result = attend_to(
+                largest, total, result, query_tile, keys, values, table, positions, context_end, first * TILE_KEYS,
+                tl.minimum(whole, last) - first, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM,
+                BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, True,
+            )  # fmt: skip
+        largest, total, result = attend_to(
+            largest, total, result, query_tile, keys, values, table, positions, context_end, whole * TILE_KEYS,
+            diagonal - whole, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS,
+            WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, False,
+        )  # fmt: skip
+        largest, total, result = attend_to(
+            largest, total, result, query_tile, keys, values, table, positions, context_end, diagonal * TILE_KEYS,
+            last - diagonal, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS,
+            WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, True,
+        )  # fmt: skip
 
+    has_seen = total > 0.0
+    divisor = tl.where(has_seen, total, 1.0)
+    result = result / divisor[:, None]
     if NUM_SPLITS == 1:
         output_offsets = tokens[:, None].to(tl.int64) * output_token_stride + heads[:, None] * output_head_stride
         tl.store(outputs + output_offsets + dims[None, :], result.to(outputs.dtype.element_ty), mask=mask)
     else:
-        parts = (tokens.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_SPLITS + split
+        log_weight = tl.where(has_seen, largest + tl.log2(divisor), float("-inf"))
         tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
         tl.store(log_weights + parts, log_weight, mask=is_row)
 
@@ -99,68 +142,80 @@ def locate(query_starts, tile, first_sequence, num_sequences, TILE_QUERIES: tl.c
 
 @triton.jit
 def share_of_keys(
-    first_position,
-    num_queries,
+    context,
     split,
     TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    SPAN_KEYS: tl.constexpr,
 ):
-    """Returns the positions `[begin, end)` of a split, both multiples of `TILE_KEYS`; `end <= begin` where it has
-    none."""
-    first_tile = 0
+    """Returns a split's first span of a context, and its tiles in all its spans; 0 or less where it has none."""
+    first_span = split
     if WINDOW > 0:
-        first_tile = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS
-    last_tile = (first_position + num_queries + TILE_KEYS - 1) // TILE_KEYS
-    num_tiles = (last_tile - first_tile + NUM_SPLITS - 1) // NUM_SPLITS
-    begin = first_tile + split * num_tiles
-    return begin * TILE_KEYS, tl.minimum(begin + num_tiles, last_tile) * TILE_KEYS
+        first_visible = tl.maximum(context - WINDOW, 0) // SPAN_KEYS
+        first_span = first_visible + (split - first_visible % NUM_SPLITS + NUM_SPLITS) % NUM_SPLITS
+    num_spans = (tl.cdiv(context, SPAN_KEYS) - first_span + NUM_SPLITS - 1) // NUM_SPLITS
+    last_start = (first_span + (num_spans - 1) * NUM_SPLITS) * SPAN_KEYS
+    num_in_last = tl.minimum(SPAN_KEYS // TILE_KEYS, tl.cdiv(context - last_start, TILE_KEYS))
+    return first_span, tl.where(num_spans > 0, (num_spans - 1) * (SPAN_KEYS // TILE_KEYS) + num_in_last, 0)
 
 
 @triton.jit
 def attend_to(
-    query_tile, keys, values, table, positions, context_end, begin, end, block_stride, slot_stride, scale, softcap,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr,
+    largest, total, result, query_tile, keys, values, table, positions, context_end, begin, num_tiles,
+    block_stride, slot_stride, scale, softcap,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, SPAN_KEYS: tl.constexpr, SPAN_STRIDE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the softmax-weighted values of the keys in `[begin, end)`, and the base-2 logarithm of the sum of their
-    weights."""
+    """Adds `num_tiles` tiles of keys to the running softmax: the largest score in base 2, the sum of the weights and
+    that of the weighted values.
+
+    Spans of `SPAN_KEYS` keys begin every `SPAN_STRIDE` positions from `begin` on. Without `IS_MASKED` every row sees
+    every key.
+    """
     # float32 is multiplied as float32, not in the shorter format of the matrix units.
     PRECISION: tl.constexpr = "ieee" if query_tile.dtype == tl.float32 else "tf32"
+    TILES: tl.constexpr = SPAN_KEYS // TILE_KEYS
     dims = tl.arange(0, PADDED_DIM)
-    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
-    for start in range(begin, end, TILE_KEYS):
-        slots = start + tl.arange(0, TILE_KEYS)
-        # Slots past the context may hold anything, even NaN, which a weight of zero does not neutralise.
-        exists = slots < context_end
-        blocks = tl.load(table + slots // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        offsets = blocks * block_stride + (slots % BLOCK_SIZE) * slot_stride
-        mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    # Scores become powers of two in one fused operation, the same with and without a mask.
+    factor = LOG2_E if IS_CAPPED else scale * LOG2_E
+    slots = begin + tl.arange(0, TILE_KEYS)
+    # Slots past the context may hold anything, even NaN, which a weight of zero does not neutralise.
+    exists = (slots < context_end) & (num_tiles > 0)
+    blocks = tl.load(table + slots // BLOCK_SIZE, mask=exists, other=0)
+    for index in range(num_tiles):
+        offsets = blocks.to(tl.int64) * block_stride + (slots % BLOCK_SIZE) * slot_stride
+        mask = (dims < HEAD_DIM)[None, :]
+        if IS_MASKED:
+            mask = mask & (slots < context_end)[:, None]
+        # The next tile's blocks are loaded a tile ahead, so that its keys and values can be loaded ahead too.
+        following = index + 1
+        next_slots = begin + (following // TILES) * SPAN_STRIDE + (following % TILES) * TILE_KEYS
+        next_slots = next_slots + tl.arange(0, TILE_KEYS)
+        exists = (next_slots < context_end) & (following < num_tiles)
+        next_blocks = tl.load(table + next_slots // BLOCK_SIZE, mask=exists, other=0)
         key_tile = tl.load(keys + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION) * scale
+        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         if IS_CAPPED:
-            scores = softcap * tanh(scores / softcap)
-        distance = positions[:, None] - slots[None, :]
-        is_visible = distance >= 0
-        if WINDOW > 0:
-            is_visible = is_visible & (distance < WINDOW)
-        scores = tl.where(is_visible, scores * LOG2_E, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
+            scores = softcap * tanh(scores * scale / softcap)
+        if IS_MASKED:
+            distance = positions[:, None] - slots[None, :]
+            is_visible = distance >= 0
+            if WINDOW > 0:
+                is_visible = is_visible & (distance < WINDOW)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
         # A row that has not seen a key yet: -inf minus -inf would be NaN.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         decay = tl.exp2(largest - base)
         total = total * decay + tl.sum(weights, 1)
         value_tile = tl.load(values + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
         products = tl.dot(weights.to(value_tile.dtype), value_tile, input_precision=PRECISION)
         result = result * decay[:, None] + products
-        largest = new_largest
-    has_seen = total > 0.0
-    divisor = tl.where(has_seen, total, 1.0)
-    log_weight = tl.where(has_seen, largest + tl.log2(divisor), float("-inf"))
-    return result / divisor[:, None], log_weight
+        largest, slots, blocks = new_largest, next_slots, next_blocks
+    return largest, total, result
 
 
 @triton.jit

@@ -14,20 +14,20 @@ MAX_ROWS = 128
 # Keys and values of one tile of keys: a few such stages fit the shared memory of any GPU since sm_80.
 MAX_STAGE_BYTES = 32 * 1024
 MAX_TILE_KEYS = 64
-# Programs available to each processor, so that loads of one overlap with those of another.
-PROGRAMS_PER_PROCESSOR = 3
+# A decode's keys are shared out in spans of this many. Few enough for a short context to occupy a GPU, and enough for
+# loads to run ahead of the products.
+SPAN_KEYS = 256
+# Programs that one decode may occupy: about as many as the largest GPUs have processors.
+MAX_PROGRAMS = 128
 MAX_SPLITS = 32
-# Chunks are split into this many parts or not at all, because each number is a kernel to compile.
-CHUNK_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """`num_tokens` new tokens of `num_sequences` sequences, none of which sees more than `max_context` keys."""
+    """`num_tokens` new tokens of `num_sequences` sequences."""
 
     num_tokens: int
     num_sequences: int
-    max_context: int
     num_kv_heads: int
     group: int
     head_dim: int
@@ -36,7 +36,10 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows (tokens times the heads of a group) and keys of a tile, and the number of programs that share the keys."""
+    """Rows (tokens times the heads of a group) and keys of a tile, and the number of programs that share the keys.
+
+    It depends on the model alone, never on the batch: other rows, keys, splits or warps would add in another order.
+    """
 
     rows: int
     keys: int
@@ -45,24 +48,18 @@ class Tiling:
     num_stages: int
 
 
-def decode_tiling(work: AttentionWork, num_processors: int) -> Tiling:
+def decode_tiling(work: AttentionWork) -> Tiling:
     """Returns one row tile for each sequence and KV head."""
     rows, keys = max(MIN_ROWS, power_of_two(work.group)), _tile_keys(work)
-    num_programs = work.num_sequences * work.num_kv_heads
     # One warp for every 16 keys of a tile; a fourth stage would cost more programs than it hides latency.
-    return Tiling(rows, keys, _splits(work, keys, num_programs, num_processors), 4 if rows <= 32 else 8, 3)
+    return Tiling(rows, keys, _splits(work), 4 if rows <= 32 else 8, 3)
 
 
-def chunk_tiling(work: AttentionWork, num_processors: int) -> Tiling:
-    """Returns row tiles as large as the sequences fill them. Keys are split only where few rows leave processors
-    idle."""
-    keys = _tile_keys(work)
-    most = max(power_of_two(work.group), _max_rows(work))
-    mean_rows = -(-work.num_tokens // work.num_sequences) * work.group
-    rows = min(most, max(MIN_ROWS, power_of_two(mean_rows), power_of_two(work.group)))
-    num_programs = num_row_tiles(work, rows) * work.num_kv_heads
-    is_split = rows < most and _splits(work, keys, num_programs, num_processors) > 1
-    return Tiling(rows, keys, CHUNK_SPLITS if is_split else 1, 4 if rows <= 64 else 8, 3)
+def chunk_tiling(work: AttentionWork) -> Tiling:
+    """Returns the largest row tiles. Where a chunk does not fill them, loading its keys takes longer than the rows that
+    are missing would."""
+    rows = max(power_of_two(work.group), _max_rows(work))
+    return Tiling(rows, _tile_keys(work), 1, 4 if rows <= 64 else 8, 2)
 
 
 def num_row_tiles(work: AttentionWork, rows: int) -> int:
@@ -85,12 +82,12 @@ def _tile_keys(work: AttentionWork) -> int:
 
 
 def _max_rows(work: AttentionWork) -> int:
-    # The sums of a tile are float32 in registers: 128 rows of 128 numbers are 64 KB.
-    wide = padded_dim(work.head_dim) * (1 if work.element_bytes == 2 else 2)
+    # The sums of a tile are float32 in registers: 128 rows of 128 numbers are 64 KB. float32 is multiplied from
+    # registers, too.
+    wide = padded_dim(work.head_dim) * (1 if work.element_bytes == 2 else 4)
     return max(MIN_ROWS, min(MAX_ROWS, MAX_ROWS * 128 // wide))
 
 
-def _splits(work: AttentionWork, keys: int, num_programs: int, num_processors: int) -> int:
-    wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_programs)
-    num_tiles = -(-work.max_context // keys)
-    return min(power_of_two(wanted), power_of_two(num_tiles), MAX_SPLITS)
+def _splits(work: AttentionWork) -> int:
+    most = max(1, min(MAX_PROGRAMS // work.num_kv_heads, MAX_SPLITS))
+    return 1 << (most.bit_length() - 1)

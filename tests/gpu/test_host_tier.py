@@ -31,7 +31,7 @@ def load(folder: Path, backend_name: str) -> PagedModel:
 def test_blocks_come_back_elsewhere_bit_for_bit(gpu: torch.device) -> None:
     # Given more blocks of a model of Llama-8B's size than are on their way at once
     num_blocks, num_host_blocks = 200, 80
-    kv = [TritonAttention(1).allocate(KvShape(8, 128), num_blocks, 16, torch.bfloat16, gpu) for _ in range(32)]
+    kv = [TritonAttention().allocate(KvShape(8, 128), num_blocks, 16, torch.bfloat16, gpu) for _ in range(32)]
     for layer in kv:
         layer.keys.normal_()
         layer.values.normal_()

@@ -10,7 +10,7 @@ from executor.gpu.layers import gated, residual_norm
 from executor.gpu.sampling import DrawRows, draw
 from executor.scheduler.sequence import Sampling
 from executor.step.sampling import SampleRow, sample
-from tests.kernels.comparison import assert_attends_as_the_reference
+from tests.kernels.comparison import assert_attends_as_the_reference, assert_rows_are_independent
 from tests.kernels.test_triton_processing import assert_every_combination_as_the_reference
 from tests.paged_cases import Spec
 
@@ -24,16 +24,14 @@ MIXED = (*(Spec(1, 37 * i + 1) for i in range(9)), Spec(130, 130), Spec(5, 700),
     ("head_dim", "group", "block_size"),
     [(64, 1, 16), (64, 3, 16), (80, 7, 32), (96, 16, 16), (128, 4, 16), (128, 8, 32), (256, 2, 16)],
 )
-@pytest.mark.parametrize("num_processors", [1, 132], ids=["whole", "split"])
 def test_attention_equals_the_reference(
-    gpu: torch.device, dtype: torch.dtype, head_dim: int, group: int, block_size: int, num_processors: int
+    gpu: torch.device, dtype: torch.dtype, head_dim: int, group: int, block_size: int
 ) -> None:
     assert_attends_as_the_reference(
         MIXED,
         KvShape(2, head_dim),
         group,
         block_size=block_size,
-        num_processors=num_processors,
         dtype=dtype,
         device=gpu,
     )
@@ -41,16 +39,23 @@ def test_attention_equals_the_reference(
 
 @pytest.mark.parametrize("scoring", [Scoring(0.1, 33), Scoring(0.1, 512, 2.0), Scoring(0.3, None, 30.0)], ids=str)
 def test_window_and_cap_equal_the_reference(gpu: torch.device, scoring: Scoring) -> None:
-    for num_processors in (1, 132):
-        assert_attends_as_the_reference(
-            MIXED, KvShape(2, 128), 4, scoring=scoring, num_processors=num_processors, device=gpu
-        )
+    assert_attends_as_the_reference(MIXED, KvShape(2, 128), 4, scoring=scoring, device=gpu)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 4, 8])
 def test_verification_equals_the_reference(gpu: torch.device, num_tokens: int) -> None:
     specs = tuple(Spec(num_tokens, 100 * i + num_tokens) for i in range(1, 8))
-    assert_attends_as_the_reference(specs, KvShape(8, 128), 4, dtype=torch.bfloat16, num_processors=132, device=gpu)
+    assert_attends_as_the_reference(specs, KvShape(8, 128), 4, dtype=torch.bfloat16, device=gpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("alone", "together"), [(1, 1), (2, 40)], ids=["decodes", "chunks"])
+def test_result_of_a_row_does_not_depend_on_the_batch(
+    gpu: torch.device, dtype: torch.dtype, alone: int, together: int
+) -> None:
+    for window in (None, 100):
+        scoring = Scoring(0.2, window)
+        assert_rows_are_independent((290, 45, 3000), alone, together, scoring, dtype=dtype, device=gpu)
 
 
 def test_norm_and_gate_equal_torch(gpu: torch.device) -> None:

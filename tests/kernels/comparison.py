@@ -33,11 +33,10 @@ def assert_attends_as_the_reference(
     *,
     scoring: Scoring = Scoring(0.2),  # noqa: B008 - immutable
     block_size: int = 16,
-    num_processors: int = 1,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> None:
-    """Attention by our kernels, as if on a GPU with so many processors, against the reference's."""
+    """Attention by our kernels against the reference's."""
     case = make_case(specs, block_size)
     size = (case.history.num_tokens, shape.num_kv_heads, shape.head_dim)
     keys, values = torch.randn(2, *size).to(device, dtype)
@@ -45,6 +44,33 @@ def assert_attends_as_the_reference(
     batch = case.batch.to(device)
     results = [
         backend.attend(queries, filled(backend, shape, case, keys, values, block_size), batch, scoring)
-        for backend in (TritonAttention(num_processors), ReferenceAttention())
+        for backend in (TritonAttention(), ReferenceAttention())
     ]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE[dtype])
+
+
+def assert_rows_are_independent(
+    contexts: tuple[int, ...],
+    num_alone: int,
+    num_together: int,
+    scoring: Scoring,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> None:
+    """The last `num_alone` tokens of every sequence have the same results, bit for bit, alone and as the last of
+    `num_together` in one batch with the others."""
+    backend, shape, group = TritonAttention(), KvShape(1, 64), 4
+    sequences = [[torch.randn(context, heads, 64).to(device, dtype) for heads in (group, 1, 1)] for context in contexts]
+
+    def attend(indices: list[int], num_new: int) -> list[Tensor]:
+        case = make_case([Spec(num_new, contexts[index]) for index in indices], 16)
+        keys, values = (torch.cat([sequences[index][part] for index in indices]) for part in (1, 2))
+        queries = torch.cat([sequences[index][0][-num_new:] for index in indices])
+        kv = filled(backend, shape, case, keys, values, 16)
+        outputs = backend.attend(queries, kv, case.batch.to(device), scoring)
+        return [output[-num_alone:] for output in outputs.split(num_new)]
+
+    beside = attend(list(range(len(contexts))), num_together)
+    for index, expected in enumerate(beside):
+        assert torch.equal(attend([index], num_alone)[0], expected)

@@ -8,8 +8,11 @@ Runs in a process of its own, for this one has the interpreter.
 from __future__ import annotations
 
 import json
+import re
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -31,8 +34,6 @@ from executor.step.batch import StepBatch
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
-# An H100 or H200; an A100 has 108, which changes the splits only.
-NUM_PROCESSORS = 132
 POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -77,16 +78,38 @@ def main(capability: int) -> int:
         if key in seen:
             return
         seen.add(key)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        log = StringIO()
+        with redirect_stdout(log):
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         figures = {"shared_bytes": compiled.metadata.shared, "num_fused": compiled.asm["ptx"].count("fma.")}
-        print(json.dumps({"kernel": kernel.__name__, **figures, **options}))
+        figures |= figures_of_ptxas(log.getvalue()) | figures_of_pipeline(compiled.asm["ttgir"])
+        sizes = [bound[param.name] for param in kernel.params if param.is_constexpr]
+        is_decode = bool(bound.get("IS_DECODE"))
+        print(json.dumps({"kernel": kernel.__name__, "constants": sizes, "is_decode": is_decode} | figures | options))
 
+    # The assembler's report is written to stdout; it has none for what is taken from the cache.
+    triton.knobs.nvidia.dump_ptxas_log = True
     JITFunction.run = compile_launch
     for variant in VARIANTS:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))
     launch_layers()
     return 0
+
+
+def figures_of_ptxas(log: str) -> dict[str, int]:
+    """Registers of a thread, and bytes of its spills, as the assembler tells them."""
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert registers, log
+    assert spills, log
+    return {"registers": int(registers[1]), "spill_bytes": int(spills[1]) + int(spills[2])}
+
+
+def figures_of_pipeline(code: str) -> dict[str, list[int]]:
+    """Stages of the buffers that loops load ahead into, in the order of the code."""
+    buffers = re.findall(r"ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x\w+, [^>]*mutable>", code)
+    return {"buffers": [int(stages) for stages in buffers]}
 
 
 def specialised(kernel: Any, bound: dict[str, Any]) -> ASTSource:
@@ -130,7 +153,7 @@ def batch_of(lengths: list[int]) -> StepBatch:
 def launch_attention(variant: Variant, batch: StepBatch) -> None:
     """Both ways of writing, and attention."""
     shape, dtype = variant.shape, variant.dtype
-    backend = TritonAttention(NUM_PROCESSORS)
+    backend = TritonAttention()
     kv = backend.allocate(shape, 100, BLOCK_SIZE, dtype, META)
     qkv = empty(batch.num_tokens, (variant.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, dtype=dtype)
     table, norm = empty(8192, shape.head_dim, dtype=torch.float32), empty(shape.head_dim, dtype=dtype)

@@ -10,7 +10,7 @@ import torch
 
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
-from tests.kernels.comparison import assert_attends_as_the_reference
+from tests.kernels.comparison import assert_attends_as_the_reference, assert_rows_are_independent
 from tests.paged_cases import Spec, make_case
 from tests.torch_threads import torch_threads
 
@@ -36,16 +36,30 @@ def test_mixed_step_equals_the_reference(head_dim: int, group: int, block_size: 
 
 
 @pytest.mark.parametrize("scoring", [Scoring(0.3, 5), Scoring(0.1, 33, 2.0), Scoring(0.3, None, 30.0)], ids=str)
-@pytest.mark.parametrize("num_processors", [1, 8], ids=["whole", "split"])
-def test_window_and_cap_equal_the_reference(scoring: Scoring, num_processors: int) -> None:
-    specs = (*DECODES[1:], *CHUNKS)
-    assert_attends_as_the_reference(specs, KvShape(1, 64), 2, scoring=scoring, num_processors=num_processors)
+def test_window_and_cap_equal_the_reference(scoring: Scoring) -> None:
+    assert_attends_as_the_reference((*DECODES[1:], *CHUNKS), KvShape(1, 64), 2, scoring=scoring)
 
 
-@pytest.mark.parametrize("specs", [DECODES, VERIFICATION], ids=["decode", "verification"])
-def test_keys_shared_out_among_programs_give_the_same(specs: tuple[Spec, ...]) -> None:
-    # Given contexts shorter than a tile, so that most of the splits are empty
-    assert_attends_as_the_reference(specs, KvShape(2, 64), 4, num_processors=100)
+def test_drafts_to_verify_equal_the_reference() -> None:
+    assert_attends_as_the_reference(VERIFICATION, KvShape(2, 64), 4)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2], ids=["whole", "two splits"])
+@pytest.mark.parametrize("window", [None, 16, 300, 600])
+def test_decodes_of_one_and_of_many_spans_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch, num_programs: int, window: int | None
+) -> None:
+    # Spans have 256 keys: a split has none, one or two, whole and in part
+    monkeypatch.setattr("executor.kernels.tiling.MAX_PROGRAMS", num_programs)
+    specs = tuple(Spec(1, context) for context in (1, 255, 256, 257, 520, 1000))
+    assert_attends_as_the_reference(specs, KvShape(1, 10), 1, scoring=Scoring(0.2, window), block_size=48)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("alone", "together"), [(1, 1), (2, 40)], ids=["decodes", "chunks"])
+def test_result_of_a_row_does_not_depend_on_the_batch(window: int | None, alone: int, together: int) -> None:
+    # Given the last tokens of sequences, each computed alone, and beside the others in larger chunks
+    assert_rows_are_independent((290, 45, 600), alone, together, Scoring(0.2, window))
 
 
 def test_chunk_of_several_row_tiles_equals_the_reference() -> None:
@@ -53,12 +67,12 @@ def test_chunk_of_several_row_tiles_equals_the_reference() -> None:
 
 
 def test_half_precision_stays_near_the_reference() -> None:
-    assert_attends_as_the_reference((*DECODES, *CHUNKS), KvShape(1, 64), 4, dtype=torch.float16, num_processors=2)
+    assert_attends_as_the_reference((*DECODES, *CHUNKS), KvShape(1, 64), 4, dtype=torch.float16)
 
 
 def test_strided_views_give_the_same_as_copies() -> None:
     # Given views as a model makes them: head and token swapped, keys and values slices of one tensor
-    backend, shape, case = TritonAttention(1), KvShape(2, 16), make_case([Spec(9, 30), Spec(1, 5)], 16)
+    backend, shape, case = TritonAttention(), KvShape(2, 16), make_case([Spec(9, 30), Spec(1, 5)], 16)
     packed = torch.randn(case.history.num_tokens, 2, 32)
     queries = torch.randn(4, case.batch.num_tokens, 16).transpose(0, 1)
     views = (queries, packed[..., :16], packed[..., 16:])
@@ -71,7 +85,7 @@ def test_strided_views_give_the_same_as_copies() -> None:
 
 
 def test_write_leaves_other_slots_alone() -> None:
-    backend, shape, case = TritonAttention(1), KvShape(3, 20), make_case([Spec(3, 10)], 16)
+    backend, shape, case = TritonAttention(), KvShape(3, 20), make_case([Spec(3, 10)], 16)
     kv = backend.allocate(shape, case.num_blocks + 1, 16, torch.float32, CPU)
     kv.keys.fill_(7)
     keys, values = torch.randn(2, 3, 3, 20)

@@ -67,7 +67,7 @@ def test_queries_are_rotated_and_keys_and_values_stored(
 ) -> None:
     # Given three tokens of other positions, and slots that are not in order
     shape, positions, slots = KvShape(num_kv_heads, head_dim), torch.tensor([0, 5, 41]), torch.tensor([17, 40, 3])
-    kv = TritonAttention(1).allocate(shape, 3, 16, torch.float32, CPU)
+    kv = TritonAttention().allocate(shape, 3, 16, torch.float32, CPU)
     frequencies = 100.0 ** -torch.linspace(0, 1, head_dim // 2)
     qkv = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
     heads = qkv.clone().unflatten(1, (-1, head_dim))

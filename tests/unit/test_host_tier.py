@@ -67,7 +67,7 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
     if request.param == "cpu":
         library = library_of(INSTRUCTION_SETS[0])
         return CpuAttention(library, NativePool(library, 1))
-    return ReferenceAttention() if request.param == "reference" else TritonAttention(1)
+    return ReferenceAttention() if request.param == "reference" else TritonAttention()
 
 
 def random_kv(backend: AttentionBackend, dtype: torch.dtype, block_size: int) -> list[LayerKv]:

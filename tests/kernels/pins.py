@@ -1,0 +1,71 @@
+"""What the compiled kernels need on each kind of GPU, as it is committed: `python -m tests.kernels.pins` renews it.
+
+Registers of a thread, bytes that it spills, bytes of shared memory of a program, and the stages of the buffers into
+which loops load ahead. The figures are those of one version of Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+
+REPOSITORY = Path(__file__).parents[2]
+PINS = Path(__file__).with_suffix(".json")
+# What a program may use (CUDA C++ programming guide, technical specifications per compute capability).
+MAX_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+FIGURES = ("registers", "spill_bytes", "shared_bytes", "buffers")
+
+
+def compile_for(capability: int, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Compiles every kernel in a process of its own; a line of JSON each."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_kernels", str(capability)],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=590, check=False,
+    )  # fmt: skip
+
+
+def figures_of(compiled: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """`FIGURES` of each kernel by its name and constants; the largest where only the arguments' types differ."""
+    found: dict[str, list[Any]] = {}
+    for kernel in compiled:
+        key = " ".join([kernel["kernel"], *map(str, kernel["constants"])])
+        figures = [kernel[name] for name in FIGURES]
+        known = found.get(key, figures)
+        found[key] = [*map(max, figures[:3], known[:3]), known[3]]
+    return found
+
+
+def main() -> int:
+    """Compiles for every kind of GPU and writes the file; returns the exit code."""
+    pinned: dict[str, dict[str, list[Any]]] = {}
+    for capability in MAX_SHARED_BYTES:
+        with tempfile.TemporaryDirectory() as cache:
+            result = compile_for(capability, Path(cache))
+        if result.returncode != 0:
+            print(result.stderr, file=sys.stderr)
+            return 1
+        pinned[str(capability)] = figures_of([json.loads(line) for line in result.stdout.splitlines()])
+    write(pinned)
+    return 0
+
+
+def write(pinned: dict[str, dict[str, list[Any]]]) -> None:
+    """Writes the file, a line for each kernel."""
+    parts = []
+    for capability, figures in pinned.items():
+        lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(values)}" for key, values in figures.items())
+        parts.append(f'  "{capability}": {{\n{lines}\n  }}')
+    text = ",\n".join(parts)
+    PINS.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{text}\n }}\n}}\n', encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
@@ -25,7 +26,7 @@ KEPT = "kept:"
 
 
 @functools.cache
-def steered_scripts() -> dict[str, Script]:
+def steered_scripts() -> Mapping[str, Script]:
     """The scripts with that clock. To compose them takes longer than most tests."""
     return load_scripts(STEERED_CLOCK)
 

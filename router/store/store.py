@@ -110,7 +110,7 @@ class AdmissionStore:
         router_id: str,
         settings: StoreSettings,
         on_event: Callable[[StoreEvent], None],
-        scripts: dict[str, Script] | None = None,
+        scripts: Mapping[str, Script] | None = None,
         on_call: Callable[[StoreCall], None] = lambda call: None,
         turns: Turns | None = None,
     ) -> None:

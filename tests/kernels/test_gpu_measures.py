@@ -42,7 +42,7 @@ def _one_thread() -> Iterator[None]:
 def model() -> RandomModel:
     config = LlamaConfig(**sizes(num_hidden_layers=1))
     with torch.random.fork_rng(devices=[]):
-        return make_model(config, TritonAttention(1), torch.float32, torch.device("cpu"))
+        return make_model(config, TritonAttention(), torch.float32, torch.device("cpu"))
 
 
 def runner_of(model: RandomModel, num_blocks: int) -> GpuRunner:

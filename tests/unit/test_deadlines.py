@@ -76,11 +76,11 @@ def test_deadline_of_who_has_ended_does_nothing() -> None:
 
 def test_deadline_in_the_far_future_is_no_trouble() -> None:
     turns = Turns()
-    turns.engine.submit(make_sequence("with_write_timeout", [1], max_tokens=1), 2**64 - 1)
+    turns.engine.submit(make_sequence("patient", [1], max_tokens=1), 2**64 - 1)
     for _ in range(2):
         turns.turn(0.5)
 
-    assert turns.ends == [("with_write_timeout", FinishReason.LENGTH)]
+    assert turns.ends == [("patient", FinishReason.LENGTH)]
 
 
 def test_names_of_who_has_ended_do_not_pile_up() -> None:

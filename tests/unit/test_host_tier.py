@@ -198,7 +198,7 @@ def test_host_memory_that_the_machine_has_not_is_refused_at_the_start(folder: Pa
         load_model(settings)
 
 
-def load(folder: Path, options: dict[str, str]) -> PagedModel:
+def load(folder: Path, options: dict[str, Any]) -> PagedModel:
     model = PagedModel.load(resolve_model(str(folder)), device_name="cpu", **options)
     assert (model.native is not None) == (options["backend_name"] == "cpu" and "forward_name" not in options)
     return model

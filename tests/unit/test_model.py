@@ -59,7 +59,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def load(folder: Path, **options: str) -> PagedModel:
+def load(folder: Path, **options: Any) -> PagedModel:
     options = {"dtype_name": "float32", "backend_name": "reference", "device_name": "cpu"} | options
     return PagedModel.load(resolve_model(str(folder)), **options)
 

@@ -64,7 +64,7 @@ async def test_deadline_that_the_estimate_misses_is_refused_with_a_time_to_retry
     assert (result.reason, result.limit) == (Reason.DEADLINE_UNMEETABLE, "first token deadline")
     assert result.retry_after_ms is not None
     assert 100 <= result.retry_after_ms <= 60_000
-    assert isinstance(await a.store.submit(asked("with_write_timeout", deadline_ms=60_000)), Queued)
+    assert isinstance(await a.store.submit(asked("patient", deadline_ms=60_000)), Queued)
     assert await store_pool.num_waiting() == 12
 
 
@@ -139,7 +139,7 @@ async def test_deadline_of_a_million_hours_is_none_that_matters(store_pool: Stor
 async def test_deadline_puts_no_request_before_one_that_came_a_minute_earlier(store_pool: StorePool) -> None:
     a = store_pool.router("a", dataclasses.replace(SETTINGS, age_ms=MILLION_HOURS_MS))
     await a.store.report(store_pool.next_report(accepting=False))
-    await a.queue(asked("with_write_timeout"))
+    await a.queue(asked("patient"))
     await store_pool.wait(59_000)
     await a.store.report(store_pool.next_report(accepting=False))
     await a.queue(asked("hurried", deadline_ms=10_000))
@@ -147,7 +147,7 @@ async def test_deadline_puts_no_request_before_one_that_came_a_minute_earlier(st
 
     await a.store.report(store_pool.next_report())
 
-    assert await a.placed() == ["very hurried", "with_write_timeout", "hurried"]
+    assert await a.placed() == ["very hurried", "patient", "hurried"]
 
 
 async def test_clock_of_redis_alone_decides(store_pool: StorePool) -> None:

@@ -355,9 +355,9 @@ async def test_only_requests_without_a_deadline_are_given_up_when_no_executor_co
     link, store = router.link("e0", "m"), router.stores["m"]
     dispatcher = router.pools.find("m").dispatcher
     async with router.running():
-        with_write_timeout, other = new_stream(deadline=time.monotonic() + 100), new_stream(request_id="s")
+        patient, other = new_stream(deadline=time.monotonic() + 100), new_stream(request_id="s")
         store.answers.extend([placement(), placement(request_id="s")])
-        for stream in (with_write_timeout, other):
+        for stream in (patient, other):
             await dispatcher.submit(stream)
         link._break()
         async with asyncio.timeout(10):
@@ -365,7 +365,7 @@ async def test_only_requests_without_a_deadline_are_given_up_when_no_executor_co
                 await asyncio.sleep(0)
         assert other.error is not None
         assert other.error.reason is Reason.NO_EXECUTOR
-        assert not with_write_timeout.has_ended
+        assert not patient.has_ended
         await settled()
         assert [stream.request_id for stream in dispatcher.streams] == ["r"]
 

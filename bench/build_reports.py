@@ -16,6 +16,7 @@ from typing import Any
 from bench.chaos import report as chaos
 from bench.comparison import pages as comparison
 from bench.engine import quality
+from bench.gpu import prediction
 from bench.gpu import report as gpu
 from bench.ledger import report as ledger
 from bench.report.page import Page
@@ -24,7 +25,7 @@ from bench.soak import result as soak
 
 REPORTS = Path("bench/reports")
 PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {
-    kind.KIND: kind.page_of for kind in (chaos, comparison, gpu, ledger, quality, scheduling, soak)
+    kind.KIND: kind.page_of for kind in (chaos, comparison, gpu, ledger, prediction, quality, scheduling, soak)
 }
 
 

@@ -24,7 +24,7 @@ GREEDY_ROW = SampleRow(Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0), ou
 def warm_up_lengths(
     group: int, max_num_tokens: int, max_num_sequences: int, context_length: int
 ) -> Iterator[list[int]]:
-    """Yields chunks of every size of row tile, few and many at a time. The step with the most tokens comes first."""
+    """Yields chunks of several lengths, few and many at a time. The step with the most tokens comes first."""
     num_whole = max_num_tokens // context_length
     yield [context_length] * min(num_whole, max_num_sequences) or [max_num_tokens]
     rows = MIN_ROWS

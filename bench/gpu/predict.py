@@ -1,0 +1,44 @@
+"""The prediction for GPUs that are not there: `python -m bench.gpu.predict`. Needs no GPU.
+
+Counts launches and bytes of decode steps of Llama-3-8B and writes `gpu-prediction` into the folder of the reports. To
+be run again when a kernel or the decoder changes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+# Kernels are interpreted; triton reads this when it is imported.
+os.environ["TRITON_INTERPRET"] = "1"
+
+from bench.gpu.engine.session import Sizes
+from bench.gpu.engine.traffic import decode_launches
+from bench.gpu.prediction import CONTEXT, KIND, SEQUENCE_COUNTS, CountedStep, page_of, values_of
+from bench.gpu.roofline import LLAMA_3_8B
+from bench.report.page import write_report
+
+REPORTS = Path("bench/reports")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Counts and reports; returns the exit code."""
+    folder = Path(*(sys.argv[1:] if argv is None else argv) or [REPORTS])
+    sizes = Sizes(**{name: value for name, value in asdict(LLAMA_3_8B).items() if name != "name"})
+    steps = []
+    for count in SEQUENCE_COUNTS:
+        print(f"==> {count} sequences", flush=True)
+        launches = decode_launches(sizes, count, CONTEXT)
+        steps.append(CountedStep(count, CONTEXT, tuple(launches.items())))
+    values = values_of(steps)
+    page = page_of(values)
+    paths = write_report(folder, KIND, values, page)
+    print(f"\n{page.markdown()}\nreport: " + ", ".join(str(path) for path in paths))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Prediction of the time of a decode step on GPUs that were not available: counted launches and bytes, assumed rates.
+
+What each launch loads, stores and multiplies is counted on the code (`bench.gpu.engine.traffic`). How fast a GPU does
+that is not known without one: every rate here is an assumption, and the first run of `make bench-gpu` confirms or
+refutes the result. Pure.
+
+    a launch takes     the larger of bytes / bandwidth and operations / matrix rate, a constant to start and drain, and
+                       another for each program of a Triton kernel
+    the limit          weights and contexts once at the bandwidth of a copy, as in the report of a run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from bench.gpu.engine.launches import Launch
+from bench.gpu.report import DECODE_GOAL
+from bench.gpu.roofline import LLAMA_3_8B, Limits
+from bench.report.page import Page, Part
+from bench.report.table import Table
+
+KIND = "gpu-prediction"
+CONTEXT = 1000
+SEQUENCE_COUNTS = (1, 32, 128)
+
+# Shares of the bandwidth on the card's data sheet: of a large copy, and of kernels that stream weights or KV.
+COPY_SHARE = 0.92
+PRODUCT_SHARE = 0.85
+ATTENTION_SHARE = 0.75
+# Share of the data sheet's rate of dense matrix products in bfloat16.
+MATRIX_SHARE = 0.7
+# From the end of a kernel of a graph to the next one's first bytes from memory, and its last wave.
+LAUNCH_S = 2e-6
+# Start of a program, those of empty splits included.
+PROGRAM_S = 1e-9
+# Upload of the inputs and the start of the replay; the host's own work is hidden behind the previous step.
+STEP_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU by its data sheet."""
+
+    name: str
+    bytes_per_s: float
+    matrix_operations_per_s: float
+
+
+# Both in the SXM form.
+CARDS = (Card("H100", 3.35e12, 989e12), Card("H200", 4.8e12, 989e12))
+
+
+@dataclass(frozen=True, slots=True)
+class CountedStep:
+    """The launches of a step of decodes, each with how often it occurs."""
+
+    num_sequences: int
+    context: int
+    launches: tuple[tuple[Launch, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """Where the time of a step goes, in seconds."""
+
+    products_s: float
+    attention_s: float
+    others_s: float
+    starts_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.products_s + self.attention_s + self.others_s + self.starts_s
+
+
+def predict(step: CountedStep, card: Card) -> PredictedStep:
+    """Returns the time of a step on a card."""
+    sums = {PRODUCT_SHARE: 0.0, ATTENTION_SHARE: 0.0, COPY_SHARE: 0.0}
+    starts_s = STEP_S
+    for launch, count in step.launches:
+        share = _bandwidth_share(launch)
+        memory_s = (launch.bytes_loaded + launch.bytes_stored) / (card.bytes_per_s * share)
+        matrix_s = launch.operations / (card.matrix_operations_per_s * MATRIX_SHARE)
+        sums[share] += count * max(memory_s, matrix_s)
+        starts_s += count * (LAUNCH_S + launch.num_programs * PROGRAM_S)
+    return PredictedStep(*sums.values(), starts_s)
+
+
+def limits_of(card: Card) -> Limits:
+    """Returns what a run on the card is expected to measure as its limits."""
+    return Limits(card.bytes_per_s * COPY_SHARE, card.matrix_operations_per_s * MATRIX_SHARE)
+
+
+def values_of(steps: Iterable[CountedStep]) -> dict[str, Any]:
+    """Everything that was counted, as plain values."""
+    return {"report": KIND, "model": LLAMA_3_8B.name, "steps": [asdict(step) for step in steps]}
+
+
+def steps_of(values: Mapping[str, Any]) -> list[CountedStep]:
+    """Returns the steps of a report."""
+    return TypeAdapter(list[CountedStep]).validate_python(values["steps"])
+
+
+def page_of(values: Mapping[str, Any]) -> Page:
+    """Returns the page of the predictions."""
+    steps = steps_of(values)
+    note = (
+        f"{values['model']}, bfloat16, contexts of {CONTEXT} tokens, blocks of 16, greedy, CUDA graphs. **Nothing here "
+        "was measured.** Launches and bytes are counted on the code; the rates are the assumptions below."
+    )
+    parts = [
+        Part(
+            "Decode step, predicted",
+            f"Goal: {DECODE_GOAL:.0%} of the limit at 32 to 128 sequences.",
+            table=_times(steps),
+        ),
+        Part(
+            "Launches and bytes of a step, counted",
+            "A sector of 32 bytes counts once per launch. Weights and KV are the products' and attention's loads.",
+            table=_traffic(steps),
+        ),
+        *(
+            Part(f"Launches at {step.num_sequences} sequences", table=_kernels(step))
+            for step in steps
+            if step.num_sequences > 1
+        ),
+    ]
+    return Page("Prediction for Llama-3-8B on H100 and H200", _assumptions(), parts, note)
+
+
+def _bandwidth_share(launch: Launch) -> float:
+    if launch.operations:
+        return PRODUCT_SHARE
+    return ATTENTION_SHARE if launch.kernel == "attend_kernel" else COPY_SHARE
+
+
+def _assumptions() -> dict[str, str]:
+    cards = ", ".join(f"{card.name} {card.bytes_per_s / 1e12:.2f} TB/s" for card in CARDS)
+    return {
+        "data sheets": f"{cards}, {CARDS[0].matrix_operations_per_s / 1e12:.0f} TFLOP/s",
+        "assumed shares of the bandwidth": f"copy {COPY_SHARE:.0%} (the limit), products {PRODUCT_SHARE:.0%}, "
+        f"attention {ATTENTION_SHARE:.0%}, other kernels {COPY_SHARE:.0%}",
+        "assumed share of the matrix rate": f"{MATRIX_SHARE:.0%}",
+        "assumed constants": f"{LAUNCH_S * 1e6:.0f} µs a launch in a graph, "
+        f"{PROGRAM_S * 1e9:.0f} ns a program of a Triton kernel, {STEP_S * 1e6:.0f} µs a step; no host time "
+        "between steps; a product is one launch",
+        "left out": "what a cache keeps from one launch to the next, and what it loses within one",
+    }
+
+
+def _times(steps: Sequence[CountedStep]) -> Table:
+    header = ["GPU", "sequences", "products ms", "attention ms", "others ms", "starts ms", "step ms", "limit ms"]
+    rows = []
+    for card in CARDS:
+        for step in steps:
+            time = predict(step, card)
+            limit_s = limits_of(card).decode_s(LLAMA_3_8B, step.num_sequences, step.context)
+            parts = (time.products_s, time.attention_s, time.others_s, time.starts_s, time.total_s, limit_s)
+            rows.append(
+                [
+                    *(card.name, str(step.num_sequences)),
+                    *(f"{seconds * 1e3:.2f}" for seconds in parts),
+                    f"{limit_s / time.total_s:.0%}",
+                    f"{step.num_sequences / time.total_s:,.0f}",
+                ]
+            )
+    return Table([*header, "of limit", "tokens/s"], rows)
+
+
+def _traffic(steps: Sequence[CountedStep]) -> Table:
+    rows = []
+    for step in steps:
+        groups = {PRODUCT_SHARE: 0, ATTENTION_SHARE: 0, COPY_SHARE: 0}
+        for launch, count in step.launches:
+            groups[_bandwidth_share(launch)] += count * (launch.bytes_loaded + launch.bytes_stored)
+        num_launches = sum(count for _, count in step.launches)
+        rows.append([str(step.num_sequences), str(num_launches), *(f"{size / 1e9:.3f}" for size in groups.values())])
+    return Table(["sequences", "launches", "products GB", "attention GB", "others GB"], rows)
+
+
+def _kernels(step: CountedStep) -> Table:
+    rows = [
+        [
+            launch.kernel,
+            str(count),
+            str(launch.num_programs) if launch.num_programs > 1 else "",
+            f"{launch.bytes_loaded / 1e6:.3f}",
+            f"{launch.bytes_stored / 1e6:.3f}",
+        ]
+        for launch, count in step.launches
+    ]
+    return Table(["kernel", "launches", "programs", "MB loaded", "MB stored"], rows)

@@ -1,0 +1,48 @@
+"""The prediction for GPUs that are not there: its arithmetic, and that what is committed agrees with the limits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.gpu.engine.launches import Launch
+from bench.gpu.predict import REPORTS
+from bench.gpu.prediction import (
+    COPY_SHARE,
+    KIND,
+    LAUNCH_S,
+    MATRIX_SHARE,
+    PRODUCT_SHARE,
+    PROGRAM_S,
+    SEQUENCE_COUNTS,
+    STEP_S,
+    Card,
+    CountedStep,
+    page_of,
+    predict,
+    steps_of,
+)
+from bench.gpu.roofline import LLAMA_3_8B, decode_bytes
+
+
+def test_a_launch_takes_the_larger_of_its_bytes_and_its_operations() -> None:
+    card = Card("tiny", bytes_per_s=1e6, matrix_operations_per_s=1e9)
+    by_bytes = Launch("product", 1, 900, 100, 10)
+    by_operations = Launch("product", 1, 900, 100, 10**9)
+    other = Launch("norm", 4, 300, 200, 0)
+    time = predict(CountedStep(1, 10, ((by_bytes, 3), (by_operations, 1), (other, 2))), card)
+    assert time.products_s == pytest.approx(3 * 1e-3 / PRODUCT_SHARE + 1 / MATRIX_SHARE)
+    assert (time.attention_s, time.others_s) == (0.0, pytest.approx(2 * 5e-4 / COPY_SHARE))
+    assert time.starts_s == pytest.approx(6 * LAUNCH_S + 12 * PROGRAM_S + STEP_S)
+
+
+def test_committed_counts_contain_the_bytes_of_the_limit_and_little_more() -> None:
+    values = json.loads((REPORTS / f"{KIND}.json").read_text(encoding="utf-8"))
+    steps = steps_of(values)
+    assert tuple(step.num_sequences for step in steps) == SEQUENCE_COUNTS
+    for step in steps:
+        num_bytes = sum(count * (launch.bytes_loaded + launch.bytes_stored) for launch, count in step.launches)
+        least = decode_bytes(LLAMA_3_8B, step.num_sequences, step.context)
+        assert least <= num_bytes <= 1.1 * least
+    assert page_of(values).markdown() == (REPORTS / f"{KIND}.md").read_text(encoding="utf-8")

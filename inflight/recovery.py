@@ -19,7 +19,7 @@ the first was accepted with. Only one router is called at a time.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -61,7 +61,8 @@ class Received:
         Raises:
             InflightError: tokens before it are missing, or repeated ones differ.
         """
-        token_ids, logprobs, num_tokens, text = list(wire.token_ids), wire.logprobs, wire.num_tokens, wire.text
+        token_ids, num_tokens, text = list(wire.token_ids), wire.num_tokens, wire.text
+        logprobs: Sequence[types_pb2.PositionLogprobs] = wire.logprobs
         if wire.offset != self.num_tokens and (num_repeated := self._num_repeated(wire)):
             num_tokens -= num_repeated
             del token_ids[:num_repeated]

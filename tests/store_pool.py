@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
@@ -24,9 +24,8 @@ KEPT = "kept:"
 """Before the names of keys that are kept, to be brought back."""
 
 
-@functools.cache
-def steered_scripts() -> dict[str, Script]:
-    """The scripts with that clock. To compose them takes longer than most tests."""
+def steered_scripts() -> Mapping[str, Script]:
+    """The scripts with that clock."""
     return load_scripts(STEERED_CLOCK)
 
 

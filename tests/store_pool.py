@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -25,9 +24,8 @@ KEPT = "kept:"
 """Before the names of keys that are kept, to be brought back."""
 
 
-@functools.cache
 def steered_scripts() -> Mapping[str, Script]:
-    """The scripts with that clock. To compose them takes longer than most tests."""
+    """The scripts with that clock."""
     return load_scripts(STEERED_CLOCK)
 
 

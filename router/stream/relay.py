@@ -235,12 +235,13 @@ class Relay:
         stream.on_output = self._on_output if is_reading_on else None
         self._may_begin = is_reading_on and isinstance(self._write, TimedWriter) and not self._write.needs_task
         try:
-            return await self._wait_until_deadline()
+            is_in_time = await self._wait_until_deadline()
         finally:
             self._may_begin, stream.on_output = False, None
-            await self._is_idle.wait()
-            if self._failure is not None:
-                raise self._failure
+        await self._is_idle.wait()
+        if self._failure is not None:
+            raise self._failure
+        return is_in_time
 
     async def _wait_until_deadline(self) -> bool:
         stream = self._stream

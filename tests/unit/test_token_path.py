@@ -275,3 +275,23 @@ async def test_event_of_any_size_is_a_response_on_the_wire(num_characters: int) 
     (response,) = context.responses
     assert response == inference_pb2.GenerateResponse(event=event).SerializeToString()
     assert inference_pb2.ResumeResponse.FromString(response).event == event
+
+
+async def test_call_that_is_cancelled_does_not_wait_for_its_write() -> None:
+    link = ScriptedRouter("m").link("e0", "m")
+    client = Client(reads_at_once=False)
+    stream, task = serve(link, 0, client)
+    await settled()
+    await client.read()
+    link.receive(steps(4, offset=0))
+    await settled()
+    await client.read()
+    link.receive(steps(4, offset=1))
+    assert client.sizes == [1, 1]
+    task.cancel()
+    await settled()
+    assert task.cancelled()
+    await client.read()  # too late, and without effect
+    link.receive(steps(4, offset=2))
+    assert client.sizes == [1, 1]
+    assert stream.output_ids == [4, 4, 4]

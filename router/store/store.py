@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -111,7 +111,7 @@ class AdmissionStore:
         router_id: str,
         settings: StoreSettings,
         on_event: Callable[[StoreEvent], None],
-        scripts: dict[str, Script] | None = None,
+        scripts: Mapping[str, Script] | None = None,
         on_call: Callable[[StoreCall], None] = lambda call: None,
         turns: Turns | None = None,
     ) -> None:

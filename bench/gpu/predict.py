@@ -26,7 +26,7 @@ REPORTS = Path("bench/reports")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Counts and reports; returns the exit code."""
-    folder = Path(*(sys.argv[1:] if argv is None else argv) or [REPORTS])
+    folder = Path(*(sys.argv[1:] if argv is None else argv) or [str(REPORTS)])
     sizes = Sizes(**{name: value for name, value in asdict(LLAMA_3_8B).items() if name != "name"})
     steps = []
     for count in SEQUENCE_COUNTS:

@@ -31,6 +31,7 @@ SEQUENCE_COUNTS = (1, 32, 128)
 COPY_SHARE = 0.92
 PRODUCT_SHARE = 0.85
 ATTENTION_SHARE = 0.75
+SHARES = {"products": PRODUCT_SHARE, "attention": ATTENTION_SHARE, "others": COPY_SHARE}
 # Share of the data sheet's rate of dense matrix products in bfloat16.
 MATRIX_SHARE = 0.7
 # From the end of a kernel of a graph to the next one's first bytes from memory, and its last wave.
@@ -80,15 +81,15 @@ class PredictedStep:
 
 def predict(step: CountedStep, card: Card) -> PredictedStep:
     """Returns the time of a step on a card."""
-    sums = {PRODUCT_SHARE: 0.0, ATTENTION_SHARE: 0.0, COPY_SHARE: 0.0}
+    sums = dict.fromkeys(SHARES, 0.0)
     starts_s = STEP_S
     for launch, count in step.launches:
-        share = _bandwidth_share(launch)
-        memory_s = (launch.bytes_loaded + launch.bytes_stored) / (card.bytes_per_s * share)
+        group = _group(launch)
+        memory_s = (launch.bytes_loaded + launch.bytes_stored) / (card.bytes_per_s * SHARES[group])
         matrix_s = launch.operations / (card.matrix_operations_per_s * MATRIX_SHARE)
-        sums[share] += count * max(memory_s, matrix_s)
+        sums[group] += count * max(memory_s, matrix_s)
         starts_s += count * (LAUNCH_S + launch.num_programs * PROGRAM_S)
-    return PredictedStep(*sums.values(), starts_s)
+    return PredictedStep(sums["products"], sums["attention"], sums["others"], starts_s)
 
 
 def limits_of(card: Card) -> Limits:
@@ -133,10 +134,10 @@ def page_of(values: Mapping[str, Any]) -> Page:
     return Page("Prediction for Llama-3-8B on H100 and H200", _assumptions(), parts, note)
 
 
-def _bandwidth_share(launch: Launch) -> float:
+def _group(launch: Launch) -> str:
     if launch.operations:
-        return PRODUCT_SHARE
-    return ATTENTION_SHARE if launch.kernel == "attend_kernel" else COPY_SHARE
+        return "products"
+    return "attention" if launch.kernel == "attend_kernel" else "others"
 
 
 def _assumptions() -> dict[str, str]:
@@ -175,9 +176,9 @@ def _times(steps: Sequence[CountedStep]) -> Table:
 def _traffic(steps: Sequence[CountedStep]) -> Table:
     rows = []
     for step in steps:
-        groups = {PRODUCT_SHARE: 0, ATTENTION_SHARE: 0, COPY_SHARE: 0}
+        groups = dict.fromkeys(SHARES, 0)
         for launch, count in step.launches:
-            groups[_bandwidth_share(launch)] += count * (launch.bytes_loaded + launch.bytes_stored)
+            groups[_group(launch)] += count * (launch.bytes_loaded + launch.bytes_stored)
         num_launches = sum(count for _, count in step.launches)
         rows.append([str(step.num_sequences), str(num_launches), *(f"{size / 1e9:.3f}" for size in groups.values())])
     return Table(["sequences", "launches", "products GB", "attention GB", "others GB"], rows)

@@ -59,6 +59,7 @@ def attend_kernel(
     heads = kv_head * GROUP + rows % GROUP
     is_row = rows < num_queries * GROUP
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    first_span, num_tiles = 0, 0
     if NUM_SPLITS > 1:
         parts = (tokens.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_SPLITS + split
         first_span, num_tiles = share_of_keys(context, split, TILE_KEYS, WINDOW, NUM_SPLITS, SPAN_KEYS)
@@ -71,47 +72,16 @@ def attend_kernel(
     kv_offset = kv_head.to(tl.int64) * kv_head_stride
     keys, values = keys + kv_offset, values + kv_offset
     positions, context_end = first_position + rows // GROUP, first_position + num_queries
-    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
-    if NUM_SPLITS > 1:
-        largest, total, result = attend_to(
-            largest, total, result, query_tile, keys, values, table, positions, context_end, first_span * SPAN_KEYS,
-            num_tiles, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW,
-            IS_CAPPED, SPAN_KEYS, NUM_SPLITS * SPAN_KEYS, True,
-        )  # fmt: skip
-    else:
-        # Tiles whose keys are visible to every row need no mask: [whole, diagonal) of [first, last).
-        first, last = 0, tl.cdiv(context_end, TILE_KEYS)
-        whole, diagonal = 0, (first_position + 1) // TILE_KEYS
-        if WINDOW > 0:
-            first = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS
-            whole = tl.cdiv(tl.maximum(context_end - WINDOW, 0), TILE_KEYS)
-            diagonal = tl.maximum(whole, diagonal)
-            largest, total, result = attend_to(
-                largest, total, result, query_tile, keys, values, table, positions, context_end, first * TILE_KEYS,
-                tl.minimum(whole, last) - first, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM,
-                BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, True,
-            )  # fmt: skip
-        largest, total, result = attend_to(
-            largest, total, result, query_tile, keys, values, table, positions, context_end, whole * TILE_KEYS,
-            diagonal - whole, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS,
-            WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, False,
-        )  # fmt: skip
-        largest, total, result = attend_to(
-            largest, total, result, query_tile, keys, values, table, positions, context_end, diagonal * TILE_KEYS,
-            last - diagonal, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS,
-            WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, True,
-        )  # fmt: skip
+    result, log_weight = attend_to_share(
+        query_tile, keys, values, table, positions, first_position, context_end, first_span, num_tiles, block_stride,
+        slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED,
+        NUM_SPLITS, SPAN_KEYS,
+    )  # fmt: skip
 
-    has_seen = total > 0.0
-    divisor = tl.where(has_seen, total, 1.0)
-    result = result / divisor[:, None]
     if NUM_SPLITS == 1:
-        output_offsets = tokens[:, None].to(tl.int64) * output_token_stride + heads[:, None] * output_head_stride
-        tl.store(outputs + output_offsets + dims[None, :], result.to(outputs.dtype.element_ty), mask=mask)
+        offsets = tokens[:, None].to(tl.int64) * output_token_stride + heads[:, None] * output_head_stride
+        tl.store(outputs + offsets + dims[None, :], result.to(outputs.dtype.element_ty), mask=mask)
     else:
-        log_weight = tl.where(has_seen, largest + tl.log2(divisor), float("-inf"))
         tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
         tl.store(log_weights + parts, log_weight, mask=is_row)
 
@@ -158,6 +128,69 @@ def share_of_keys(
     last_start = (first_span + (num_spans - 1) * NUM_SPLITS) * SPAN_KEYS
     num_in_last = tl.minimum(SPAN_KEYS // TILE_KEYS, tl.cdiv(context - last_start, TILE_KEYS))
     return first_span, tl.where(num_spans > 0, (num_spans - 1) * (SPAN_KEYS // TILE_KEYS) + num_in_last, 0)
+
+
+@triton.jit
+def attend_to_share(
+    query_tile, keys, values, table, positions, first_position, context_end, first_span, num_tiles,
+    block_stride, slot_stride, scale, softcap,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SPAN_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Returns the softmax-weighted values of a split's keys, and the base-2 logarithm of the sum of their weights."""
+    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    if NUM_SPLITS > 1:
+        largest, total, result = attend_to(
+            largest, total, result, query_tile, keys, values, table, positions, context_end, first_span * SPAN_KEYS,
+            num_tiles, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW,
+            IS_CAPPED, SPAN_KEYS, NUM_SPLITS * SPAN_KEYS, True,
+        )  # fmt: skip
+    else:
+        largest, total, result = attend_to_all(
+            largest, total, result, query_tile, keys, values, table, positions, first_position, context_end,
+            block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED,
+        )  # fmt: skip
+
+    has_seen = total > 0.0
+    divisor = tl.where(has_seen, total, 1.0)
+    log_weight = tl.where(has_seen, largest + tl.log2(divisor), float("-inf"))
+    return result / divisor[:, None], log_weight
+
+
+@triton.jit
+def attend_to_all(
+    largest, total, result, query_tile, keys, values, table, positions, first_position, context_end,
+    block_stride, slot_stride, scale, softcap,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Adds every tile that a row of the tile sees, from `first_position` on, to the running softmax."""
+    # Tiles whose keys are visible to every row need no mask: [whole, diagonal) of [first, last).
+    first, last = 0, tl.cdiv(context_end, TILE_KEYS)
+    whole, diagonal = 0, (first_position + 1) // TILE_KEYS
+    if WINDOW > 0:
+        first = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS
+        whole = tl.cdiv(tl.maximum(context_end - WINDOW, 0), TILE_KEYS)
+        diagonal = tl.maximum(whole, diagonal)
+        largest, total, result = attend_to(
+            largest, total, result, query_tile, keys, values, table, positions, context_end, first * TILE_KEYS,
+            tl.minimum(whole, last) - first, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM,
+            BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, True,
+        )  # fmt: skip
+    largest, total, result = attend_to(
+        largest, total, result, query_tile, keys, values, table, positions, context_end, whole * TILE_KEYS,
+        diagonal - whole, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS,
+        WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, False,
+    )  # fmt: skip
+    largest, total, result = attend_to(
+        largest, total, result, query_tile, keys, values, table, positions, context_end, diagonal * TILE_KEYS,
+        last - diagonal, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS,
+        WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, True,
+    )  # fmt: skip
+    return largest, total, result
 
 
 @triton.jit

@@ -146,7 +146,7 @@ class LaunchCounter(TorchDispatchMode):
     """Counts what would be launched on a GPU. Products yield zeros."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[Launch] = Counter()
         self._sectors: dict[str, list[Any]] = {"load": [], "store": []}
         self._known: dict[str, Launch] = {}

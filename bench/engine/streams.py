@@ -41,8 +41,9 @@ def row_of(models: Sequence[PagedModel], natives: Sequence[NativeDecoder], shape
     """Returns the times of one shape; the models take turns."""
     batch = batch_of(shape)
     times: list[list[tuple[float, float]]] = [[] for _ in models]
-    for _ in range(rounds):
-        for model, native, seconds in zip(models, natives, times, strict=True):
+    turns = list(zip(models, natives, times, strict=True))
+    for index in range(rounds):
+        for model, native, seconds in turns if index % 2 else reversed(turns):
             seconds.append(timed(model, native, batch))
     least = [min(cpu_s for cpu_s, _ in seconds[1:]) * 1e3 for seconds in times]
     median = [statistics.median(wall_s for _, wall_s in seconds[1:]) * 1e3 for seconds in times]

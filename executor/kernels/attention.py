@@ -154,7 +154,8 @@ def attend_to_share(
             block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED,
         )  # fmt: skip
 
-    has_seen = total > 0.0
+    # A NaN counts as seen: it must not be dropped as an empty split is.
+    has_seen = total != 0.0
     divisor = tl.where(has_seen, total, 1.0)
     log_weight = tl.where(has_seen, largest + tl.log2(divisor), float("-inf"))
     return result / divisor[:, None], log_weight
@@ -267,9 +268,10 @@ def combine_kernel(
     splits, dims = tl.arange(0, NUM_SPLITS), tl.arange(0, PADDED_DIM)
     first_part = (token * tl.num_programs(1) + head) * NUM_SPLITS
     logs = tl.load(log_weights + first_part + splits)
-    # Every token sees at least its own key, so one split has a weight.
-    weights = tl.exp2(logs - tl.max(logs, 0))
-    mask = (logs > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
+    # Every token sees at least its own key, so one split has a weight. It may be NaN, which the result is then, too.
+    largest = tl.max(logs, 0)
+    weights = tl.exp2(logs - tl.where(largest == float("-inf"), 0.0, largest))
+    mask = (logs != float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(partials + (first_part + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     result = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
     offset = token * output_token_stride + head * output_head_stride

@@ -10,7 +10,7 @@ import torch
 
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
-from tests.kernels.comparison import assert_attends_as_the_reference, assert_rows_are_independent
+from tests.kernels.comparison import assert_attends_as_the_reference, assert_rows_are_independent, filled
 from tests.paged_cases import Spec, make_case
 from tests.torch_threads import torch_threads
 
@@ -53,6 +53,18 @@ def test_decodes_of_one_and_of_many_spans_equal_the_reference(
     monkeypatch.setattr("executor.kernels.tiling.MAX_PROGRAMS", num_programs)
     specs = tuple(Spec(1, context) for context in (1, 255, 256, 257, 520, 1000))
     assert_attends_as_the_reference(specs, KvShape(1, 10), 1, scoring=Scoring(0.2, window), block_size=48)
+
+
+def test_key_that_is_no_number_leaves_none_to_its_row_whatever_split_it_is_in() -> None:
+    # Given the keys of a row in spans of 256, and two splits with and without the key
+    backend, shape, case = TritonAttention(), KvShape(1, 16), make_case([Spec(1, 600), Spec(1, 300)], 16)
+    keys, values = torch.randn(2, case.history.num_tokens, 1, 16)
+    keys[5] = float("nan")
+    outputs = backend.attend(
+        torch.randn(2, 1, 16), filled(backend, shape, case, keys, values, 16), case.batch, Scoring(1)
+    )
+    assert outputs[0].isnan().all()
+    assert outputs[1].isfinite().all()
 
 
 @pytest.mark.parametrize("window", [None, 100])

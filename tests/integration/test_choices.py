@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from inflight.events import Logprob
 from inflight.v1 import inference_pb2, types_pb2
 from router.settings import RouterSettings
 from router.store.types import Demand
-from tests.cluster import Brake, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
+from tests.cluster import Brake, Cluster, ExecutorShape, RunningExecutor, RunningRouter, run_cluster, token_request
 from tests.fake_device import token_logprobs
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 
@@ -258,9 +259,28 @@ async def test_client_that_leaves_ends_every_choice(redis_url: str, pool: str) -
     assert len(ids_of(single)) == NUM_TOKENS
 
 
+def count_cancels(executor: RunningExecutor, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Awaitable[None]]:
+    """Counts the cancels that an engine is told of. Returns what waits until they are so many."""
+    told, cancel = asyncio.Semaphore(0), executor.engine.cancel
+
+    def counted(*args: Any) -> None:
+        cancel(*args)
+        told.release()
+
+    async def until(num_cancels: int) -> None:
+        async with asyncio.timeout(30):
+            for _ in range(num_cancels):
+                await told.acquire()
+
+    monkeypatch.setattr(executor.engine, "cancel", counted)
+    return until
+
+
 @pytest.mark.parametrize("other_router", [False, True])
 @pytest.mark.parametrize("has_token", [False, True])
-async def test_cancel_ends_every_choice(redis_url: str, pool: str, other_router: bool, has_token: bool) -> None:
+async def test_cancel_ends_every_choice(
+    redis_url: str, pool: str, other_router: bool, has_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = ExecutorShape(num_blocks=96, max_num_sequences=4)
     async with run_cluster(redis_url, pool, routers=2, shape=shape) as cluster:
         client, call = await begun(cluster, 2, request_id="r")
@@ -268,7 +288,10 @@ async def test_cancel_ends_every_choice(redis_url: str, pool: str, other_router:
         token = client.accepted.resume_token if has_token else ""
         named = {"request_id": "r", "resume_token": token}
         standing = await stub.GetRequest(inference_pb2.GetRequestRequest(**named))
+        are_told = count_cancels(cluster.executors[0], monkeypatch)
         answer = await stub.Cancel(inference_pb2.CancelRequest(**named))
+        # The answer does not wait for the executor, which could end the request meanwhile.
+        await are_told(4)
         cluster.executors[0].brake.release()
         await client.read_rest(call)
         after = await stub.GetRequest(inference_pb2.GetRequestRequest(**named))

@@ -108,6 +108,14 @@ SCRIPTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _own_scripts() -> Iterator[None]:
+    """Scripts are composed once per process, so those that a test changes must not stay."""
+    router.store.lua.load_scripts.cache_clear()
+    yield
+    router.store.lua.load_scripts.cache_clear()
+
+
 @pytest.mark.parametrize(("was", "becomes", "kind", "what"), SCRIPTS)
 def test_ledger_that_is_late_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, was: str, becomes: str, kind: FaultKind, what: str

@@ -24,7 +24,7 @@ DEFAULT_GATEWAY_PORT = 8000
 # Settings of `inflight executor` that are also flags of `up`; they are passed on unchanged.
 EXECUTOR_FLAGS = {
     "--batching": "inflight, or static: a batch finishes before the next one starts (default: inflight)",
-    "--max-num-sequences": "seats of each executor; 0, the default: from the size of its KV cache",
+    "--max-num-sequences": "seats of each executor (default: from the KV cache)",
     "--max-num-tokens": "maximum number of tokens of a step (default: 1024)",
     "--max-tokens-in-paged-kv-cache": "size of each executor's KV pool in tokens (default: from free memory)",
     "--dtype": "type of weights and KV: bfloat16, float32 or auto (default: auto)",

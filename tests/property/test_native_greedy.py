@@ -100,7 +100,8 @@ def random_row(logits: Tensor, some: random.Random) -> SampleRow:
 
 
 def expected_ids(logits: Tensor, rows: list[SampleRow]) -> list[int]:
-    return name_excluded(sample(logits, rows), logits).tolist()
+    ids: list[int] = name_excluded(sample(logits, rows), logits).tolist()
+    return ids
 
 
 def test_tokens_are_those_of_whole_rows(model: PagedModel) -> None:

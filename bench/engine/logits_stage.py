@@ -1,9 +1,9 @@
 """The cost of penalties and bans on a CPU: `python -m bench.engine.logits_stage`.
 
-Computes a step of 32 decodes through the native forward pass, and chooses the tokens of rows with and without changes
-of their logits. The kinds of rows take turns, so that a disturbance affects all of them. Prints Markdown: the time of
-choosing, the time of the whole step, and what choosing costs beyond that of the same rows without changes, as a share
-of their step.
+Computes steps of 32 decodes through the native forward pass, whose rows have changes of their logits or none. The kinds
+of rows take turns, so that a disturbance affects all of them. Prints Markdown: the time of choosing, the time of the
+whole step, and what choosing costs beyond that of the same rows without changes, as a share of their step. Choosing is
+all of the step but the layers: norms, the product with the vocabulary, and the choice of the tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from bench.engine.model_steps import BLOCK_SIZE, load_native_model, model_parser
 from bench.engine.native_step import StepShape, batch_of, blocks_of
 from bench.report.table import Table
+from executor.cpu.decoder import PARTS
 from executor.logits.row import LogitsRow
 from executor.model.model import PagedModel
 from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling
@@ -39,6 +40,8 @@ ALL = Processors(
     bad_words=BAD_WORDS.bad_words,
     no_repeat_ngram_size=NGRAMS.no_repeat_ngram_size,
 )
+# Parts of a step that do not depend on how tokens are chosen.
+LAYER_PARTS = [PARTS.index(part) for part in ("embed", "qkv", "attention", "output", "gate_up", "down")]
 CHANGES = {
     "none": NO_PROCESSORS,
     "three penalties": PENALTIES,
@@ -81,20 +84,17 @@ KINDS = tuple(Kind(sampling, changes) for sampling in SAMPLINGS for changes in C
 
 def measure(model: PagedModel, batch: StepBatch, rounds: int) -> dict[Kind, tuple[float, float]]:
     """Median seconds of choosing and of the whole step, by kind."""
+    native = model.native
+    assert native is not None
     batches = {kind: kind.batch(model.description.vocabulary_size) for kind in KINDS}
     times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for _ in range(rounds + 1):
         for kind, sampling in batches.items():
-            began = time.perf_counter()
-            if sampling.is_greedy:
-                model.step(batch, sampling)
-                chosen = ended = time.perf_counter()
-            else:
-                logits = model.forward(batch)
-                chosen = time.perf_counter()
-                model.choose(logits, sampling)
-                ended = time.perf_counter()
-            times[kind].append((ended - chosen, ended - began))
+            before, began = native.part_seconds.copy(), time.perf_counter()
+            model.step(batch, sampling)
+            step = time.perf_counter() - began
+            layers = (native.part_seconds - before)[LAYER_PARTS].sum()
+            times[kind].append((step - layers, step))
     medians = {kind: np.median(np.array(measured[1:]), axis=0).tolist() for kind, measured in times.items()}
     return {kind: (choosing, step) for kind, (choosing, step) in medians.items()}
 

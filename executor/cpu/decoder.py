@@ -21,11 +21,13 @@ from torch import Tensor
 
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
+from executor.cpu.logits import NativeRows, address
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
 from executor.native.memory import huge_zeros
 from executor.native.pool import NativePool
 from executor.step.batch import StepBatch
+from executor.step.sampling_columns import SamplingBatch
 
 LANES = 16
 # The parts of a step that are timed separately, in the order of decoder.h.
@@ -97,6 +99,7 @@ class NativeDecoder:
         if not decoder:
             raise MemoryError("not enough memory for the packed weights")
         self._calls, self._decoder, self._pool = calls, decoder, pool
+        self._rows = NativeRows()
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
@@ -128,13 +131,28 @@ class NativeDecoder:
         self._run(batch, kv, logits=logits.data_ptr())
         return logits
 
-    def greedy(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
-        """Computes the ids `[R]` int64 of the largest logits, the lowest among equals. The logits are never stored."""
-        ids = torch.empty(batch.logit_rows.shape[0], dtype=torch.int64)
-        self._run(batch, kv, greedy_ids=ids.data_ptr())
+    def greedy(self, batch: StepBatch, kv: tuple[LayerKv, ...], sampling: SamplingBatch | None = None) -> Tensor:
+        """Computes the ids `[R]` int64 of the largest logits, the lowest among equals, after the changes of `sampling`,
+        none of which is a mask. A row without one has `NO_TOKEN` or `ALL_EXCLUDED`. The logits are never stored."""
+        num_rows = batch.logit_rows.shape[0]
+        ids = torch.empty(num_rows, dtype=torch.int64)
+        if sampling is None or not sampling.excludes:
+            self._run(batch, kv, greedy_ids=ids.data_ptr())
+            return ids
+        if sampling.num_rows != num_rows:
+            raise ValueError(f"{num_rows} rows of logits for {sampling.num_rows} rows that sample")
+        processed = self._rows.addresses(sampling.processed, num_rows)
+        self._run(
+            batch,
+            kv,
+            greedy_ids=ids.data_ptr(),
+            processed=None if processed is None else ctypes.addressof(processed),
+            banned_ids=address(sampling.banned_ids, np.int32),
+            banned_starts=address(sampling.banned_starts, np.int32),
+        )
         return ids
 
-    def _run(self, batch: StepBatch, kv: tuple[LayerKv, ...], **results: int) -> None:
+    def _run(self, batch: StepBatch, kv: tuple[LayerKv, ...], **results: int | None) -> None:
         count = len(kv)
         step = _Step(
             token_ids=batch.token_ids.data_ptr(),
@@ -250,7 +268,8 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "query_starts", "context_lengths")),
         *((name, c_void_p) for name in ("block_tables", "table_rows", "logit_rows")),
         *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
-        *((name, c_void_p) for name in ("logits", "greedy_ids", "part_seconds")),
+        *((name, c_void_p) for name in ("logits", "greedy_ids", "processed", "banned_ids", "banned_starts")),
+        ("part_seconds", c_void_p),
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
     )
 

@@ -180,8 +180,8 @@ class PagedModel:
     ) -> tuple[Tensor, StepLogprobs | None]:
         """Computes the batch, calls `before_sampling`, and samples. Returns the token ids `[R]` int64, on the model's
         device, and the log probabilities that rows report."""
-        if self.native is not None and sampling.is_greedy and not sampling.reporting:
-            return self.native.greedy(batch, self._kv), None
+        if self.native is not None and sampling.takes_largest and not sampling.reporting:
+            return self.native.greedy(batch, self._kv, sampling), None
         logits = self.forward(batch)
         if before_sampling is not None:
             before_sampling()

@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include "decoder_weights.h"
+#include "greedy.h"
 #include "row_ops.h"
 
 namespace inflight {
@@ -35,15 +36,12 @@ class DecoderOf final : public Decoder {
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
         while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>());
-        for (auto& scratch : scratch_) {
-            scratch->best.assign(step.num_logits, {-INFINITY, NO_TOKEN});
-            scratch->product.wide.reserve(wide_bytes_);
-        }
+        for (auto& scratch : scratch_) scratch->product.wide.reserve(wide_bytes_);
+        if (step.greedy_ids != nullptr) choice_.begin(step, shape_.vocabulary_size, pool.num_threads());
         pool.run([&](Team& team) {
             const TilesInUse tiles;
             Run(*this, step, items, team).through_layers();
         });
-        if (step.greedy_ids != nullptr) choose_greedily(step);
     }
 
   private:
@@ -52,7 +50,6 @@ class DecoderOf final : public Decoder {
     struct Scratch {
         Workspace<Element> attention;
         ProductScratch product;
-        std::vector<Best> best;
     };
 
     // One thread's part of a step.
@@ -233,26 +230,27 @@ class DecoderOf final : public Decoder {
         }
 
         void head() {
-            each_row(NORM, step_.num_logits,
-                     [&](int64_t row) { norm_residual(step_.logit_rows[row], decoder_.weights_.final_norm, row); });
+            GreedyChoice* const choice = step_.greedy_ids == nullptr ? nullptr : &decoder_.choice_;
+            each_row(NORM, step_.num_logits, [&](int64_t row) {
+                norm_residual(step_.logit_rows[row], decoder_.weights_.final_norm, row);
+                if (choice != nullptr) choice->mark(row);
+            });
             product(HEAD, decoder_.weights_.head, activations_.normed, step_.num_logits, nullptr,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                        for (int i = 0; i < num_rows * HEAD_BLOCKS; ++i)
-                            take_logits(row + i / HEAD_BLOCKS, (block + i % HEAD_BLOCKS) * BLOCK_COLUMNS,
-                                        tile + i * BLOCK_COLUMNS);
+                        for (int i = 0; i < num_rows; ++i)
+                            take_logits(choice, row + i, block / HEAD_BLOCKS, tile + i * GreedyChoice::GROUP_COLUMNS);
                     });
+            if (choice != nullptr)
+                each_row(HEAD, step_.num_logits, [&](int64_t row) { choice->choose(team_.thread, row); });
         }
 
-        void take_logits(int64_t row, int64_t first, const float* logits) {
-            const int64_t count = std::clamp<int64_t>(shape_.vocabulary_size - first, 0, BLOCK_COLUMNS);
-            if (step_.logits != nullptr)
+        void take_logits(GreedyChoice* choice, int64_t row, int64_t group, float* logits) {
+            const int64_t first = group * GreedyChoice::GROUP_COLUMNS;
+            const int64_t count = std::min(shape_.vocabulary_size - first, GreedyChoice::GROUP_COLUMNS);
+            if (choice != nullptr)
+                choice->take(team_.thread, row, group, logits, count);
+            else
                 std::memcpy(step_.logits + row * shape_.vocabulary_size + first, logits, count * sizeof(float));
-            Best& best = scratch_.best[row];
-            bool may_win = false;
-            for (int i = 0; i < BLOCK_COLUMNS; i += WIDTH) may_win |= any_above(load(logits + i), best.logit);
-            if (!may_win) return;
-            for (int64_t i = 0; i < count; ++i)
-                if (logits[i] > best.logit) best = {logits[i], first + i};
         }
 
         DecoderOf& decoder_;
@@ -265,24 +263,13 @@ class DecoderOf final : public Decoder {
         Clock::time_point last_;
     };
 
-    // Which thread computed which columns varies; the winner does not.
-    void choose_greedily(const DecoderStep& step) const {
-        for (int64_t row = 0; row < step.num_logits; ++row) {
-            Best best = scratch_[0]->best[row];
-            for (const auto& scratch : scratch_) {
-                const Best& other = scratch->best[row];
-                if (other.logit > best.logit || (other.logit == best.logit && other.id < best.id)) best = other;
-            }
-            step.greedy_ids[row] = best.id;
-        }
-    }
-
     const DecoderShape shape_;
     const std::vector<int64_t> windows_;
     const std::vector<float> frequencies_;
     PackedWeights<Element> weights_;
     const int64_t wide_bytes_;  // of the largest block of int8 weights as elements
     Activations<Element> activations_;
+    GreedyChoice choice_;
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };
 

@@ -12,6 +12,7 @@
 
 #include "arena.h"
 #include "attention.h"
+#include "logits.h"
 #include "matmul.h"
 #include "pool.h"
 #include "product.h"
@@ -36,7 +37,9 @@ struct DecoderStep {
     const int64_t* logit_rows;                     // [num_logits]
     void *const *keys, *const *values;             // [num_layers]
     float* logits;                                 // [num_logits, vocabulary_size], or null
-    int64_t* greedy_ids;                           // [num_logits], or null
+    int64_t* greedy_ids;                           // [num_logits], or null; one of the two is not
+    const LogitsRow* const* processed;             // [num_logits], for a greedy step; or null, each and all
+    const int32_t *banned_ids, *banned_starts;     // of row i: [banned_starts[i], banned_starts[i + 1]); or null
     double* part_seconds;                          // [NUM_PARTS], added to, or null
     int64_t num_tokens, num_sequences, num_logits, table_stride, block_size;
 };
@@ -45,12 +48,6 @@ struct DecoderStep {
 
 // The parts of a step that are timed separately.
 enum Part { EMBED, NORM, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
-
-// The largest logit of a row and its id: the lowest id among equals, NO_TOKEN if no logit is above -inf.
-struct Best {
-    float logit;
-    int64_t id;
-};
 
 // Rows of activations of a step, with space for `capacity` tokens.
 template <class Element>

@@ -44,6 +44,17 @@ struct LogitsRow {
 
 namespace logits {
 
+// What changes a row's logits before a token is chosen, without its mask. `processed` is null for a row that only has
+// banned ids.
+struct Changes {
+    const LogitsRow* processed;
+    const int32_t* banned;
+    int64_t num_banned;
+
+    bool any() const { return processed != nullptr || num_banned > 0; }
+    bool counts_ids() const { return processed != nullptr && processed->counts_ids(); }
+};
+
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 struct Row {
@@ -119,13 +130,40 @@ __attribute__((noinline)) inline void change(Row& row, const LogitsRow& of) {
     ban_ngrams(row, of.ids, of.num_ids, of.ngram_size);
 }
 
-// Changes the logits in place except for the mask, and returns whether a usable one was banned. `counts[size]` is all 0 before and after; it
-// may be null unless the row counts ids.
-inline bool process(float* logits, int64_t size, const LogitsRow& of, int32_t* counts) {
-    const KeepDenormals keep_denormals;
+// Applies the changes in place. The mask is not applied. `counts[size]` is all 0 before and after the call; it may be
+// null for a row that does not count ids. Returns whether a usable logit was banned.
+inline bool process(float* logits, int64_t size, const Changes& changes, int32_t* counts) {
     Row row{logits, size, counts};
-    change(row, of);
+    if (changes.processed != nullptr) {
+        const KeepDenormals keep_denormals;
+        change(row, *changes.processed);
+    }
+    for (int64_t i = 0; i < changes.num_banned; ++i) row.ban(changes.banned[i]);
     return row.excludes;
+}
+
+// The ids of prompt and output that a row's penalties and n-grams regard: [first, num_ids).
+inline int64_t first_touched(const LogitsRow& of) {
+    if (of.repetition_penalty != 1.0f || of.ngram_size > 0) return 0;
+    return of.counts_ids() ? of.num_prompt : of.num_ids;
+}
+
+// Returns how often `each_touched` calls.
+inline int64_t num_touched(const Changes& changes) {
+    if (changes.processed == nullptr) return changes.num_banned;
+    const LogitsRow& of = *changes.processed;
+    return changes.num_banned + of.num_biases + of.num_bad_words + of.num_ids - first_touched(of);
+}
+
+// Calls `visit` with every id whose logit `process` may read or write. An id may come several times.
+template <class Visit>
+void each_touched(const Changes& changes, const Visit& visit) {
+    for (int64_t i = 0; i < changes.num_banned; ++i) visit(changes.banned[i]);
+    if (changes.processed == nullptr) return;
+    const LogitsRow& of = *changes.processed;
+    for (int64_t i = 0; i < of.num_biases; ++i) visit(of.bias_ids[i]);
+    for (int64_t i = 0; i < of.num_bad_words; ++i) visit(of.bad_ids[of.bad_starts[i + 1] - 1]);
+    for (int64_t i = first_touched(of); i < of.num_ids; ++i) visit(of.ids[i]);
 }
 
 }  // namespace logits

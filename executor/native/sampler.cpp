@@ -59,9 +59,8 @@ class Sampler {
                 call.top_ps[index],
                 call.seeds[index],
                 call.output_indices[index],
-                call.banned_ids + start,
-                call.banned_starts[index + 1] - start,
-                call.processed == nullptr ? nullptr : call.processed[index]};
+                {call.processed == nullptr ? nullptr : call.processed[index], call.banned_ids + start,
+                 call.banned_starts[index + 1] - start}};
     }
 
     void reserve(int num_threads, const SampleCall& call) {
@@ -70,7 +69,7 @@ class Sampler {
             const SampleRow row = row_of(call, index);
             copies |= copies_logits(call, row);
             restricted |= restricts(row, call.vocabulary_size);
-            counts_ids |= row.processed != nullptr && row.processed->counts_ids();
+            counts_ids |= row.changes.counts_ids();
         }
         while ((int)kept_.size() < num_threads) kept_.push_back(std::make_unique<Kept>());
         for (int thread = 0; thread < num_threads; ++thread) {
@@ -115,7 +114,7 @@ int64_t inflight_process_row(float* row, int64_t vocabulary_size, const LogitsRo
     return or_out_of_memory([&] {
         std::vector<int32_t> counts(vocabulary_size);
         const FlushDenormals as_in_a_pool;
-        logits::process(row, vocabulary_size, *processed, counts.data());
+        logits::process(row, vocabulary_size, {processed, nullptr, 0}, counts.data());
         for (int64_t id = 0; id < vocabulary_size; ++id)
             if ((processed->allowed_of_64(id / 64) >> id % 64 & 1) == 0) row[id] = sampling::NOTHING;
     });

@@ -21,7 +21,6 @@
 namespace inflight {
 
 // How a row is sampled: greedily unless `temperature` > 0; `min_p_log` -inf, `top_k` 0 and `top_p` 1 keep every token.
-// `processed` is null if its logits are not changed first.
 struct SampleRow {
     float temperature;
     float min_p_log;
@@ -29,9 +28,7 @@ struct SampleRow {
     double top_p;
     uint64_t seed;
     int64_t output_index;
-    const int32_t* banned;
-    int32_t num_banned;
-    const LogitsRow* processed;
+    logits::Changes changes;
 };
 
 namespace sampling {
@@ -366,27 +363,14 @@ inline void Scratch::reserve(int64_t vocabulary_size, bool restricts, bool count
 
 // Returns whether sample_row writes to the logits of this row.
 inline bool changes_logits(const SampleRow& row, int64_t vocabulary_size) {
-    return row.processed != nullptr || row.num_banned > 0 || (row.temperature > 0 && restricts(row, vocabulary_size));
-}
-
-// Sets banned logits to -inf after the row's other changes, without its mask. Returns whether a usable one was banned.
-inline bool change_logits(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
-    bool excludes = false;
-    if (row.processed != nullptr)
-        excludes = logits::process(logits, vocabulary_size, *row.processed, scratch.counts.data());
-    for (int32_t i = 0; i < row.num_banned; ++i) {
-        if (row.banned[i] < 0 || row.banned[i] >= vocabulary_size) continue;
-        excludes |= logits[row.banned[i]] > NOTHING;
-        logits[row.banned[i]] = NOTHING;
-    }
-    return excludes;
+    return row.changes.any() || (row.temperature > 0 && restricts(row, vocabulary_size));
 }
 
 // Returns the next token of a row of at least one logit.
 inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
-    const bool excludes = change_logits(logits, vocabulary_size, row, scratch);
+    const bool excludes = logits::process(logits, vocabulary_size, row.changes, scratch.counts.data());
     Values values = as_groups(logits, vocabulary_size, scratch);
-    const int64_t first = find_maxima(values, row.processed);
+    const int64_t first = find_maxima(values, row.changes.processed);
     const float largest = values.maxima[first];
     if (largest == NOTHING) return excludes || has_usable(values) ? ALL_EXCLUDED : NO_TOKEN;
     const float* group = values.group(first);

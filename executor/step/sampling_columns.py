@@ -76,6 +76,14 @@ class SamplingBatch:
         """Whether a request may exclude tokens from its row."""
         return len(self.processed) > 0 or len(self.banned_ids) > 0
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether every row takes its largest logit, perhaps after changes, and none has a mask."""
+        if self.is_greedy:
+            return True
+        has_mask = any(row.mask is not None for row in self.processed.values())
+        return not has_mask and not self.temperature.any()
+
     def rows(self) -> list[SampleRow]:
         """Returns the rows as objects."""
         if not self.num_rows:

@@ -290,5 +290,8 @@ def test_logits_without_a_number_are_not_taken_for_an_exclusion(
 ) -> None:
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda batch: torch.full_like(forward(batch), float("nan")))
-    found = ride(model, [request_of("r", [5, 9], processors=Processors(bad_words=((3,),)))])
+    # Logits that are sampled from are stored; test_native_greedy has those of greedy rows.
+    found = ride(
+        model, [request_of("r", [5, 9], sampling=Sampling(1.0, 0, 1.0, 3), processors=Processors(bad_words=((3,),)))]
+    )
     assert (found.ends["r"].reason, found.ends["r"].error) == (FinishReason.ERROR, INVALID_LOGITS)

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from inflight.local.guard import HAS_KERNEL_GUARD, guarded
 from inflight.local.redis_server import ACL_RULES, find_redis_binary
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
 PASSWORD = "store-password"
 ADMIN_PASSWORD = "admin-password"
 NUM_SLOTS = 16384

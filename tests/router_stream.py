@@ -13,7 +13,7 @@ import grpc.aio
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.cluster import BLOCK_SIZE
 
-WAIT_S = 20
+WAIT_S = 60
 # Of the tenant "default", as `expected_ids` takes it.
 DEFAULT_SALT = b"default\0"
 

@@ -26,7 +26,7 @@ from inflight.local.ready import wait_until_serving
 from inflight.local.stack import ROUTER_SERVICE
 
 SERVICE = "some.Service"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 
 # HTTP/2: what a client says first, with empty settings, and a frame of type 6 with eight bytes.

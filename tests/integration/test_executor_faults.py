@@ -24,7 +24,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def until_health_is(executor: RunningExecutor, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
     """Watches as Kubernetes' or a load balancer's probe would."""
-    async with asyncio.timeout(20), grpc.aio.insecure_channel(executor.address) as channel:
+    async with asyncio.timeout(60), grpc.aio.insecure_channel(executor.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         async for response in stub.Watch(health_pb2.HealthCheckRequest()):
             if response.status == status:

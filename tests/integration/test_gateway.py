@@ -25,7 +25,7 @@ from tests.integration.test_hostile_clients import dispatcher_of, until
 from tests.integration.test_requests import expected_ids
 
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def words(prompt_ids: list[int], max_tokens: int) -> str:

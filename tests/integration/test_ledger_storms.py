@@ -18,10 +18,10 @@ from router.store.store import AdmissionStore
 from router.store.types import Demand, ExecutorReport, Placement, Queued, StoreCall, StoreEvent
 from router.stream.request_stream import RequestStream
 
-# Few connections and little time for a call. The router's own calls come when it starts, and when a test makes them.
+# Few connections. The router's own calls come when it starts, and when a test makes them.
 SETTINGS = StoreSettings(
     max_connections=4,
-    call_timeout_ms=1000,
+    call_timeout_ms=60_000,
     renew_interval_ms=3_600_000,
     reap_interval_ms=3_600_000,
     mailbox_block_ms=50,

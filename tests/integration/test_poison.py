@@ -139,7 +139,7 @@ async def test_request_whose_link_breaks_again_and_again_goes_on(redis_url: str,
 
 async def until_placed(router: RunningRouter, pool: str, attempt: int | None) -> None:
     """Waits until the router's only request is where its executor has been told of this attempt, or nowhere."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             found = [stream.life.placement for stream in router.pools.find(pool).dispatcher.streams]
             if [one and one.attempt for one in found] == [attempt]:

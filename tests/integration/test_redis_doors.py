@@ -49,7 +49,7 @@ async def two_routers(url: str, pool: str) -> AsyncIterator[tuple[AdmissionStore
         AdmissionStore(clients[0], pool, "a", SETTINGS, lambda event: None),
         AdmissionStore(clients[1], pool, "b", SETTINGS, told.append),
     ]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         running = [asyncio.create_task(store.run()) for store in stores]
         yield stores[0], stores[1], told
         for task in running:

@@ -45,7 +45,7 @@ def wordy_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> RouterSettings:
     monkeypatch.setattr(clusters, "tiny_tokenizer", wordy_tokenizer)
-    return RouterSettings(no_executor_grace_s=1.0, write_timeout_s=0.3)
+    return RouterSettings(no_executor_grace_s=60.0, write_timeout_s=0.3)
 
 
 class StalledClient:

@@ -22,14 +22,14 @@ ONE_SEAT = ExecutorShape(max_num_sequences=1)
 
 async def until_idle(scheduler: Scheduler) -> None:
     """Waits until the executor holds no sequence."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not scheduler.is_idle:
             await asyncio.sleep(0.01)
 
 
 async def until_reserved(router: RunningRouter, num_blocks: int) -> None:
     """Waits until the ledger has promised so many blocks."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             response = await router.stub.GetCapacity(inference_pb2.GetCapacityRequest())
             if sum(executor.blocks_reserved for executor in response.executors) == num_blocks:

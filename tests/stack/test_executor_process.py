@@ -99,7 +99,7 @@ async def test_terminated_executor_hands_everything_back_and_exits_with_0(model:
             await router.until(lambda: router.of("waits")[0].end)
             assert router.of("runs")[0].end is None
             await router.until(lambda: router.is_over)
-        assert await asyncio.wait_for(child.wait(), 20) == 0
+        assert await asyncio.wait_for(child.wait(), 60) == 0
     for request_id in ("runs", "waits"):
         end = router.of(request_id)[0].end
         assert end is not None

@@ -73,11 +73,11 @@ async def test_executor_is_held_until_the_first_batch_has_arrived() -> None:
             router.count(+1)
             yield delta("x", 0)
             held.set()
-            released.wait(timeout=10)
+            released.wait(timeout=60)
         else:
             assert held.is_set(), "a request was sent before the executor was held"
             router.count(+1)
-            assert released.wait(timeout=10), "the executor was never released"
+            assert released.wait(timeout=60), "the executor was never released"
             yield from answer(request, context)
             router.count(-1)
 

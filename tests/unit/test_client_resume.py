@@ -19,7 +19,7 @@ from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, e
 
 Events = Iterator[inference_pb2.StreamEvent]
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 ANSWER = "".join(WORDS)
 
 

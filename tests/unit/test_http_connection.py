@@ -17,7 +17,7 @@ from common.http.connection import HttpLimits, address_of
 from common.http.port import HttpPort
 from tests.http_pages import page
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 AT_ONCE_S = 0.02
 NUM_SILENT = 1100
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -33,7 +33,7 @@ class Works:
             self._ends[name].set()
 
     async def until_begun(self, *names: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.began != list(names):
                 self._changed.clear()
                 await self._changed.wait()

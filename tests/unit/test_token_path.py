@@ -245,6 +245,7 @@ async def test_write_that_is_begun_and_not_read_ends_the_call(now_s: list[float]
     assert error.value.reason is Reason.STALLED
 
 
+@pytest.mark.usefixtures("now_s")
 @pytest.mark.parametrize("needs_task", [False, True])
 async def test_write_that_fails_ends_the_call_with_its_error(needs_task: bool) -> None:
     link = ScriptedRouter("m").link("e0", "m")
@@ -270,6 +271,7 @@ class KeptResponses:
         self.responses.append(response)
 
 
+@pytest.mark.usefixtures("now_s")
 @pytest.mark.parametrize("needs_task", [False, True])
 async def test_write_that_grpc_cancels_ends_the_call(needs_task: bool) -> None:
     link = ScriptedRouter("m").link("e0", "m")
@@ -299,6 +301,7 @@ async def test_event_of_any_size_is_a_response_on_the_wire(num_characters: int) 
     assert inference_pb2.ResumeResponse.FromString(response).event == event
 
 
+@pytest.mark.usefixtures("now_s")
 async def test_call_that_is_cancelled_does_not_wait_for_its_write() -> None:
     link = ScriptedRouter("m").link("e0", "m")
     client = Client(reads_at_once=False)

@@ -311,7 +311,10 @@ async def test_what_is_wrong_is_told_as_openai_tells_it(redis_url: str, pool: st
         assert (await client.models.retrieve(pool)).id == pool
 
 
-async def test_keys_are_passed_on_as_they_are(redis_url: str, pool: str, tmp_path: Path) -> None:
+async def test_keys_are_passed_on_as_they_are(
+    redis_url: str, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.service.READY_TIMEOUT_S", WAIT_S)
     async with locked_cluster(redis_url, pool, tmp_path) as cluster, run_gateway(address_of(cluster)) as gateway:
         async with gateway.openai(api_key("all")) as client:
             assert (await client.completions.create(model=pool, prompt=[1, 2], max_tokens=3)).usage is not None

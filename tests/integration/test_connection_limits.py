@@ -26,6 +26,7 @@ from inflight.local.stack import ROUTER_SERVICE
 
 SERVICE = "some.Service"
 TIMEOUT_S = 60.0
+FIVE_PINGS_S = 5.0
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 
 # HTTP/2: what a client says first, with empty settings, and a frame of type 6 with eight bytes.
@@ -213,7 +214,7 @@ async def test_idle_client_keeps_its_connection_through_many_pings() -> None:
         assert await check(stub) is grpc.StatusCode.OK
         # Its third ping without data brought GOAWAY; by the fifth second there have been four.
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(FIVE_PINGS_S):
                 await until_disconnected(channel)
         assert channel.get_state() is grpc.ChannelConnectivity.READY
 

@@ -10,7 +10,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -41,17 +42,23 @@ from inflight.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
+from router import app
 from router.api.service import InferenceService
-from router.app import RouterApp, build_router
+from router.app import RouterApp, build_router, store_settings_of
 from router.auth.resume_token import ResumeTokens
+from router.dispatch import dispatcher
 from router.dispatch.pools import ModelRegistry
 from router.settings import RouterSettings
 from router.stats.source import StatsSource
+from router.store.settings import StoreSettings
 from router.text.tokenizer import TextModel
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
 
 BLOCK_SIZE = 4
 CONTEXT_LENGTH = 64
+# For what a machine that stands still for seconds would end: calls of Redis, and requests without an executor.
+PATIENCE_S = 60.0
+PATIENCE_MS = 60_000
 
 
 class Brake:
@@ -297,27 +304,34 @@ async def _work(pools: ModelRegistry, tokens: ResumeTokens, addresses: list[str]
         tasks.create_task(tokens.run())
 
 
+def _patient_settings_of(settings: RouterSettings) -> StoreSettings:
+    return replace(store_settings_of(settings), call_timeout_ms=PATIENCE_MS)
+
+
 @asynccontextmanager
 async def run_router(
     name: str, model: str, redis_url: str, addresses: list[str], settings: RouterSettings | None = None
 ) -> AsyncIterator[RunningRouter]:
-    """A router of one model, ready to be called once an executor is linked."""
-    settings = settings or RouterSettings(no_executor_grace_s=1.0)
+    """A router of one model, ready to be called once an executor is linked. It waits a minute for Redis, and by default
+    for an executor."""
+    settings = settings or RouterSettings(no_executor_grace_s=PATIENCE_S)
     own = {"redis_url": SecretStr(redis_url), "router_id": name}
     registry = CollectorRegistry()
-    parts = build_router(settings.model_copy(update=own), {model: TextModel(tiny_tokenizer())}, registry)
+    with patch.object(app, "store_settings_of", _patient_settings_of):
+        parts = build_router(settings.model_copy(update=own), {model: TextModel(tiny_tokenizer())}, registry)
     address = await parts.server.start("127.0.0.1:0")
     work = asyncio.create_task(_work(parts.pools, parts.tokens, addresses))
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        try:
-            yield RunningRouter(address, stub, parts, registry, work)
-        finally:
-            await parts.server.grpc.stop(None)
-            work.cancel()
-            with suppress(asyncio.CancelledError):
-                await work
-            await parts.ledgers.aclose()
+    with patch.object(dispatcher, "SUBMIT_TURN_S", PATIENCE_S):
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            try:
+                yield RunningRouter(address, stub, parts, registry, work)
+            finally:
+                await parts.server.grpc.stop(None)
+                work.cancel()
+                with suppress(asyncio.CancelledError):
+                    await work
+                await parts.ledgers.aclose()
 
 
 @asynccontextmanager
@@ -351,7 +365,7 @@ async def run_cluster(
 
 async def until_ready(router: RunningRouter, num_executors: int, metadata: tuple[tuple[str, str], ...] = ()) -> None:
     """Waits until the router has links to so many executors and the ledger knows them."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await router.tokens.known()
         while True:
             response = await router.stub.GetCapacity(inference_pb2.GetCapacityRequest(), metadata=metadata)

@@ -15,7 +15,7 @@ async def page(address: str, path: str = "/metrics", headers: Mapping[str, str] 
 
 
 def _page(url: str, headers: dict[str, str]) -> tuple[str, str]:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as response:
         return response.headers["Content-Type"], response.read().decode()
 
 

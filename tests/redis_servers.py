@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from inflight.local.guard import HAS_KERNEL_GUARD, guarded
 from inflight.local.redis_server import ACL_RULES, find_redis_binary
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
 PASSWORD = "store-password"
 ADMIN_PASSWORD = "admin-password"
 NUM_SLOTS = 16384
@@ -111,17 +111,22 @@ class Watched:
 
     master: Server
     replica: Server
+    sentinel: Server
     url: str
+
+    def fail_over(self) -> None:
+        """Lets the Sentinel replace the master. It does so once the replica has answered it lately."""
+        until(lambda: self.sentinel.ask("SENTINEL", "FAILOVER", MASTER))
 
 
 @contextmanager
 def sentinel_servers(folder: Path) -> Iterator[Watched]:
-    """A master that a Sentinel replaces by its replica when it is gone for 200 ms."""
+    """A master that a Sentinel replaces by its replica when it is told to: not because the machine stood still."""
     master_port, replica_port, sentinel_port = free_ports(3)
     watch = (
         f"requirepass {ADMIN_PASSWORD}\nsentinel monitor {MASTER} 127.0.0.1 {master_port} 1\n"
-        f"sentinel auth-pass {MASTER} {ADMIN_PASSWORD}\nsentinel down-after-milliseconds {MASTER} 200\n"
-        f"sentinel failover-timeout {MASTER} 2000\n"
+        f"sentinel auth-pass {MASTER} {ADMIN_PASSWORD}\nsentinel down-after-milliseconds {MASTER} 60000\n"
+        f"sentinel failover-timeout {MASTER} 60000\n"
     )
     with ExitStack() as stack:
         master = start(folder, master_port, users())
@@ -134,7 +139,7 @@ def sentinel_servers(folder: Path) -> Iterator[Watched]:
         until(lambda: len(sentinel.ask("SENTINEL", "REPLICAS", MASTER)) == 1)
         hosts = f"127.0.0.1:1,127.0.0.1:{sentinel_port}"  # the first one is not there
         options = f"?sentinel_password={ADMIN_PASSWORD}"
-        yield Watched(master, replica, f"redis+sentinel://inflight:{PASSWORD}@{hosts}/{MASTER}/0{options}")
+        yield Watched(master, replica, sentinel, f"redis+sentinel://inflight:{PASSWORD}@{hosts}/{MASTER}/0{options}")
 
 
 def _is_whole(node: Server) -> bool:
@@ -146,7 +151,7 @@ def _is_whole(node: Server) -> bool:
 def cluster_servers(folder: Path) -> Iterator[tuple[list[Server], str]]:
     """Three nodes that share the slots, and the URL for a router."""
     ports = free_ports(3)
-    lines = users() + "cluster-enabled yes\ncluster-node-timeout 1000\ncluster-require-full-coverage no\n"
+    lines = users() + "cluster-enabled yes\ncluster-node-timeout 15000\ncluster-require-full-coverage no\n"
     with ExitStack() as stack:
         nodes = []
         for port in ports:

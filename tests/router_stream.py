@@ -13,7 +13,7 @@ import grpc.aio
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.cluster import BLOCK_SIZE
 
-WAIT_S = 20
+WAIT_S = 60
 # Of the tenant "default", as `expected_ids` takes it.
 DEFAULT_SALT = b"default\0"
 
@@ -43,6 +43,8 @@ class RouterStream:
 
     def __init__(self, *, protocol_version: int, generation: int, max_unacked_steps: int, acks: bool) -> None:
         self.slots: list[Slot] = []
+        # The ids of what has ended, in this order.
+        self.ended: list[str] = []
         self.rejected: list[executor_pb2.SequenceRejected] = []
         self.attached: list[executor_pb2.SequenceAttached] = []
         self.reports: list[executor_pb2.Report] = []
@@ -118,7 +120,9 @@ class RouterStream:
         for number in step.paused:
             self._by_number[number].is_paused = True
         for finished in step.finished:
-            self._by_number.pop(finished.slot).end = finished
+            slot = self._by_number.pop(finished.slot)
+            slot.end = finished
+            self.ended.append(slot.request_id)
         for number in step.detached:
             self._by_number.pop(number).is_detached = True
         if self._acks:

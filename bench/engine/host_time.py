@@ -26,6 +26,20 @@ OUTPUT_TOKENS = 200
 PARTS = ("schedule", "pack", "sampling", "update", "frame")
 
 
+def decoding_sequence(number: int, max_tokens: int, num_blocks: int) -> Sequence:
+    """Returns the sequence of this number. Its prompt begins with the number, so no two share a prefix."""
+    return Sequence(
+        request_id=f"r{number}",
+        attempt=1,
+        token_ids=[number, *range(PROMPT_TOKENS - 1)],
+        num_prompt_tokens=PROMPT_TOKENS,
+        sampling=Sampling(0.0, 0, 1.0, 0),
+        stopping=Stopping(max_tokens, 0, frozenset({1})),
+        num_reserved_blocks=num_blocks,
+        cache_salt=b"",
+    )
+
+
 class HostLoop:
     """The host's work of a step, one step ahead, with a clock on each part."""
 
@@ -50,17 +64,8 @@ class HostLoop:
     def fill(self, count: int) -> None:
         for _ in range(count):
             self._num_made += 1
-            sequence = Sequence(
-                request_id=f"r{self._num_made}",
-                attempt=1,
-                # Ends are spread over the steps; every prompt begins with a number of its own.
-                token_ids=[self._num_made, *range(PROMPT_TOKENS - 1)],
-                num_prompt_tokens=PROMPT_TOKENS,
-                sampling=Sampling(0.0, 0, 1.0, 0),
-                stopping=Stopping(OUTPUT_TOKENS + self._num_made % 100, 0, frozenset({1})),
-                num_reserved_blocks=32,
-                cache_salt=b"",
-            )
+            # Ends are spread over the steps.
+            sequence = decoding_sequence(self._num_made, OUTPUT_TOKENS + self._num_made % 100, num_blocks=32)
             assert self._scheduler.offer(sequence) is None
             self._session.accept(sequence)
 

@@ -14,17 +14,16 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
+from bench.engine.host_time import BLOCK_SIZE, PROMPT_TOKENS, decoding_sequence
 from bench.report.table import Table
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import NO_LOGPROBS, Sampling, Sequence, StepPlan, Stopping, TokenLogprobs
+from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 from executor.scheduler.step_record import PART_NAMES
 
-BLOCK_SIZE = 16
-PROMPT_TOKENS = 100
 TOKEN_ID = 7
 NUM_WARM_UP_STEPS = 200
 
@@ -83,18 +82,9 @@ class LoopTime:
     def submit(self, count: int) -> None:
         for _ in range(count):
             self._num_made += 1
-            sequence = Sequence(
-                request_id=f"r{self._num_made}",
-                attempt=1,
-                token_ids=[self._num_made, *range(PROMPT_TOKENS - 1)],
-                num_prompt_tokens=PROMPT_TOKENS,
-                sampling=Sampling(0.0, 0, 1.0, 0),
-                # Ends are spread over the steps.
-                stopping=Stopping(self._output_tokens - self._num_made % 16, 0, frozenset({1})),
-                num_reserved_blocks=self._num_blocks,
-                cache_salt=b"",
-            )
-            self.engine.submit(sequence)
+            # Ends are spread over the steps.
+            max_tokens = self._output_tokens - self._num_made % 16
+            self.engine.submit(decoding_sequence(self._num_made, max_tokens, self._num_blocks))
 
     def run(self, num_steps: int) -> None:
         """Turns the loop until `num_steps` more steps have retired."""

@@ -17,6 +17,8 @@ from router.store.settings import StoreSettings
 
 LOOK_EVERY_S = 0.1
 CALL_TIMEOUT_S = 3.0
+# The calls of the check at the end fail the run, so a machine that stands still for some seconds does not end them.
+LAST_CALL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Observer:
 
 async def leak_of(client: AsyncClient, redis_url: str, pool: str, timeout_s: float) -> Leak:
     """What is left in a pool, once nothing is or after `timeout_s` seconds."""
-    redis = connect(redis_url, StoreSettings())
+    redis = connect(redis_url, StoreSettings(call_timeout_ms=round(LAST_CALL_TIMEOUT_S * 1000)))
     try:
         ends_s = time.monotonic() + timeout_s
         # Another process's state sets no event here.
@@ -91,7 +93,7 @@ async def leak_of(client: AsyncClient, redis_url: str, pool: str, timeout_s: flo
 
 
 async def _look(client: AsyncClient, redis: Any, pool: str) -> Leak:
-    executors = (await client.capacity(timeout=CALL_TIMEOUT_S)).executors
+    executors = (await client.capacity(timeout=LAST_CALL_TIMEOUT_S)).executors
     return Leak(
         sum(executor.blocks_used for executor in executors),
         sum(executor.blocks_reserved for executor in executors),

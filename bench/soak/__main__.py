@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.fleet.tiny_model import NAME as TINY
 from bench.soak.soak import SoakOptions, soak
 from bench.targets.command_errors import with_command_errors
-from inflight.cli.console import CommandError, run_in_foreground
+from inflight.cli.console import run_command, run_in_foreground
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,8 +40,4 @@ def parse_options(argv: Sequence[str]) -> SoakOptions:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main)

@@ -7,9 +7,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 
@@ -33,6 +33,15 @@ class CommandError(Exception):
     def __init__(self, text: str, exit_code: int = EXIT_FAILURE) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+
+def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Runs a command with the arguments of the process, and ends the process with its exit code."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 @contextmanager

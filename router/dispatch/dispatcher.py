@@ -179,8 +179,9 @@ log = logging.getLogger(__name__)
 
 QUEUE_EVENT_INTERVAL_S = 1.0
 KEEP_ENDED_S = 60.0
-# Seconds for which an adopted request waits for its reader.
-UNCLAIMED_S = 1.0
+# Seconds for which an adopted request waits for its reader: longer than another choice of the request can take to be
+# adopted, for a reader waits for all choices.
+UNCLAIMED_S = 10.0
 # Seconds that a client that comes back waits for the end of its request, which is being cancelled.
 CANCEL_WAIT_S = 5.0
 # A router that has just started links its executors within a second.

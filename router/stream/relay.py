@@ -26,7 +26,7 @@ from router.stream.request_stream import UNKNOWN_LOGPROBS, News, RequestStream
 from router.text.output import TextStep
 
 Event = TypeVar("Event")
-OnWritten = Callable[[Exception | None], None]
+OnWritten = Callable[[BaseException | None], None]
 
 # Long enough for a client that reads again to see how its call ended, and to resume.
 STALLED_GRACE_S = 10.0
@@ -81,13 +81,13 @@ class TimedWriter(Generic[Event]):
             future = writing.send(None)
         except StopIteration:
             self._end(None)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # gRPC raises the latter for a call that is over
             self._end(error)
         else:
             future._asyncio_future_blocking = False  # what a task does with a future that it is given to wait for
             future.add_done_callback(lambda _: self._advance(writing))
 
-    def _end(self, error: Exception | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(error)
@@ -154,7 +154,7 @@ class Relay:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._being_sent = (0, 0)
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._has_told_queued = False
         self._has_told_accepted = False
         self._has_told_started = place.is_started
@@ -285,7 +285,7 @@ class Relay:
         assert isinstance(self._write, TimedWriter)
         self._write.begin(event, self._end_output)
 
-    def _end_output(self, error: Exception | None) -> None:
+    def _end_output(self, error: BaseException | None) -> None:
         self._is_idle.set()
         if error is not None:
             self._failure = error

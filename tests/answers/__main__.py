@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from bench.chaos.options import parse_options
 from bench.chaos.setting import setting_of
 from bench.fleet.health import Leak
 from bench.targets.command_errors import with_command_errors
-from inflight.cli.console import EXIT_FAILURE, CommandError, run_in_foreground
+from inflight.cli.console import EXIT_FAILURE, run_command, run_in_foreground
 from tests.answers.load import Answers
 from tests.answers.verdict import Verdict
 
@@ -90,8 +89,4 @@ def last_line(verdicts: Counter[Verdict], num_deaths: int, leak: Leak) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main)

@@ -20,7 +20,7 @@ from inflight.aio_stream import AsyncStream
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0
 
-LONG = SampleRequest("long", SampleKind.IDS, 160, prompt_ids=tuple(range(40, 60)))
+LONG = SampleRequest("long", SampleKind.IDS, 220, prompt_ids=tuple(range(40, 60)))
 SHORT = SampleRequest("short", SampleKind.IDS, 24, prompt_ids=(7, 8, 9, 10, 11, 12, 13, 14))
 
 

@@ -26,9 +26,9 @@ from bench.simulation.store_link import REMEMBER, RESTORE
 from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
-from router.store.settings import StoreSettings
 from tests.chaos.poisoned import POISON
 from tests.chaos.system import LONG, PATIENCE_S, SHORT, Reading, System, numbered
+from tests.store_pool import PATIENT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -113,7 +113,7 @@ async def test_requests_in_line_outlive_a_redis_that_forgets_its_newest_writes(
     await system.learn(*waiting)
     # Eight on the seats, four in line, and these come when Redis forgets what it is told
     readings = await system.read_running([numbered(LONG, number) for number in range(8)])
-    async with aclosing(connect(system.fleet.redis_process.url(), StoreSettings())) as redis:
+    async with aclosing(connect(system.fleet.redis_process.url(), PATIENT)) as redis:
         await redis.eval(REMEMBER, 0, KEYS, KEPT)
         queued = [system.read(sample, want_queue_events=True) for sample in waiting]
         for reading in queued:

@@ -11,6 +11,7 @@ from tests.contract.test_imports import PACKAGES, REPOSITORY, imports_of, parsed
 from tests.structure.tree import PRODUCT
 
 MAX_FUNCTION_LINES = 60
+MIN_PATIENCE_S = 30.0
 EMPTY_NAMES = frozenset(
     {"manager", "managers", "handler", "handlers", "util", "utils", "helper", "helpers", "data", "info", "job", "jobs"}
 )
@@ -88,6 +89,18 @@ def test_product_waits_with_a_timeout_that_loses_no_cancel() -> None:
     does not."""
     waiting = {path.name for path in sources(*PRODUCT) if "asyncio.wait_for(" in path.read_text(encoding="utf-8")}
     assert not waiting
+
+
+def test_tests_wait_long_for_what_must_come() -> None:
+    """A machine that stands still for seconds must fail no test; what hangs is found by a longer wait as well."""
+    limit = re.compile(r"asyncio\.timeout\((\d+(?:\.\d+)?)\)|asyncio\.wait_for\([^=]*, (\d+(?:\.\d+)?)\)")
+    short = [
+        f"{path.relative_to(REPOSITORY)}: {found.group()}"
+        for path in sources("tests")
+        for found in limit.finditer(path.read_text(encoding="utf-8"))
+        if float(found.group(1) or found.group(2)) < MIN_PATIENCE_S
+    ]
+    assert not short
 
 
 def test_no_note_to_ourselves_is_left() -> None:

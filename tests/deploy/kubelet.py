@@ -61,7 +61,7 @@ class Pod:
     async def probe(self, kind: str) -> bool:
         """Probes once, as a kubelet does: over the pod's address, in the clear."""
         probe = self.container[kind]
-        timeout_s = 10.0  # not the manifest's: what it says of time would be about this machine
+        timeout_s = 60.0  # not the manifest's: what it says of time would be about this machine
         if "grpc" in probe:
             return await _grpc_serves(
                 f"{self.address}:{probe['grpc']['port']}", probe["grpc"].get("service", ""), timeout_s

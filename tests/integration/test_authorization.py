@@ -58,7 +58,7 @@ async def locked_cluster(redis_url: str, pool: str, folder: Path) -> AsyncIterat
         jwt_issuer=ISSUER,
         jwt_audience=AUDIENCE,
         admission_file=folder / "admission",
-        no_executor_grace_s=1.0,
+        no_executor_grace_s=60.0,
     )
     async with run_cluster(redis_url, pool, settings=settings, metadata=shown("operator")) as cluster:
         yield cluster

@@ -17,7 +17,7 @@ from tests.cluster import Brake, RunningRouter, run_cluster, token_request
 
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=NO_CHROMIUM)
 
-SETTINGS = RouterSettings(http_listen="127.0.0.1:0", no_executor_grace_s=1.0)
+SETTINGS = RouterSettings(http_listen="127.0.0.1:0", no_executor_grace_s=60.0)
 NUM_SEATS = 4
 NUM_TOKENS = 24
 STEP_PATIENCE_MS = 3000

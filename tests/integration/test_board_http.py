@@ -12,7 +12,7 @@ from inflight.v1 import inference_pb2
 from router.settings import RouterSettings
 from tests.cluster import run_cluster, token_request
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ async def started(http: HttpPort | None) -> AsyncIterator[str]:
 
 
 async def test_stream_of_a_router_tells_of_its_executors_and_ends_with_the_router(redis_url: str, pool: str) -> None:
-    settings = RouterSettings(http_listen="127.0.0.1:0", no_executor_grace_s=1.0)
+    settings = RouterSettings(http_listen="127.0.0.1:0", no_executor_grace_s=60.0)
     async with run_cluster(redis_url, pool, executors=2, settings=settings) as cluster:
         parts = cluster.routers[0].parts
         async with started(parts.http) as address:
@@ -102,7 +102,7 @@ async def test_stream_tells_what_became_of_a_request_whose_executor_was_lost(red
 
 
 async def test_router_without_a_board_serves_metrics_alone(redis_url: str, pool: str) -> None:
-    settings = RouterSettings(http_listen="127.0.0.1:0", board=False, no_executor_grace_s=1.0)
+    settings = RouterSettings(http_listen="127.0.0.1:0", board=False, no_executor_grace_s=60.0)
     async with (
         run_cluster(redis_url, pool, settings=settings) as cluster,
         started(cluster.routers[0].parts.http) as address,

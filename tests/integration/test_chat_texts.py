@@ -61,7 +61,7 @@ async def test_role_that_the_template_does_not_know_is_refused_by_name(redis_url
             await cluster.routers[0].stub.Generate(request).read()
         assert status_of(caught.value) == ("INVALID_ARGUMENT", "INVALID_FIELD")
         assert caught.value.details() == "chat.messages[0].role: is 'user t4'; must be one of assistant, user"
-        async with httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient(timeout=60) as http:
             body = {"model": pool, "messages": [{"role": "system", "content": "t1"}]}
             answer = await http.post(f"{gateway.url}/v1/chat/completions", json=body)
         assert answer.status_code == 400

@@ -70,7 +70,7 @@ class Client:
 
     async def read_tokens(self, call: Any, num_tokens: int) -> None:
         """Reads until every choice of four has so many tokens."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any(len(self.ids[choice]) < num_tokens for choice in range(4)):
                 await self.read(call)
 
@@ -124,7 +124,7 @@ async def _step(brake: Brake) -> None:
 
 async def settled(*routers: RunningRouter) -> None:
     """Waits until no request waits or runs on these routers."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(pool.dispatcher.streams for router in routers for pool in router.pools.by_name.values()):
             await asyncio.sleep(0.01)
 
@@ -268,7 +268,7 @@ def count_cancels(executor: RunningExecutor, monkeypatch: pytest.MonkeyPatch) ->
         told.release()
 
     async def until(num_cancels: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for _ in range(num_cancels):
                 await told.acquire()
 

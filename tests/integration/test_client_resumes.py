@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(KILL is None, reason="the routers of this tree d
 PROMPT = [1, 2, 3]
 NUM_TOKENS = 20
 OPTIONS: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "want_token_ids": True}
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def addresses(cluster: Cluster) -> list[str]:

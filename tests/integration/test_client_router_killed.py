@@ -74,7 +74,7 @@ async def test_a_killed_router_is_followed_by_another(holds_output: bool) -> Non
     with ExitStack() as opened:
         dying, process = await asyncio.to_thread(opened.enter_context, hanging_router())
         other = opened.enter_context(serving(survivor))
-        async with aio.AsyncClient(dying, other) as client, asyncio.timeout(20):
+        async with aio.AsyncClient(dying, other) as client, asyncio.timeout(60):
             stream = client.generate("hi", want_token_ids=True)
             async for event in stream.events():
                 if isinstance(event, Delta) and event.offset == 1:

@@ -215,7 +215,7 @@ async def test_tenant_whose_rate_is_used_up_has_nothing_tokenized(
     redis_url: str, pool: str, tokenized: list[int], tmp_path: Path
 ) -> None:
     (tmp_path / "admission").write_text(RATES)
-    settings = RouterSettings(no_executor_grace_s=1.0, admission_file=tmp_path / "admission")
+    settings = RouterSettings(no_executor_grace_s=60.0, admission_file=tmp_path / "admission")
     limited = ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
     async with run_cluster(redis_url, pool, settings=settings) as cluster:
         router = cluster.routers[0]
@@ -241,7 +241,7 @@ async def test_tokenizing_alone_counts_as_a_request(
     redis_url: str, pool: str, tokenized: list[int], tmp_path: Path
 ) -> None:
     (tmp_path / "admission").write_text("[tenants.default]\nrequests_per_s = 0.001\nrequest_burst = 2\n")
-    settings = RouterSettings(no_executor_grace_s=1.0, admission_file=tmp_path / "admission")
+    settings = RouterSettings(no_executor_grace_s=60.0, admission_file=tmp_path / "admission")
     limited = ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
     async with run_cluster(redis_url, pool, settings=settings) as cluster:
         stub = cluster.routers[0].stub

@@ -24,7 +24,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def until_health_is(executor: RunningExecutor, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
     """Watches as Kubernetes' or a load balancer's probe would."""
-    async with asyncio.timeout(20), grpc.aio.insecure_channel(executor.address) as channel:
+    async with asyncio.timeout(60), grpc.aio.insecure_channel(executor.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         async for response in stub.Watch(health_pb2.HealthCheckRequest()):
             if response.status == status:
@@ -79,7 +79,7 @@ async def test_drain_hands_back_who_had_no_seat_at_once_and_the_rest_when_its_ti
             router.send(submits=[make_submit("a", [1], LENGTH), make_submit("b", [2], LENGTH)])
             executor.brake.permit(3)
             await router.until(lambda: router.of("a") and len(router.of("a")[0].tokens) >= 2)
-            draining = asyncio.create_task(drain(executor, 1))
+            draining = asyncio.create_task(drain(executor, 600))
             await router.until(lambda: router.reports[-1].draining)
             executor.brake.permit(3)
             await router.until(lambda: router.of("b")[0].end)
@@ -89,6 +89,8 @@ async def test_drain_hands_back_who_had_no_seat_at_once_and_the_rest_when_its_ti
             # Who runs can still be read by another.
             other.attach("a", 1, 1)
             await other.until(lambda: other.of("a"))
+            # When its time is over, which a second drain cuts short
+            assert await drain(executor, 1) == 0
             assert await draining == 0
             await other.until(lambda: other.of("a")[0].end)
     finally:

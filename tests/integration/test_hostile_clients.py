@@ -86,7 +86,7 @@ async def test_slow_reader_costs_no_steps_and_no_blocks(redis_url: str, pool: st
 
 @pytest.mark.slow
 async def test_one_connection_that_opens_5000_streams_keeps_no_client_out(redis_url: str, pool: str) -> None:
-    settings = RouterSettings(no_executor_grace_s=1.0, max_queue_requests=500)
+    settings = RouterSettings(no_executor_grace_s=60.0, max_queue_requests=500)
     async with (
         run_cluster(redis_url, pool, settings=settings, shape=ExecutorShape(max_num_sequences=4)) as cluster,
         grpc.aio.insecure_channel(cluster.routers[0].address) as channel,

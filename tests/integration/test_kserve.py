@@ -298,5 +298,5 @@ async def test_stream_with_a_refused_request_and_bytes_that_are_no_message_behin
         await call.write(grpc_service_pb2.ModelInferRequest(model_version="2").SerializeToString())
         await call.write(b"12345678")
         await call.done_writing()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await status(call) == ("INVALID_ARGUMENT", "INVALID_FIELD")

@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from unittest.mock import patch
 
 from redis.asyncio import Redis
 
 from inflight.v1 import executor_pb2
+from router.dispatch import dispatcher as dispatching
 from router.dispatch.dispatcher import Dispatcher
 from router.store.connection import close, connect
 from router.store.keys import PoolKeys
@@ -17,11 +19,12 @@ from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import Demand, ExecutorReport, Placement, Queued, StoreCall, StoreEvent
 from router.stream.request_stream import RequestStream
+from tests.cluster import PATIENCE_S
 
-# Few connections and little time for a call. The router's own calls come when it starts, and when a test makes them.
+# Few connections. The router's own calls come when it starts, and when a test makes them.
 SETTINGS = StoreSettings(
     max_connections=4,
-    call_timeout_ms=1000,
+    call_timeout_ms=60_000,
     renew_interval_ms=3_600_000,
     reap_interval_ms=3_600_000,
     mailbox_block_ms=50,
@@ -100,7 +103,8 @@ async def storm(redis_url: str, pool: str) -> AsyncIterator[Storm]:
     await here.take_the_seat()
     work = [asyncio.create_task(dispatcher.run()), asyncio.create_task(here.keep_reporting())]
     await stores[0].renew()
-    yield here
+    with patch.object(dispatching, "SUBMIT_TURN_S", PATIENCE_S):
+        yield here
     here.failed_calls = [call for call in calls if not call.succeeded]
     for task in work:
         task.cancel()

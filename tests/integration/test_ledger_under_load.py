@@ -10,10 +10,10 @@ import pytest
 from executor.scheduler.scheduler import Batching
 from inflight.v1 import inference_pb2
 from router.store.connection import connect
-from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, random_requests
+from tests.store_pool import PATIENT
 
 
 async def watch_ledger(redis_url: str, pool: str, most_sequences: int, seen: list[tuple[int, int]]) -> None:
@@ -21,9 +21,8 @@ async def watch_ledger(redis_url: str, pool: str, most_sequences: int, seen: lis
 
     What standby may promise shrinks with the rate of ends; promises made before that stand.
     """
-    settings = StoreSettings()
-    redis = connect(redis_url, settings)
-    store = AdmissionStore(redis, pool, "watcher", settings, lambda event: None)
+    redis = connect(redis_url, PATIENT)
+    store = AdmissionStore(redis, pool, "watcher", PATIENT, lambda event: None)
     try:
         while True:
             for executor in (await store.snapshot()).executors:
@@ -71,7 +70,7 @@ async def test_reservations_never_exceed_the_budget_under_500_requests(redis_url
 
 async def until_nothing_is_reserved(cluster: Cluster) -> None:
     """Waits until the last ends are settled."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             capacity = await cluster.routers[0].stub.GetCapacity(inference_pb2.GetCapacityRequest())
             if not any(executor.blocks_reserved for executor in capacity.executors):
@@ -100,7 +99,7 @@ async def test_waiting_requests_of_a_class_board_in_order_of_arrival_across_rout
         for number in range(12):
             has_queued = asyncio.Event()
             tasks.append(asyncio.create_task(send(number, has_queued)))
-            await asyncio.wait_for(has_queued.wait(), 10)
+            await asyncio.wait_for(has_queued.wait(), 60)
         # When the seat is free again and again
         brake.release()
         await asyncio.gather(*tasks)
@@ -128,7 +127,7 @@ async def test_interactive_requests_board_before_batch_requests(redis_url: str, 
             has_queued = asyncio.Event()
             request = token_request([1], 2, want_queue_events=True, priority=priority)
             tasks.append(asyncio.create_task(send(name, request, has_queued)))
-            await asyncio.wait_for(has_queued.wait(), 10)
+            await asyncio.wait_for(has_queued.wait(), 60)
         brake.release()
         await asyncio.gather(*tasks)
         running.cancel()
@@ -150,7 +149,7 @@ async def test_requests_board_in_order_of_arrival_while_others_leave(
             request = token_request([number % 5], 1 + number * 7 % 23, request_id=f"{number:02}")
             # The same for all; what gRPC makes of it differs by milliseconds, which must not change the order.
             tasks.append(asyncio.create_task(collect(router, request, timeout_s=50)))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while len(dispatcher.streams) <= number or dispatcher.streams[-1].life.is_being_submitted:
                     await asyncio.sleep(0)
         executor.brake.release()

@@ -24,7 +24,7 @@ from inflight.local.stack import LocalStack, Phase, Progress, StackError
 from inflight.local.state import read_state
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 # Starts a stack of stand-ins in a process of its own, in the way that `inflight up` does.
 UP = """

@@ -132,7 +132,7 @@ async def test_everyone_gets_exactly_its_tokens_from_a_pool_that_holds_a_third_o
     router = GreedyRouter(wanted)
     executor = await start_executor("greedy", "model", shape)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await router.run(executor.address)
         executor.scheduler.check_when_idle()
     finally:
@@ -165,7 +165,7 @@ async def test_router_can_preempt_a_sequence_and_is_told_so() -> None:
 
     executor.brake.hold()
     try:
-        async with asyncio.timeout(20), grpc.aio.insecure_channel(executor.address) as channel:
+        async with asyncio.timeout(60), grpc.aio.insecure_channel(executor.address) as channel:
             stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
             async for response in stub.Serve(outgoing()):
                 if response.step.started:
@@ -194,7 +194,7 @@ async def test_sequence_past_its_deadline_ends_with_that_reason() -> None:
         await asyncio.Event().wait()
 
     try:
-        async with asyncio.timeout(20), grpc.aio.insecure_channel(executor.address) as channel:
+        async with asyncio.timeout(60), grpc.aio.insecure_channel(executor.address) as channel:
             stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
             async for response in stub.Serve(outgoing()):
                 if response.step.finished:

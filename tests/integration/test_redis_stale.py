@@ -13,11 +13,11 @@ from bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.local.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys
-from router.store.settings import StoreSettings
 from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.integration.test_requests import expected_ids, ids_of, rest
+from tests.store_pool import PATIENT
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @dataclass
@@ -56,7 +56,7 @@ async def stale_cluster(folder: Path, pool: str, executors: int = 1) -> AsyncIte
     with PrivateRedis.start(folder / "redis.log", unix_socket=folder / "redis.sock") as server:
         shape = ExecutorShape(max_num_sequences=1)
         async with (
-            aclosing(connect(server.admin_url, StoreSettings())) as redis,
+            aclosing(connect(server.admin_url, PATIENT)) as redis,
             run_cluster(server.url, pool, executors=executors, routers=2, shape=shape) as cluster,
         ):
             for executor in cluster.executors:

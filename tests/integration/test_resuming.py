@@ -331,7 +331,7 @@ async def test_request_whose_client_stays_away_too_long_is_cancelled(redis_url: 
         cluster.executors[0].brake.permit(4)
         await client.read_tokens(call, 3)
         call.cancel()
-        async with asyncio.timeout(10):  # its steps go on only when the cancel is there
+        async with asyncio.timeout(60):  # its steps go on only when the cancel is there
             while cluster.executors[0].engine._inbox.empty():
                 await asyncio.sleep(0)
         cluster.executors[0].brake.release()
@@ -345,7 +345,7 @@ async def test_request_whose_client_stays_away_too_long_is_cancelled(redis_url: 
 async def ledger_is_empty(cluster: Cluster) -> None:
     """Waits until no request waits or runs."""
     (pool,) = cluster.routers[0].pools.by_name.values()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             snapshot = await pool.dispatcher.snapshot()
             if not pool.dispatcher.streams and not any(one.reserved_blocks for one in snapshot.executors):

@@ -21,7 +21,7 @@ from inflight.v1 import inference_pb2, inference_pb2_grpc
 from tests.unit.scripted_router import WORDS, ScriptedRouter, asked, serving
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 # Says what it is asked and answers nothing, but two words where it is told to.
 DYING = """

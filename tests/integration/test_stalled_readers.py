@@ -16,10 +16,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from inflight.v1 import inference_pb2, types_pb2
+from router.api.service import InferenceService
 from router.settings import RouterSettings
 from router.stream import relay as patience
+from router.stream.relay import Write
 from tests import cluster as clusters
-from tests.cluster import Cluster, run_cluster, token_request
+from tests.cluster import PATIENCE_S, Cluster, run_cluster, token_request
 from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.served import HANG_S, until_empty
 from tests.fuzz.statuses import status_of
@@ -44,8 +46,24 @@ def wordy_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> RouterSettings:
+    """A client may leave its stream unread for 0.3 s, but only the first one, and not before it has an event: a machine
+    that stands still must end no other call."""
     monkeypatch.setattr(clusters, "tiny_tokenizer", wordy_tokenizer)
-    return RouterSettings(no_executor_grace_s=1.0, write_timeout_s=0.3)
+    monkeypatch.setattr(patience, "STALLED_GRACE_S", PATIENCE_S)
+    writers: list[Any] = []
+    real = InferenceService._patient
+
+    def timed(service: InferenceService, write: Write) -> Write:
+        async def write_and_lose_patience(event: inference_pb2.StreamEvent) -> None:
+            await write(event)
+            writers[0]._timeout_s = timeout_s
+
+        writers.append(real(service, write if writers else write_and_lose_patience))
+        timeout_s, writers[-1]._timeout_s = writers[-1]._timeout_s, PATIENCE_S
+        return writers[-1]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(InferenceService, "_patient", timed)
+    return RouterSettings(no_executor_grace_s=PATIENCE_S, write_timeout_s=0.3)
 
 
 class StalledClient:

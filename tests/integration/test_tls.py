@@ -117,7 +117,7 @@ async def describe(channel: grpc.aio.Channel) -> grpc.StatusCode:
     """How a call of `Describe` ends."""
     try:
         stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
-        await stub.Describe(executor_pb2.DescribeRequest(), timeout=10)
+        await stub.Describe(executor_pb2.DescribeRequest(), timeout=60)
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
@@ -222,7 +222,7 @@ async def test_rotation_shows_new_certificates_while_an_open_stream_goes_on(tmp_
 async def test_link_goes_on_through_a_rotation_and_comes_back_with_the_new_certificates(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "1")
     channels, observer = channels_of(made), Observer()
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         # Given a link
         async with executor_behind(door_of(made)) as (address, servicer, _):
             link = ExecutorLink(address, "r", observer, channels)
@@ -255,8 +255,8 @@ async def test_client_port_shows_its_certificate_and_asks_for_none(tmp_path: Pat
     trusting = grpc.ssl_channel_credentials(made.ca_file.read_bytes())
     async with grpc.aio.secure_channel(address, trusting) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)).status == SERVING
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
     await server.stop(0)

@@ -42,12 +42,12 @@ class Traced:
         executors = open_tracing("executor", "e", collector.address)
         clients = open_tracing("client", "c", collector.address)
         executor = await start_executor("executor-0", self.model, SHAPE, tracing=executors)
-        settings = RouterSettings(no_executor_grace_s=1.0, otlp_endpoint=collector.address)
+        settings = RouterSettings(no_executor_grace_s=60.0, otlp_endpoint=collector.address)
         try:
             async with run_router("r", self.model, self.redis_url, [executor.address], settings) as router:
                 await until_ready(router, 1)
                 await ask(router.address, clients)
-                await asyncio.wait_for(router.pools.by_name[self.model].dispatcher.emptied(), 20)
+                await asyncio.wait_for(router.pools.by_name[self.model].dispatcher.emptied(), 60)
                 await router.parts.tracing.aclose()
         finally:
             await executor.stop()

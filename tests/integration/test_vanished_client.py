@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,9 +16,9 @@ from tests.integration.test_hostile_clients import dispatcher_of, inference_stub
 from tests.integration.test_requests import collect, expected_ids, ids_of
 
 NUM_TOKENS = 40
-# gRPC pings no more often than once a second.
+# gRPC pings no more often than once a second. A client that stands still with the machine answers within 3 s.
 PING_AFTER_MS = 1000
-PING_TIMEOUT_MS = 500
+PING_TIMEOUT_MS = 3000
 
 
 class Cable:
@@ -90,11 +89,10 @@ async def test_client_that_vanishes_is_noticed_by_keepalive_and_its_blocks_are_f
             executor.brake.permit(3)
             await until(lambda: executor.engine.num_steps == 3)
             assert executor.scheduler.pool.num_used > 0
-            # When its cable is cut, the router notices after a ping without an answer
+            # When its cable is cut, the router notices after a ping without an answer (with only one of gRPC's two
+            # timeouts that takes more than a minute)
             cable.cut()
-            began = time.monotonic()
-            await until(lambda: all(stream.life.is_abandoned for stream in dispatcher_of(cluster).streams))
-            assert time.monotonic() - began < 10  # 1.5 s, and what a busy machine adds
+            await until(lambda: all(stream.life.is_abandoned for stream in dispatcher_of(cluster).streams), 40)
             # Then its blocks are free two steps after the executor has heard of it
             await until(lambda: not executor.engine._inbox.empty())
             executor.brake.permit(2)

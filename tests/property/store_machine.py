@@ -42,7 +42,7 @@ from tests.property.store_cases import (
     whys,
 )
 from tests.property.store_records import read_records, write_histogram
-from tests.store_pool import START_MS, steered_scripts
+from tests.store_pool import PATIENT, START_MS, steered_scripts
 
 router_ids = st.sampled_from(ROUTERS)
 executor_ids = st.sampled_from(EXECUTORS)
@@ -62,7 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self, url: str, admin_url: str) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.redis, self.routers_redis = connect(admin_url, StoreSettings()), connect(url, StoreSettings())
+        self.redis, self.routers_redis = connect(admin_url, PATIENT), connect(url, PATIENT)
         self.keys = PoolKeys(f"model-{next(pool_numbers)}")
         self.told: dict[str, list[StoreEvent]] = {name: [] for name in ROUTERS}
         self.demands: dict[str, Demand] = {}

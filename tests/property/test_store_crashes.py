@@ -29,7 +29,7 @@ from tests.property.crashing_pool import (
 )
 from tests.property.store_invariants import check, check_step
 from tests.property.store_records import read_records
-from tests.store_pool import KEPT, START_MS
+from tests.store_pool import KEPT, PATIENT, START_MS
 
 NUM_OPERATIONS = 120
 REBUILD_MS = 10_000  # two leases
@@ -202,7 +202,7 @@ def test_ledger_survives_any_schedule_of_crashes(redis_url: str, seed: int, max_
 
 
 async def _run_storm(redis_url: str, rng: random.Random, store_settings: StoreSettings) -> None:
-    redis = connect(redis_url, store_settings)
+    redis = connect(redis_url, PATIENT)
     try:
         storm = Storm(redis, rng, PoolKeys(f"storm-{next(pool_numbers)}"), store_settings)
         await storm.wait(0)

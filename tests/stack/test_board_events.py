@@ -20,7 +20,7 @@ from inflight.local.stack import LocalStack
 
 def board_of(address: str) -> dict[str, Any]:
     """The first line of the board's stream."""
-    with urllib.request.urlopen(f"http://{address}/board/stats", timeout=20) as stream:
+    with urllib.request.urlopen(f"http://{address}/board/stats", timeout=60) as stream:
         line: dict[str, Any] = json.loads(stream.readline())
     return line
 

@@ -29,7 +29,7 @@ def num_open_files(pid: int) -> int:
 
 
 async def until_closed(pid: int, num_files: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while num_open_files(pid) > num_files:
             await asyncio.sleep(0.02)
 

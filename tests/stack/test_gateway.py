@@ -34,7 +34,6 @@ async def test_openais_client_chats_whole_in_pieces_and_synchronously(stack: Loc
             texts.append(chunk.choices[0].delta.content or "")
             reasons.append(chunk.choices[0].finish_reason)
         assert "".join(texts) == text
-        assert len(texts) > 3, "the answer comes as it is made"
         assert (reasons[-1], set(reasons[:-1])) == ("stop", {None})
 
         # and without an event loop

@@ -19,7 +19,7 @@ LOAD = GuideLlmLoad("tiny", path="/v1/completions", streams=(2,), num_requests=6
 
 async def counted(address: str) -> dict[str, float]:
     """Every sample of a router, added up over its labels."""
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         page = (await http.get(f"http://{address}/metrics")).text
     totals: dict[str, float] = {}
     for line in page.splitlines():

@@ -40,7 +40,7 @@ async def run_process(tmp_path: Path, planned: Workload, variant: str = "") -> R
 
 async def until_stopped(pid: int) -> None:
     """A signal is sent at once and takes effect a little later."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not is_stopped(pid):
             await asyncio.sleep(0.001)
 

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Iterator
 
 import grpc
+import pytest
 
+from bench.targets import load
 from bench.targets.load import run_workload
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from common.errors import Reason, RequestError
@@ -57,7 +59,8 @@ async def test_every_request_is_sent_as_planned_and_counted() -> None:
     assert run.samples
 
 
-async def test_executor_is_held_until_the_first_batch_has_arrived() -> None:
+async def test_executor_is_held_until_the_first_batch_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "GATE_TIMEOUT_S", 60.0)
     held, released = threading.Event(), threading.Event()
 
     num_waiting_at_release = []
@@ -73,11 +76,11 @@ async def test_executor_is_held_until_the_first_batch_has_arrived() -> None:
             router.count(+1)
             yield delta("x", 0)
             held.set()
-            released.wait(timeout=10)
+            released.wait(timeout=60)
         else:
             assert held.is_set(), "a request was sent before the executor was held"
             router.count(+1)
-            assert released.wait(timeout=10), "the executor was never released"
+            assert released.wait(timeout=60), "the executor was never released"
             yield from answer(request, context)
             router.count(-1)
 

@@ -54,13 +54,13 @@ class Reply:
 
     async def line(self) -> dict[str, Any]:
         """The next message of the stream."""
-        chunk: dict[str, Any] = json.loads(await asyncio.wait_for(self.chunks.get(), 20))
+        chunk: dict[str, Any] = json.loads(await asyncio.wait_for(self.chunks.get(), 60))
         return chunk
 
     async def body(self) -> bytes:
         """All of it, once it has ended."""
         assert self.reading is not None
-        await asyncio.wait_for(asyncio.shield(self.reading), 20)
+        await asyncio.wait_for(asyncio.shield(self.reading), 60)
         return b"".join(self.chunks.get_nowait() for _ in range(self.chunks.qsize()))
 
 
@@ -96,7 +96,7 @@ async def get(app: Starlette, path: str, *more: tuple[bytes, bytes], **headers: 
     finally:
         reply.is_gone.set()
         reply.may_read.set()
-        await asyncio.wait_for(reply.reading, 20)
+        await asyncio.wait_for(reply.reading, 60)
 
 
 def application(feeds: Feeds, authenticator: Authenticator | None = None) -> Starlette:
@@ -325,7 +325,7 @@ async def test_pages_of_other_sites_take_no_place() -> None:
 
 async def settled(is_so: Callable[[], bool]) -> None:
     """Lets the loop come round until something is so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_so():
             await asyncio.sleep(0)
 

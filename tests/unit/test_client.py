@@ -22,7 +22,7 @@ from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, s
 
 Events = Iterator[inference_pb2.StreamEvent]
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from inflight.statistics import Statistics, decode_stats
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from tests.unit.scripted_router import ScriptedRouter, asked, serving
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def message(timestamp_ms: int = 1_000) -> inference_pb2.GetStatsResponse:

@@ -45,7 +45,7 @@ def test_others_wait_for_the_one_that_builds(tmp_path: Path) -> None:
     builds: list[Path] = []
 
     def call() -> None:
-        started.wait(10)
+        started.wait(60)
         build_once(tmp_path / "thing", build)
 
     def build(target: Path) -> None:
@@ -57,7 +57,7 @@ def test_others_wait_for_the_one_that_builds(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
 
     assert len(builds) == 1
     assert (tmp_path / "thing").read_text() == "made"

@@ -28,7 +28,7 @@ from executor.scheduler.sequence import (
 from tests.fake_device import FakeDevice, solo_output
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 @dataclass(slots=True)

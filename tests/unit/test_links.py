@@ -72,7 +72,7 @@ async def test_link_that_is_stopped_while_its_executor_is_silent_stops(monkeypat
 
     serving.cancel()
 
-    await asyncio.wait((serving,), timeout=5)
+    await asyncio.wait((serving,), timeout=60)
     assert serving.cancelled()
 
 

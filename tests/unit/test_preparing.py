@@ -18,7 +18,7 @@ from executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, S
 from tests.fake_device import FakeDevice, solo_output
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire, step
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def make_unready(request_id: str, prompt: list[int], max_tokens: int = 4) -> Sequence:

@@ -94,5 +94,5 @@ async def test_nothing_is_read_without_a_watcher() -> None:
     assert ledger.num_reads == 0
     stream = new_stream()
     watch.watch(stream, Queued(9))
-    assert (await asyncio.wait_for(stream.next(), 5)).queued == Queued(5, None)
+    assert (await asyncio.wait_for(stream.next(), 60)).queued == Queued(5, None)
     running.cancel()

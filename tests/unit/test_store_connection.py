@@ -18,7 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from common.errors import Reason, RequestError
 from inflight.local.redis_server import PrivateRedis
-from router.store.call_pool import NotSentError
+from router.store.call_pool import CallPool, NotSentError
 from router.store.cluster import ClusterClient
 from router.store.connection import close, connect
 from router.store.settings import StoreSettings
@@ -37,14 +37,25 @@ from router.store.types import (
 from tests.property.crashing_pool import LossyRedis
 from tests.store_pool import StorePool
 
+# Quick in all that repeats, and patient with each call: a machine that stands still for seconds fails none.
 FAST = StoreSettings(
-    call_timeout_ms=500,
+    call_timeout_ms=60_000,
     renew_interval_ms=20,
     reap_interval_ms=20,
     mailbox_block_ms=50,
     min_backoff_ms=5,
     max_backoff_ms=20,
 )
+HASTY = replace(FAST, call_timeout_ms=500)
+
+
+def give_time(redis: Redis, settings: StoreSettings) -> None:
+    """Gives the client's connections, made and to be made, so much time for a call."""
+    timeout_s = settings.call_timeout_ms / 1000
+    pool = redis.connection_pool
+    pool.connection_kwargs |= {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    for connection in pool._available_connections:
+        connection.socket_timeout = connection.socket_connect_timeout = timeout_s
 
 
 async def test_submit_whose_caller_leaves_is_withdrawn(store_pool: StorePool) -> None:
@@ -112,7 +123,7 @@ async def test_events_arrive_while_the_store_runs(redis_url: str, pool: str) -> 
 
         await a.settle([Attempt("first", 1)])
 
-        assert await asyncio.wait_for(events.get(), 5) == Placement("second", 1, "x", 1)
+        assert await asyncio.wait_for(events.get(), 60) == Placement("second", 1, "x", 1)
         for one in running:
             one.cancel()
     await redis.aclose()
@@ -136,12 +147,12 @@ async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tm
     assert refusal.value.retry_after_ms == FAST.retry_after_ms
     # Then it is noticed when it is back, empty
     with PrivateRedis.start(tmp_path / "2.log", unix_socket=socket):
-        assert await asyncio.wait_for(events.get(), 5) == LeaseLapsed()
+        assert await asyncio.wait_for(events.get(), 60) == LeaseLapsed()
         await b.report(report)
         await b.submit(Demand("first", 2, blocks=1))
         await a.submit(Demand("second", 2, blocks=1))
         await b.settle([Attempt("first", 1)])
-        while (event := await asyncio.wait_for(events.get(), 5)) == LeaseLapsed():
+        while (event := await asyncio.wait_for(events.get(), 60)) == LeaseLapsed():
             pass  # another call had failed meanwhile
         assert event == Placement("second", 1, "x", 1)
         assert not running.done()
@@ -155,12 +166,14 @@ async def test_redis_that_hangs_is_not_waited_for_and_its_late_reply_is_dropped(
         redis = connect(server.url, FAST)
         store = AdmissionStore(redis, "pool", "a", FAST, lambda event: None)
         await store.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
+        give_time(redis, HASTY)
         os.kill(server.pid, signal.SIGSTOP)
 
         with pytest.raises(RequestError, match="does not answer"):
             await store.renew()
 
         os.kill(server.pid, signal.SIGCONT)
+        give_time(redis, FAST)
         assert await store.submit(Demand("r", 2, blocks=1)) == Placement("r", 1, "x", 1)
         await redis.aclose()
 
@@ -198,7 +211,7 @@ async def test_mailbox_that_began_again_behind_its_reader_is_read_where_no_call_
     await redis.xadd(key, {"kind": "cancelled", "request_id": "new"}, id="5-0")
 
     with pytest.raises(EOFError):
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 60)
 
 
 def test_url_of_another_kind_is_refused() -> None:
@@ -242,7 +255,7 @@ async def test_cancel_that_comes_as_a_command_is_sent_ends_the_store(
             running.cancel()
 
     monkeypatch.setattr(AbstractConnection, "_send_packed_command", send_and_cancel)
-    ended, _ = await asyncio.wait((running,), timeout=10)
+    ended, _ = await asyncio.wait((running,), timeout=60)
     assert ended
     assert running.cancelled()
     await redis.aclose()
@@ -251,7 +264,7 @@ async def test_cancel_that_comes_as_a_command_is_sent_ends_the_store(
 @pytest.fixture
 async def small_store(redis_url: str, pool: str) -> AsyncIterator[tuple[Redis, AdmissionStore, list[StoreEvent]]]:
     """A registered router's store with one connection for calls, and what it is told."""
-    redis = connect(redis_url, replace(FAST, max_connections=1, call_timeout_ms=200))
+    redis = connect(redis_url, replace(FAST, max_connections=1))
     told: list[StoreEvent] = []
     store = AdmissionStore(redis, pool, "a", FAST, told.append)
     await store.renew()
@@ -264,6 +277,7 @@ async def test_call_that_got_no_connection_is_no_lost_reply(
 ) -> None:
     redis, store, told = small_store
     taken = await redis.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+    cast(CallPool, redis.connection_pool).timeout = 0.2
     with pytest.raises(RequestError, match="No connection available"):
         await store.settle([Attempt("r", 1)])
     await redis.connection_pool.release(taken)
@@ -292,7 +306,7 @@ async def test_thousands_of_calls_at_once_wait_for_few_connections_while_redis_a
     redis_url: str, pool: str
 ) -> None:
     # No call times out, however slow the machine is. That a turn has no deadline is tested with a clock in test_turns.
-    settings = replace(FAST, max_connections=4, call_timeout_ms=60_000, renew_interval_ms=5, reap_interval_ms=5)
+    settings = replace(FAST, max_connections=4, renew_interval_ms=5, reap_interval_ms=5)
     redis, told, calls = connect(redis_url, settings), list[StoreEvent](), list[StoreCall]()
     store = AdmissionStore(redis, pool, "a", settings, told.append, on_call=calls.append)
     running = asyncio.create_task(store.run())
@@ -316,16 +330,19 @@ async def test_thousands_of_calls_at_once_wait_for_few_connections_while_redis_a
 
 
 async def test_calls_that_wait_are_refused_when_redis_hangs(tmp_path: Path) -> None:
-    settings = replace(FAST, max_connections=2)
+    settings = replace(HASTY, max_connections=2)
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
         redis = connect(server.url, settings)
+        give_time(redis, FAST)
         store = AdmissionStore(redis, "pool", "a", settings, lambda event: None)
         await store.renew()
+        give_time(redis, HASTY)
         os.kill(server.pid, signal.SIGSTOP)
         calls = [store.cancel(f"r{number}") for number in range(1000)]
-        async with asyncio.timeout(20):  # one after the other they would take 500 s
+        async with asyncio.timeout(60):  # one after the other they would take 500 s
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
         os.kill(server.pid, signal.SIGCONT)
+        give_time(redis, FAST)
         assert all(isinstance(one, RequestError) for one in outcomes)
         await store.renew()
         await redis.aclose()

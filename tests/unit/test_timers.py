@@ -15,6 +15,7 @@ from common.errors import Reason, RequestError
 from executor.engine.output import EngineStatus
 from executor.serving.report import Reporter
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.dispatch.dispatcher import ANSWER_WAIT_S, LINK_WAIT_S
 from router.executors.link import MAX_SILENT_S, LivenessTimer
 from router.request.spec import Deadlines
 from router.store.settings import StoreSettings
@@ -183,6 +184,32 @@ def test_request_of_another_router_goes_on_here_without_waiting() -> None:
             assert await resuming is stream
             link.receive(steps(5))
             assert ((await stream.next()).token_ids, now_s()) == ([5], before_s)
+
+    run_virtual(work)
+
+
+def test_adopted_request_waits_for_its_reader_while_another_choice_is_adopted() -> None:
+    """A reader waits for all choices of its request: each takes a call of Redis, a link and an answer at most."""
+
+    async def work() -> None:
+        router = ScriptedRouter("m")
+        link = router.link("e0", "m")
+        async with router.running():
+            dispatcher = router.pools.find("m").dispatcher
+            router.stores["m"].answers.append(Adopted(placement(), ended=False))
+            stream = new_stream(reading=new_reading())
+            resuming = asyncio.create_task(dispatcher.resume("r", lambda attached: stream))
+            await settled()
+            attached = executor_pb2.ServeResponse()
+            attached.attached.add(request_id="r", attempt=1, slots=[0], started=True)
+            link.receive(attached)
+            assert await resuming is stream
+            longest_s = StoreSettings().call_timeout_ms / 1000 + LINK_WAIT_S + ANSWER_WAIT_S
+            await asyncio.sleep(longest_s - SLACK_S)
+            assert dispatcher.stream_of("r") is stream
+            assert not stream.life.is_abandoned
+            await asyncio.sleep(2 * SLACK_S)
+            assert stream.life.is_abandoned
 
     run_virtual(work)
 

@@ -31,21 +31,21 @@ class Client:
         self.events: list[inference_pb2.StreamEvent] = []
         self.is_gone = False
         self._reads_at_once = reads_at_once
-        self._unread: asyncio.Future[None] | None = None
+        self.unread: asyncio.Future[None] | None = None
 
     async def write(self, event: inference_pb2.StreamEvent) -> None:
         """Returns when the event is read, as gRPC's write does."""
-        assert self._unread is None, "two writes at once"
+        assert self.unread is None, "two writes at once"
         if self.is_gone:
             raise ConnectionError
         self.events.append(inference_pb2.StreamEvent.FromString(event.SerializeToString()))
         if not self._reads_at_once:
-            self._unread = asyncio.get_running_loop().create_future()
-            await self._unread
+            self.unread = asyncio.get_running_loop().create_future()
+            await self.unread
 
     async def read(self) -> None:
         """Reads the event that is under way."""
-        unread, self._unread = self._unread, None
+        unread, self.unread = self.unread, None
         assert unread is not None, "nothing is written"
         unread.set_result(None)
         await settled()
@@ -227,21 +227,25 @@ async def test_held_tokens_are_sent_before_a_deadline_ends_the_request(monkeypat
     assert client.events[-2].finished.reason == types_pb2.FINISH_REASON_DEADLINE
 
 
-async def test_write_that_is_begun_and_not_read_ends_the_call() -> None:
+async def test_write_that_is_begun_and_not_read_ends_the_call(now_s: list[float]) -> None:
     link = ScriptedRouter("m").link("e0", "m")
     client = Client(reads_at_once=False)
-    _, task = serve(link, 0, client, timeout_s=0.05)
+    _, task = serve(link, 0, client, timeout_s=60.0)
     await settled()
     await client.read()
     link.receive(steps(4, offset=0))
     await settled()
     await client.read()
     link.receive(steps(4, offset=1))
+    await settled()
+    assert not task.done()
+    now_s[0] += 61.0
     with pytest.raises(RequestError) as error:
         await task
     assert error.value.reason is Reason.STALLED
 
 
+@pytest.mark.usefixtures("now_s")
 @pytest.mark.parametrize("needs_task", [False, True])
 async def test_write_that_fails_ends_the_call_with_its_error(needs_task: bool) -> None:
     link = ScriptedRouter("m").link("e0", "m")
@@ -267,6 +271,26 @@ class KeptResponses:
         self.responses.append(response)
 
 
+@pytest.mark.usefixtures("now_s")
+@pytest.mark.parametrize("needs_task", [False, True])
+async def test_write_that_grpc_cancels_ends_the_call(needs_task: bool) -> None:
+    link = ScriptedRouter("m").link("e0", "m")
+    client = Client(reads_at_once=False)
+    _, task = serve(link, 0, client, needs_task=needs_task)
+    await settled()
+    await client.read()
+    link.receive(steps(4, offset=0))
+    await settled()
+    await client.read()
+    link.receive(steps(4, offset=1))
+    await settled()
+    assert client.unread is not None
+    client.unread.cancel()  # the call is over, and its task is not cancelled
+    await settled()
+    assert task.cancelled()
+    assert task.cancelling() == 0
+
+
 @pytest.mark.parametrize("num_characters", [0, 1, 100, 127, 128, 1000, 20_000, 3_000_000])
 async def test_event_of_any_size_is_a_response_on_the_wire(num_characters: int) -> None:
     context: Any = KeptResponses()
@@ -277,6 +301,7 @@ async def test_event_of_any_size_is_a_response_on_the_wire(num_characters: int) 
     assert inference_pb2.ResumeResponse.FromString(response).event == event
 
 
+@pytest.mark.usefixtures("now_s")
 async def test_call_that_is_cancelled_does_not_wait_for_its_write() -> None:
     link = ScriptedRouter("m").link("e0", "m")
     client = Client(reads_at_once=False)

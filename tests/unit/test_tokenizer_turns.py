@@ -25,7 +25,7 @@ class Works:
         self._ends[name] = threading.Event()
         self.began.append(name)
         self._loop.call_soon_threadsafe(self._changed.set)
-        assert self._ends[name].wait(20)
+        assert self._ends[name].wait(60)
         return name
 
     def end(self, *names: str) -> None:
@@ -33,7 +33,7 @@ class Works:
             self._ends[name].set()
 
     async def until_begun(self, *names: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.began != list(names):
                 self._changed.clear()
                 await self._changed.wait()

@@ -189,7 +189,7 @@ def test_ctrl_c_cancels_the_answer_on_the_router_and_the_chat_goes_on(
         terminal.expect("on and ")
         terminal.type(CTRL_C)
         terminal.expect("cancelled")
-        assert router.ended.wait(30)
+        assert router.ended.wait(60)
         assert "\x1b[31m" not in terminal.screen, "what a model says does not command the terminal"
         terminal.expect("> ")
         terminal.enter("and now?")

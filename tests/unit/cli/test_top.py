@@ -238,7 +238,7 @@ def test_the_terminal_is_as_before_when_top_is_left(key: str, address: str, rout
         terminal.expect(NORMAL)
         assert terminal.wait() == 0
         assert terminal.is_cooked()
-    assert router.stats_left.wait(30)
+    assert router.stats_left.wait(60)
 
 
 def test_top_says_that_its_router_has_gone_and_goes_on_with_it_later(address: str, router: ScriptedRouter) -> None:

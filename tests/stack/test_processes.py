@@ -22,7 +22,7 @@ from inflight.events import Delta
 
 def run_inflight(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "inflight.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 def write_model(folder: Path, config: dict[str, object]) -> Path:

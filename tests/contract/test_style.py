@@ -93,7 +93,7 @@ def test_product_waits_with_a_timeout_that_loses_no_cancel() -> None:
 
 def test_tests_wait_long_for_what_must_come() -> None:
     """A machine that stands still for seconds must fail no test; what hangs is found by a longer wait as well."""
-    limit = re.compile(r"asyncio\.timeout\((\d+(?:\.\d+)?)\)|asyncio\.wait_for\([^=]*, (\d+(?:\.\d+)?)\)")
+    limit = re.compile(r"asyncio\.timeout\((\d+(?:\.\d+)?)\)|asyncio\.wait_for\([^=\n]*, (\d+(?:\.\d+)?)\)")
     short = [
         f"{path.relative_to(REPOSITORY)}: {found.group()}"
         for path in sources("tests")

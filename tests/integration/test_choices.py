@@ -317,9 +317,10 @@ async def test_choices_that_never_fit_the_queue_are_refused_as_one(redis_url: st
     async with run_cluster(redis_url, pool, shape=SHAPE, settings=settings) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(cluster.routers[0], request_of(5))
-        client = await read_whole(cluster.routers[0], request_of(4))
+        # As many as fit: the first may have to wait, too, because a report is late
+        client = await read_whole(cluster.routers[0], request_of(3))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert len(client.reasons) == 4
+    assert len(client.reasons) == 3
 
 
 async def test_choice_that_is_refused_ends_the_others(redis_url: str, pool: str) -> None:

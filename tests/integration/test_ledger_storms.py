@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from unittest.mock import patch
 
+import pytest
 from redis.asyncio import Redis
 
 from inflight.v1 import executor_pb2
@@ -20,6 +21,7 @@ from router.store.store import AdmissionStore
 from router.store.types import Demand, ExecutorReport, Placement, Queued, StoreCall, StoreEvent
 from router.stream.request_stream import RequestStream
 from tests.cluster import PATIENCE_S
+from tests.store_pool import START_MS, steered_scripts
 
 # Few connections. The router's own calls come when it starts, and when a test makes them.
 SETTINGS = StoreSettings(
@@ -54,11 +56,6 @@ class Storm:
         self.num_reports += 1
         await self.other.report(dataclasses.replace(REPORT, seq=self.num_reports))
 
-    async def keep_reporting(self) -> None:
-        while True:
-            await self.report()
-            await asyncio.sleep(0.2)
-
     async def queue(self, num_requests: int) -> list[RequestStream]:
         """Requests that wait."""
         streams = [new_stream(f"r{number:05}") for number in range(num_requests)]
@@ -82,15 +79,19 @@ def new_stream(request_id: str) -> RequestStream:
 
 
 @asynccontextmanager
-async def storm(redis_url: str, pool: str) -> AsyncIterator[Storm]:
-    """The dispatcher runs. It waits 0 s for an executor that the ledger does not know."""
+async def storm(redis_url: str, admin: Redis, pool: str) -> AsyncIterator[Storm]:
+    """The dispatcher runs. It waits 0 s for an executor that the ledger does not know. The ledger's clock stands still,
+    so however slow the machine is, no lease lapses by time."""
+    await admin.set(clock_of(pool), START_MS)
     redis, stores, calls = connect(redis_url, SETTINGS), list[AdmissionStore](), list[StoreCall]()
 
     def lapsed() -> None:
         here.num_lapses += 1
 
     def open_store(on_event: object) -> AdmissionStore:
-        stores.append(AdmissionStore(redis, pool, "a", SETTINGS, on_event, on_call=calls.append))  # type: ignore[arg-type]
+        stores.append(
+            AdmissionStore(redis, pool, "a", SETTINGS, on_event, steered_scripts(), on_call=calls.append)  # type: ignore[arg-type]
+        )
         return stores[0]
 
     def ignore(event: StoreEvent) -> None:
@@ -98,24 +99,38 @@ async def storm(redis_url: str, pool: str) -> AsyncIterator[Storm]:
 
     dispatcher = Dispatcher(open_store, 3, no_executor_grace_s=0.0, on_lapse=lapsed)
     other_redis = connect(redis_url, SETTINGS)
-    other = AdmissionStore(other_redis, pool, "b", SETTINGS, ignore)
+    other = AdmissionStore(other_redis, pool, "b", SETTINGS, ignore, steered_scripts())
     here = Storm(redis, dispatcher, stores[0], other)
     await here.take_the_seat()
-    work = [asyncio.create_task(dispatcher.run()), asyncio.create_task(here.keep_reporting())]
+    running = asyncio.create_task(dispatcher.run())
     await stores[0].renew()
     with patch.object(dispatching, "SUBMIT_TURN_S", PATIENCE_S):
         yield here
     here.failed_calls = [call for call in calls if not call.succeeded]
-    for task in work:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
     await dispatcher.close()
     await close(redis, other_redis)
 
 
-async def test_clients_that_leave_all_at_once_are_withdrawn_and_the_lease_holds(redis_url: str, pool: str) -> None:
-    async with storm(redis_url, pool) as here:
+@pytest.fixture
+async def admin(redis_admin_url: str) -> AsyncIterator[Redis]:
+    """The test's own connection."""
+    redis = connect(redis_admin_url, SETTINGS)
+    yield redis
+    await close(redis)
+
+
+def clock_of(pool: str) -> str:
+    """The key that holds the ledger's time."""
+    return PoolKeys(pool).key("executors:clock")
+
+
+async def test_clients_that_leave_all_at_once_are_withdrawn_and_the_lease_holds(
+    redis_url: str, admin: Redis, pool: str
+) -> None:
+    async with storm(redis_url, admin, pool) as here:
         streams = await here.queue(NUM_REQUESTS)
         for stream in streams:
             here.dispatcher.release(stream)
@@ -128,14 +143,12 @@ async def test_clients_that_leave_all_at_once_are_withdrawn_and_the_lease_holds(
 
 
 async def test_all_that_wait_are_put_in_line_again_when_the_ledger_was_lost(
-    redis_url: str, redis_admin_url: str, pool: str
+    redis_url: str, admin: Redis, pool: str
 ) -> None:
-    async with storm(redis_url, pool) as here:
+    async with storm(redis_url, admin, pool) as here:
         streams = await here.queue(NUM_REQUESTS)
         # When Redis has lost the pool, and knows its executor and the other router again
-        admin = connect(redis_admin_url, SETTINGS)
-        await admin.delete(*await admin.keys(PoolKeys(pool).key("*")))
-        await close(admin)
+        await admin.delete(*set(await admin.keys(PoolKeys(pool).key("*"))) - {clock_of(pool)})
         await here.take_the_seat()
         await here.own.renew()
         # Then few at a time are put in line again, until all of them wait, and none is told an error

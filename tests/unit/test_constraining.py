@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from typing import Any, cast
 
 import pytest
@@ -96,10 +97,18 @@ async def test_cancelled_request_leaves_the_result_for_the_next(processes: list[
 
 
 async def test_costly_constraint_is_refused_once_and_others_go_on(processes: list[CountedProcess]) -> None:
-    constraining = Constraining(CountedProcess)
-    costly = asyncio.create_task(refusal(constraining, ConstraintSource("json_schema", (COSTLY,))))
+    source, others_went_on = ConstraintSource("json_schema", (COSTLY,)), threading.Event()
+
+    class HeldProcess(CountedProcess):
+        def compile(self, given: ConstraintSource, timeout_s: float = 60.0) -> str:
+            assert given != source or others_went_on.wait(60)
+            return super().compile(given, timeout_s)
+
+    constraining = Constraining(HeldProcess)
+    costly = asyncio.create_task(refusal(constraining, source))
     assert await constraining.grammar(schema({"type": "null"}), "other tenant")
     assert not costly.done()
+    others_went_on.set()
     assert TOO_LONG in str(await costly)
     assert TOO_LONG in str(await refusal(constraining, ConstraintSource("json_schema", (COSTLY,))))
     assert len(CountedProcess.asked) == 2

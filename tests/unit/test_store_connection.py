@@ -35,7 +35,7 @@ from router.store.types import (
     StoreEvent,
 )
 from tests.property.crashing_pool import LossyRedis
-from tests.store_pool import StorePool
+from tests.store_pool import StorePool, steered_scripts
 
 # Quick in all that repeats, and patient with each call: a machine that stands still for seconds fails none.
 FAST = StoreSettings(
@@ -303,12 +303,14 @@ async def test_call_that_could_not_connect_is_no_lost_reply(tmp_path: Path) -> N
 
 
 async def test_thousands_of_calls_at_once_wait_for_few_connections_while_redis_answers(
-    redis_url: str, pool: str
+    redis_url: str, store_pool: StorePool
 ) -> None:
-    # No call times out, however slow the machine is. That a turn has no deadline is tested with a clock in test_turns.
+    # No call times out and no lease lapses by time, however slow the machine is: the ledger's clock stands still. That
+    # a turn has no deadline is tested with a clock in test_turns.
     settings = replace(FAST, max_connections=4, renew_interval_ms=5, reap_interval_ms=5)
     redis, told, calls = connect(redis_url, settings), list[StoreEvent](), list[StoreCall]()
-    store = AdmissionStore(redis, pool, "a", settings, told.append, on_call=calls.append)
+    pool, scripts = store_pool.keys.pool, steered_scripts()
+    store = AdmissionStore(redis, pool, "a", settings, told.append, scripts, on_call=calls.append)
     running = asyncio.create_task(store.run())
     cancels = []
     for number in range(4000):

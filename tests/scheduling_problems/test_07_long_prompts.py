@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
+
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from executor.scheduler.sequence import Sequence
+from tests.cluster import ExecutorShape, run_cluster, token_request
 from tests.modelled_device import Ride
 from tests.scheduling import make_sequence
 
@@ -71,3 +74,20 @@ def test_long_prompt_leaves_the_others_their_tokens_in_every_step() -> None:
         before = [len(ride.token_times[answer]) for answer in answers]
         ride.engine.step()
         assert [len(ride.token_times[answer]) for answer in answers] == [count + 1 for count in before]
+
+
+@pytest.mark.parametrize(
+    ("fields", "target_ms"),
+    [({}, 100.0), ({"priority": "PRIORITY_CLASS_BATCH"}, None), ({"inter_token_target_ms": 40}, 40.0)],
+)
+async def test_executor_knows_the_target_of_a_request(
+    redis_url: str, pool: str, fields: dict[str, object], target_ms: float | None
+) -> None:
+    async with run_cluster(redis_url, pool, shape=ExecutorShape(max_num_sequences=1)) as cluster:
+        router, executor = cluster.routers[0], cluster.executors[0]
+        executor.brake.hold()
+        call = router.stub.Generate(token_request([1, 2], 40, **fields))
+        assert (await call.read()).event.HasField("accepted")
+        assert [sequence.inter_token_target_ms for sequence in executor.scheduler.held()] == [target_ms]
+        executor.brake.release()
+        call.cancel()

@@ -37,12 +37,14 @@ from executor.checkpoint.files import GenerationDefaults
 from executor.engine.engine import Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
+from executor.engine.prefill_budget import PrefillBudget
 from executor.engine.runner import StepRunner
 from executor.engine.watchdog import watch_engine
 from executor.logits.grammar import GrammarCompiler
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
+from executor.scheduler.limits import InterTokenTargets
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.serving.metrics import executor_metrics
 from executor.serving.placements import RetentionPolicy
@@ -286,7 +288,7 @@ def build_executor(
         publish,
         on_death,
         overlap=settings.enable_overlap,
-        max_inter_token_ms=settings.max_inter_token_ms,
+        prefill_budget=PrefillBudget(settings.max_inter_token_ms),
         garbage_collection=garbage_collection,
     )
     retention = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
@@ -391,7 +393,13 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         device=str(loaded.model.device),
         host_blocks=limits.num_host_blocks,
     )
-    submission = SubmissionLimits(limits.context_length, model.vocabulary_size, frozenset(model.eos_token_ids))
+    targets = InterTokenTargets(
+        settings.inter_token_target_interactive_ms,
+        settings.inter_token_target_standard_ms,
+        settings.inter_token_target_batch_ms,
+    )
+    eos_token_ids = frozenset(model.eos_token_ids)
+    submission = SubmissionLimits(limits.context_length, model.vocabulary_size, eos_token_ids, targets)
     return Identity(description, submission)
 
 

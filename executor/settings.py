@@ -8,6 +8,9 @@ from typing import Literal
 from pydantic import Field
 
 from common.settings import ProcessSettings
+from executor.scheduler.limits import InterTokenTargets
+
+TARGETS = InterTokenTargets()
 
 
 class ExecutorSettings(ProcessSettings):
@@ -73,8 +76,20 @@ class ExecutorSettings(ProcessSettings):
     max_inter_token_ms: float = Field(
         0.0,
         ge=0,
-        description="target for the longest step while sequences decode, kept by smaller prompt chunks; 0: twice "
-        "the usual step",
+        description="target for the longest step while sequences decode, of whatever class, kept by smaller prompt "
+        "chunks; 0: the targets of the sequences alone",
+    )
+    inter_token_target_interactive_ms: float = Field(
+        TARGETS.interactive_ms,
+        ge=0,
+        description="target for the longest step while an interactive sequence decodes that brings no "
+        "`inter_token_target_ms`; 0: none",
+    )
+    inter_token_target_standard_ms: float = Field(
+        TARGETS.standard_ms, ge=0, description="the same for sequences of class standard; 0: none"
+    )
+    inter_token_target_batch_ms: float = Field(
+        TARGETS.batch_ms, ge=0, description="the same for sequences of class batch; 0: none"
     )
     enable_cuda_graphs: bool = Field(True, description="replay decode steps as CUDA graphs; off: launch every kernel")
     enable_kv_cache_reuse: bool = Field(True, description="reuse KV blocks of equal prompt prefixes")

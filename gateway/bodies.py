@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from common.protocol import MAX_ALLOWED_TOKEN_IDS
+from common.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_INTER_TOKEN_TARGET_MS
 from common.rpc.json_counts import has_more_values
 from gateway.errors import ApiError, refused, unsupported
 
@@ -125,6 +125,7 @@ class Common(_Body):
     priority: Literal["interactive", "standard", "batch"] | Annotated[int, Field(ge=-(2**31), le=MAX_INT32)] | None = (
         None
     )
+    inter_token_target_ms: Annotated[int, Field(ge=1, le=MAX_INTER_TOKEN_TARGET_MS)] | None = None
     resume_ttl_s: Annotated[float, Field(ge=0, le=3600)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

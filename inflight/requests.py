@@ -79,6 +79,7 @@ class GenerateOptions(TypedDict, total=False):
     echo: bool
     adapter_id: str
     priority: Priority
+    inter_token_target_ms: int
     tenant: str
     first_token_deadline_s: float
     deadline_s: float
@@ -150,6 +151,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "echo": ("output", "echo"),
     "adapter_id": ("adapter_id",),
     "priority": ("priority",),
+    "inter_token_target_ms": ("inter_token_target_ms",),
     "tenant": ("tenant",),
     "first_token_deadline_s": ("deadlines", "first_token"),
     "deadline_s": ("deadlines", "total"),

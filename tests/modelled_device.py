@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
+from executor.engine.prefill_budget import PrefillBudget
 from executor.engine.runner import PendingStep
 from executor.engine.step_time import StepLoad
 from executor.scheduler.blocks import BlockPool
@@ -70,7 +71,7 @@ class Ride:
             self.device,
             self._publish,
             lambda error: None,
-            max_inter_token_ms=max_inter_token_ms,
+            prefill_budget=PrefillBudget(max_inter_token_ms),
             clock=lambda: self.device.now_s,
         )
 

@@ -20,14 +20,17 @@ from bench.timeline.timeline import US_PER_S, Process, Timeline
 from bench.timeline.traffic import STOP_ID, SimRequest
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
+from executor.engine.prefill_budget import PrefillBudget
 from executor.scheduler.admission import Refusal
 from executor.scheduler.blocks import BlockPool
+from executor.scheduler.limits import InterTokenTargets
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
 from router.store.types import ExecutorReport, HeldSequence
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 STOP_IDS = frozenset({STOP_ID})
+TARGETS = InterTokenTargets()
 MIN_REPORT_US = 50_000
 REPORT_US = 1_000_000
 # Executors that report at the same moment are read together, which Redis and this process do at the same time.
@@ -98,7 +101,7 @@ class SimExecutor:
             self._publish,
             lambda error: None,
             overlap=shape.overlap,
-            max_inter_token_ms=shape.max_inter_token_ms,
+            prefill_budget=PrefillBudget(shape.max_inter_token_ms),
             clock=lambda: self.device.now_s,
         )
         self.step_bound = StepBound(executor_id, self.engine)
@@ -134,7 +137,8 @@ class SimExecutor:
             stopping=Stopping(request.max_tokens, 0, STOP_IDS),
             num_reserved_blocks=num_blocks,
             cache_salt=request.tenant.encode(),
-            priority=-request.priority_class,
+            priority=2 - request.priority_class,
+            inter_token_target_ms=TARGETS.of(2 - request.priority_class),
         )
         self._offered[sequence] = session
         self.engine.submit(sequence)

@@ -17,6 +17,7 @@ from common.settings import SettingError, load
 from executor.engine.engine import Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
+from executor.engine.prefill_budget import PrefillBudget
 from executor.main import Loaded, load_model, start_runner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler
@@ -30,8 +31,9 @@ CACHE_SALT = b"bench"
 class _Admission:
     """Who may go to the engine: those whose blocks and place are free, in order of arrival."""
 
-    def __init__(self, loaded: Loaded, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, loaded: Loaded, settings: ExecutorSettings) -> None:
+        self._block_size = settings.tokens_per_block
+        self._target_ms = settings.inter_token_target_standard_ms or None
         self._free_blocks = loaded.num_blocks
         self._free_places = loaded.limits.max_num_sequences + loaded.limits.num_standby_sequences
         self._waiting: deque[Sequence] = deque()
@@ -49,6 +51,7 @@ class _Admission:
                 stopping=Stopping(request.output_tokens, 0, frozenset()),
                 num_reserved_blocks=-(-num_tokens // self._block_size),
                 cache_salt=CACHE_SALT,
+                inter_token_target_ms=self._target_ms,
             )
         )
 
@@ -77,7 +80,7 @@ class OwnEngine:
         loaded = load_model(settings)
         self._outputs: queue.SimpleQueue[tuple[float, EngineOutput]] = queue.SimpleQueue()
         self._died: BaseException | None = None
-        self._admission = _Admission(loaded, settings.tokens_per_block)
+        self._admission = _Admission(loaded, settings)
         scheduler = Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block))
         garbage = GarbageCollection()
         self._runner = start_runner(settings, loaded)
@@ -87,7 +90,7 @@ class OwnEngine:
             self._publish,
             self._on_death,
             overlap=settings.enable_overlap,
-            max_inter_token_ms=settings.max_inter_token_ms,
+            prefill_budget=PrefillBudget(settings.max_inter_token_ms),
             garbage_collection=garbage,
         )
         garbage.start()

@@ -30,7 +30,7 @@ from executor.engine.output import EngineOutput, EngineStatus, HeldSequences, st
 from executor.engine.prefill_budget import PrefillBudget
 from executor.engine.runner import FailedStep, PendingStep, StepRunner
 from executor.engine.standby import StandbyDepth
-from executor.engine.step_time import StepLoad, StepTime
+from executor.engine.step_time import StepLoad
 from executor.engine.timing import LoopParts, Throughput
 from executor.scheduler.scheduler import Batching, Scheduler
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult
@@ -62,7 +62,7 @@ class Engine:
         on_death: Callable[[BaseException], None],
         *,
         overlap: bool = True,
-        max_inter_token_ms: float = 0.0,
+        prefill_budget: PrefillBudget | None = None,
         garbage_collection: GarbageCollection | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -73,8 +73,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._speed = Throughput()
-        self._step_time = StepTime()
-        self._prefill_budget = PrefillBudget(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
+        self._prefill_budget = prefill_budget or PrefillBudget()
         self._deadlines = DeadlineHeap()
         self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
         self._garbage_collection = garbage_collection
@@ -162,9 +161,10 @@ class Engine:
         """Returns the next step, or an empty one once the thread is to end."""
         if self._stopping:
             return StepPlan.of(())
-        if not self._scheduler.has_prefill:
-            return self._scheduler.schedule()
-        return self._scheduler.schedule(self._prefill_budget.max_prefill_tokens(self._scheduler.prefill_demand()))
+        scheduler = self._scheduler
+        if not scheduler.has_prefill:
+            return scheduler.schedule()
+        return scheduler.schedule(self._prefill_budget.allowance(scheduler.decode_load(), scheduler.pool.block_size))
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         try:
@@ -285,7 +285,7 @@ class Engine:
         times = self._speed.observe(plan, step)
         if not (plan.swaps_out or plan.swaps_in or plan.scored):
             # The time of copies, or of the logits that score a prompt, would be attributed to the rows.
-            self._step_time.observe(StepLoad.of(plan), times.busy_s)
+            self._prefill_budget.step_time.observe(StepLoad.of(plan), times.busy_s)
         outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
         self._log_errors(outcome.finished)
         return outcome, times

@@ -1,36 +1,42 @@
-"""Budget of prefill tokens in a step, which bounds the delay of running decodes. Pure.
+"""Time that prompts get in a step beside decodes. Pure.
 
-A step with prefill may take `max_inter_token_ms`, or, when that is 0, twice the time of the decodes alone, so that the
-slowest steps take at most twice the usual time. There is no limit while more sequences wait for their first token than
-decode: large chunks fill the batch sooner.
+A step with prefill may take as long as the smallest inter-token target of the sequences that decode in it, and
+`max_inter_token_ms` at most. Without either, prompts are not limited. Where the decodes alone take so long that less
+than `LEAST_SHARE` of their time is left, prompts get that share, and one block of tokens in any case. So while
+sequences decode, prompts get at least a third of the device's time, or a block of tokens per step if that takes longer.
 """
 
 from __future__ import annotations
 
 from executor.engine.step_time import StepLoad, StepTime
-from executor.scheduler.step_constraint import PrefillDemand
+from executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance
 
-# Factor on the doubled time, so that variance between steps does not exceed it.
+# Factor on the target, so that variance between steps does not exceed it.
 MARGIN = 0.95
+# Time of prompts that are late against the time of the decodes alone.
+LEAST_SHARE = 0.5
 
 
 class PrefillBudget:
-    """Limits the prompt tokens of the next step. A limit is at least `least_tokens`, so that prompts progress."""
+    """Limits the prompt tokens of the next step by the durations of the steps before. `max_inter_token_ms` 0 is no
+    limit."""
 
-    def __init__(self, step_time: StepTime, max_inter_token_ms: float, least_tokens: int) -> None:
-        self._step_time = step_time
-        self._max_inter_token_s = max_inter_token_ms / 1000
-        self._least_tokens = least_tokens
+    def __init__(self, max_inter_token_ms: float = 0.0) -> None:
+        self.step_time = StepTime()
+        self._max_inter_token_ms = max_inter_token_ms
 
-    def max_prefill_tokens(self, demand: PrefillDemand) -> int | None:
-        """Returns the limit; None is no limit."""
-        if demand.num_behind == 0 or not self._step_time.knows_prefill:
+    def allowance(self, decodes: DecodeLoad, least_tokens: int) -> PrefillAllowance | None:
+        """Returns what prompts may take of a step, at least `least_tokens`; None is no limit."""
+        if decodes.num_decodes == 0 or not self.step_time.knows_prefill:
             return None
-        if demand.num_decodes == 0 or (self._max_inter_token_s == 0 and demand.num_behind > demand.num_decodes):
+        decode_s = self.step_time.predict(StepLoad(decodes.num_decodes, decodes.context))
+        longest_s = self.longest_step_s(decodes, decode_s)
+        if longest_s is None:
             return None
-        decode_s = self._step_time.predict(StepLoad(demand.num_decodes, demand.decode_context))
-        longest_s = self._max_inter_token_s or 2 * decode_s * MARGIN
-        chunk = self._step_time.fitting_chunk(max(0.0, longest_s - decode_s), demand.position)
-        if chunk == float("inf"):
-            return None
-        return max(self._least_tokens, int(chunk))
+        seconds = max(longest_s * MARGIN - decode_s, LEAST_SHARE * decode_s)
+        return PrefillAllowance(least_tokens, seconds, self.step_time.prefill_cost())
+
+    def longest_step_s(self, decodes: DecodeLoad, decode_s: float) -> float | None:
+        """Returns the target of a step whose decodes alone take `decode_s`; None is none."""
+        targets_ms = [ms for ms in (decodes.target_ms, self._max_inter_token_ms) if ms]
+        return min(targets_ms) / 1000 if targets_ms else None

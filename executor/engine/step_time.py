@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from executor.scheduler.sequence import StepPlan
+from executor.scheduler.step_constraint import PrefillCost
 
 Floats = npt.NDArray[np.float64]
 
@@ -89,14 +90,10 @@ class StepTime:
         """Returns the predicted seconds of a step; 0 before the first."""
         return float(_features(load) @ self._solved())
 
-    def fitting_chunk(self, seconds: float, position: int) -> float:
-        """Returns how many prompt tokens from `position` on add `seconds` to a step; infinity if they seem free."""
-        _, per_token, _, per_work = self._solved() / SCALE
-        linear = per_token + per_work * position
-        if per_work <= 0:
-            return seconds / linear if linear > 0 else float("inf")
-        # per_work / 2 * n^2 + linear * n = seconds
-        return float((np.sqrt(linear**2 + 2 * per_work * seconds) - linear) / per_work)
+    def prefill_cost(self) -> PrefillCost:
+        """Returns what prompt tokens add to a step, so that it and the decodes add up to `predict`."""
+        _, token_s, context_s, work_s = (self._solved() / SCALE).tolist()
+        return PrefillCost(token_s, work_s, context_s)
 
     def _solved(self) -> Floats:
         """Returns the coefficients of the scaled features. A negative one is dropped and the others are solved for

@@ -53,6 +53,23 @@ class Overcommit:
 
 
 @dataclass(frozen=True, slots=True)
+class InterTokenTargets:
+    """The inter-token target of sequences that bring none, by priority class, in milliseconds; 0 is none.
+
+    A reader takes 5 to 10 tokens per second. The default of standard is the faster of these, that of interactive twice
+    as fast.
+    """
+
+    interactive_ms: float = 50.0
+    standard_ms: float = 100.0
+    batch_ms: float = 0.0
+
+    def of(self, priority: int) -> float | None:
+        """Returns the target of a class that is above (1), at (0) or below (-1) standard."""
+        return {1: self.interactive_ms, 0: self.standard_ms, -1: self.batch_ms}[priority] or None
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Limits of a step and of the executor.
 

@@ -8,27 +8,27 @@ it has to end, and the others go on.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.sequence import Restored, ScoredRows, Sequence, StepPlan
-from executor.scheduler.step_constraint import StepConstraint
+from executor.scheduler.step_constraint import PrefillAllowance, StepConstraint
 
 
 class StepDraft:
     """Takes rows until the token budget is spent.
 
-    `max_prefill_tokens` bounds the prompt tokens; None does not. It applies only to chunked prefill: a prompt that must
-    be computed in one step is not cut.
+    `allowance` bounds the prompt tokens; None does not. It applies only to chunked prefill: a prompt that must be
+    computed in one step is not cut.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool, max_prefill_tokens: int | None) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, allowance: PrefillAllowance | None) -> None:
         self._pool = pool
         self._is_chunked = limits.enable_chunked_context
         self._num_tokens_left = limits.max_num_tokens
-        self._max_prefill_tokens = max_prefill_tokens if self._is_chunked else None
+        self._allowance = allowance if self._is_chunked else None
         self._sequences: list[Sequence] = []
         self._starts: list[int] = []
         self._lengths: list[int] = []
@@ -63,12 +63,16 @@ class StepDraft:
         """Whether the token budget is spent."""
         return self._num_tokens_left <= 0
 
-    @property
-    def num_prefill_tokens_left(self) -> int:
-        """Prompt tokens that the step can still take."""
-        if self._max_prefill_tokens is None:
-            return self._num_tokens_left
-        return min(self._num_tokens_left, self._max_prefill_tokens)
+    def has_tokens_after(self, prompts: Iterable[Sequence]) -> bool:
+        """Returns whether the step can take a token of another prompt once these are computed."""
+        num_tokens_left = self._num_tokens_left
+        allowance = None if self._allowance is None else replace(self._allowance)
+        for prompt in prompts:
+            num_tokens = prompt.num_tokens - prompt.num_computed
+            num_tokens_left -= num_tokens
+            if allowance is not None:
+                allowance.take(num_tokens, prompt.num_computed)
+        return num_tokens_left > 0 and (allowance is None or allowance.fitting(1, 0) > 0)
 
     def may_score(self, sequence: Sequence) -> bool:
         """Returns whether the sequence needs no log probabilities of its prompt, or can get some in this step."""
@@ -116,7 +120,7 @@ class StepDraft:
         if not num_scorable:
             self.is_cut = True
             return
-        num_tokens = self._fitting_tokens(num_scorable)
+        num_tokens = self._fitting_tokens(num_scorable, sequence.num_computed)
         if num_tokens < num_wanted:
             self.is_cut = True
         if num_tokens > 0:
@@ -152,10 +156,14 @@ class StepDraft:
             return num_wanted
         return sequence.num_scored - sequence.num_computed + self._num_scores_left
 
-    def _fitting_tokens(self, num_wanted: int) -> int:
+    def _fitting_tokens(self, num_wanted: int, position: int) -> int:
         if self._is_chunked:
             num_fitting = min(num_wanted, self._num_tokens_left)
-            return num_fitting if self._max_prefill_tokens is None else min(num_fitting, self._max_prefill_tokens)
+            if self._allowance is None:
+                return num_fitting
+            num_allowed = self._allowance.fitting(num_fitting, position)
+            self._is_pace_spent |= num_allowed < num_fitting
+            return num_allowed
         # A prompt above the whole budget gets a step of its own.
         return num_wanted if num_wanted <= self._num_tokens_left or not self._sequences else 0
 
@@ -181,10 +189,10 @@ class StepDraft:
                 self.ending.append(sequence)
         self._num_tokens += num_tokens
         self._num_tokens_left -= num_tokens
-        if self._max_prefill_tokens is not None:
-            self._max_prefill_tokens -= num_tokens
-            if self._max_prefill_tokens <= 0 < self._num_tokens_left:
-                self._is_pace_spent = True
+        if self._allowance is not None:
+            self._allowance.take(num_tokens, start)
+            self._is_pace_spent |= self._num_tokens_left > 0 and self._allowance.fitting(1, 0) == 0
+            if self._is_pace_spent:
                 self._num_tokens_left = 0
 
     def _add_scored(self, sequence: Sequence, end: int) -> None:
@@ -243,8 +251,8 @@ class PrefillLine:
         if self._is_computed:
             return False
         index = self._index_for(sequence)
-        num_ahead = sum(place.num_left for place in self._places[:index])
-        return index < len(self._places) and num_ahead < draft.num_prefill_tokens_left
+        ahead = (place.sequence for place in self._places[:index])
+        return index < len(self._places) and draft.has_tokens_after(ahead)
 
     def add(self, sequence: Sequence, draft: StepDraft) -> None:
         """Adds a sequence that has just boarded."""

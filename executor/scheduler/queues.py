@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
@@ -41,8 +41,9 @@ class SequenceQueues:
         # Blocks that the boarded sequences have reserved, and blocks that they use beyond their reservations.
         self.num_reserved_blocks = 0
         self.num_overrun_blocks = 0
-        # Computed tokens of the decodes.
+        # Computed tokens of the decodes, and the number of decodes by inter-token target.
         self.decode_context = 0
+        self._num_decodes_by_target: Counter[float] = Counter()
         # Tokens of the sequences that wait for a seat, none of which are computed.
         self.num_unseated_tokens = 0
         self._num_seat_rows = num_seat_rows
@@ -52,6 +53,11 @@ class SequenceQueues:
     def num_seated(self) -> int:
         """Seats that are taken."""
         return len(self.decodes) + len(self.prefills)
+
+    @property
+    def smallest_target_ms(self) -> float | None:
+        """The smallest inter-token target of the decodes; None: no sequence has one."""
+        return min(self._num_decodes_by_target, default=None)
 
     @property
     def num_boarded(self) -> int:
@@ -109,11 +115,11 @@ class SequenceQueues:
         for sequence in draft.prompts_done:
             del self.prefills[sequence]
             self.decodes[sequence] = None
-            self.decode_context += sequence.num_computed
+            self._begin_decode(sequence)
         for sequence in draft.ending:
             del self.decodes[sequence]
             self.ending[sequence] = None
-            self.decode_context -= sequence.num_computed
+            self._end_decode(sequence)
 
     def pause(self, sequence: Sequence) -> None:
         """Excludes the sequence from further steps until `resume` or `preempt`."""
@@ -121,14 +127,14 @@ class SequenceQueues:
         del place[sequence]
         self.pausing[sequence] = place
         if place is self.decodes:
-            self.decode_context -= sequence.num_computed
+            self._end_decode(sequence)
 
     def resume(self, sequence: Sequence) -> None:
         """Puts a paused sequence back into the queue that it was in."""
         place = self.pausing.pop(sequence)
         place[sequence] = None
         if place is self.decodes:
-            self.decode_context += sequence.num_computed
+            self._begin_decode(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the seat of a paused sequence, which waits to board again. Its blocks must not be released yet."""
@@ -148,10 +154,23 @@ class SequenceQueues:
         for boarded in (self.decodes, self.prefills, self.ending, self.pausing):
             if sequence in boarded:
                 if boarded is self.decodes:
-                    self.decode_context -= sequence.num_computed
+                    self._end_decode(sequence)
                 del boarded[sequence]
                 self._unseat(sequence)
         self.leaving[sequence] = reason
+
+    def _begin_decode(self, sequence: Sequence) -> None:
+        self.decode_context += sequence.num_computed
+        if sequence.inter_token_target_ms is not None:
+            self._num_decodes_by_target[sequence.inter_token_target_ms] += 1
+
+    def _end_decode(self, sequence: Sequence) -> None:
+        self.decode_context -= sequence.num_computed
+        target_ms = sequence.inter_token_target_ms
+        if target_ms is not None:
+            self._num_decodes_by_target[target_ms] -= 1
+            if not self._num_decodes_by_target[target_ms]:
+                del self._num_decodes_by_target[target_ms]
 
     def _unseat(self, sequence: Sequence) -> None:
         self.num_reserved_blocks -= sequence.num_reserved_blocks
@@ -172,3 +191,5 @@ class SequenceQueues:
         assert self.num_reserved_blocks == sum(s.num_reserved_blocks for s in self.boarded())
         assert self.num_overrun_blocks == sum(s.num_overrun_blocks for s in self.boarded())
         assert self.decode_context == sum(s.num_computed for s in self.decodes)
+        targets_ms = (s.inter_token_target_ms for s in self.decodes)
+        assert self._num_decodes_by_target == Counter(target_ms for target_ms in targets_ms if target_ms is not None)

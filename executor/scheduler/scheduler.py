@@ -60,7 +60,7 @@ from executor.scheduler.sequence import (
     StepResult,
 )
 from executor.scheduler.shared_prefixes import PendingPrefixes
-from executor.scheduler.step_constraint import PrefillDemand, StepBounds, StepConstraint
+from executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance, StepBounds, StepConstraint
 from executor.scheduler.step_record import KvCounts
 
 
@@ -229,16 +229,16 @@ class Scheduler:
 
     # Steps.
 
-    def schedule(self, max_prefill_tokens: int | None = None) -> StepPlan:
+    def schedule(self, allowance: PrefillAllowance | None = None) -> StepPlan:
         """Plans a step: running decodes, then prefills in progress and boarding, in the order of `PrefillLine`.
         Sequences that have been preempted for too long are handed back.
 
-        `max_prefill_tokens` bounds the prompt tokens of the step; None does not. Without work the plan has no rows.
-        Such a plan is not in flight and must not be passed to `update()`.
+        `allowance` bounds the prompt tokens of the step; None does not. Without work the plan has no rows. Such a plan
+        is not in flight and must not be passed to `update()`.
         """
         if len(self._plans) == 2:
             raise RuntimeError("two plans are in flight: a third would write to rows and blocks that they read")
-        draft = StepDraft(self.limits, self.pool, max_prefill_tokens)
+        draft = StepDraft(self.limits, self.pool, allowance)
         for sequence in self._kv_policy.overdue():
             self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way():
@@ -395,18 +395,12 @@ class Scheduler:
         """Whether any sequence still has to be computed up to its first token."""
         return bool(self._queues.prefills or self._queues.waiting or self._queues.preempted)
 
-    def prefill_demand(self) -> PrefillDemand:
-        """Returns the prompts that wait for their first token, and the decodes that run beside them."""
+    def decode_load(self) -> DecodeLoad:
+        """Returns the decodes of the next step."""
         queues = self._queues
-        num_free_seats = self.limits.max_num_sequences - queues.num_seated
-        # Usually the one that gets its tokens first.
-        first = min(queues.prefills, key=lambda sequence: sequence.num_tokens - sequence.num_computed, default=None)
-        return PrefillDemand(
-            num_decodes=len(queues.decodes),
-            decode_context=queues.decode_context,
-            num_behind=len(queues.prefills) + min(len(queues.waiting) + len(queues.preempted), num_free_seats),
-            position=first.num_computed if first is not None else 0,
-        )
+        num_decodes = len(queues.decodes)
+        # Each decode reads the KV of its input token as well.
+        return DecodeLoad(num_decodes, queues.decode_context + num_decodes, queues.smallest_target_ms)
 
     def held(self) -> Iterator[Sequence]:
         """Yields the sequences that have boarded, then those that wait. A sequence whose end has been returned is not

@@ -138,7 +138,8 @@ class Sequence:
     the number of tokens at which it ends at the latest. `seat` is its row in arrays that are kept between steps.
     `num_in_flight` steps that are not retired have a row of it; `num_pending` of them will yield a token.
 
-    The larger `priority` is served first. `deadline_ms` is by the engine's clock and only compared here. `arrival` is
+    The larger `priority` is served first. `inter_token_target_ms` is the longest step that it should decode in; None:
+    any. `deadline_ms` is by the engine's clock and only compared here. `arrival` is
     its position in the order of acceptance. After a preemption, `num_lost_tokens` is the number of tokens that had KV,
     `host_copy` the KV that was copied to the host, and `num_steps_away` the steps since. `num_prefix_wait_steps` counts
     the steps that it waited for a prefix that another sequence was computing, `num_passed_tokens` the prompt tokens of
@@ -169,6 +170,7 @@ class Sequence:
     num_in_flight: int = 0
     num_pending: int = 0
     priority: int = 0
+    inter_token_target_ms: float | None = None
     deadline_ms: int | None = None
     arrival: int = 0
     num_preemptions: int = 0

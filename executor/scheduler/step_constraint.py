@@ -1,21 +1,66 @@
-"""Limits of a step: the demand of prompts, and the constraint that kept a step from holding more."""
+"""Limits of a step: what its decodes ask for, what its prompts may take, and the constraint that kept a step from
+holding more."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillDemand:
-    """Load of a step: `num_decodes` sequences decode with `decode_context` tokens of context in all. `num_behind`
-    sequences with a seat, or with one available, wait for their first token, and the shortest of them continues at
-    `position`."""
+class DecodeLoad:
+    """The decodes of a step: `num_decodes` sequences read the KV of `context` tokens in all. `target_ms` is the
+    smallest of their inter-token targets; None: no sequence has one."""
 
     num_decodes: int
-    decode_context: int
-    num_behind: int
-    position: int
+    context: int
+    target_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Seconds that prompt tokens add to a step: for each token, and for each token times the middle of its chunk. A
+    chunk of one token counts as a decode, by the tokens that it reads."""
+
+    token_s: float = 0.0
+    work_s: float = 0.0
+    context_s: float = 0.0
+
+    def of(self, num_tokens: int, position: int) -> float:
+        """Returns the seconds of `num_tokens` from `position` on in one step."""
+        if num_tokens == 1:
+            return self.token_s + self.context_s * (position + 1)
+        return self.token_s * num_tokens + self.work_s * num_tokens * (position + num_tokens / 2)
+
+    def fitting(self, num_tokens: int, position: int, seconds: float) -> int:
+        """Returns how many of `num_tokens` from `position` on take at most `seconds`."""
+        linear = self.token_s + self.work_s * position
+        # work_s / 2 * n² + linear * n = seconds
+        root = linear + math.sqrt(linear**2 + 2 * self.work_s * max(0.0, seconds))
+        num_fitting = num_tokens if root * num_tokens <= 2 * seconds else int(2 * seconds / root)
+        while num_fitting > 0 and self.of(num_fitting, position) > seconds:
+            num_fitting -= 1
+        return num_fitting
+
+
+@dataclass(slots=True)
+class PrefillAllowance:
+    """What the prompts of a step may still take: `seconds` by `cost`, or `least_tokens` if these are more."""
+
+    least_tokens: int
+    seconds: float = 0.0
+    cost: PrefillCost = PrefillCost()
+
+    def fitting(self, num_tokens: int, position: int) -> int:
+        """Returns how many of `num_tokens` from `position` on a prompt may take."""
+        num_fitting = self.cost.fitting(num_tokens, position, self.seconds) if self.seconds > 0 else 0
+        return max(num_fitting, min(num_tokens, self.least_tokens), 0)
+
+    def take(self, num_tokens: int, position: int) -> None:
+        """Counts tokens that a prompt takes. What is left may become negative."""
+        self.seconds -= self.cost.of(num_tokens, position)
+        self.least_tokens -= num_tokens
 
 
 class StepConstraint(Enum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
@@ -14,12 +14,14 @@ from common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
+    MAX_INTER_TOKEN_TARGET_MS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
+from executor.scheduler.limits import InterTokenTargets
 from executor.scheduler.sequence import Constraint, Processors, Sampling, Sequence, Stopping
 from inflight.v1 import executor_pb2, types_pb2
 
@@ -43,11 +45,12 @@ NEUTRAL_SAMPLING = {"typical_p": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class SubmissionLimits:
-    """Limits of the model."""
+    """Limits of the model, and the targets of sequences that bring none."""
 
     context_length: int
     vocabulary_size: int
     eos_token_ids: frozenset[int]
+    inter_token_targets: InterTokenTargets = field(default_factory=InterTokenTargets)
 
 
 class SubmissionError(Exception):
@@ -85,6 +88,7 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         raise _invalid(f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed")
     if max(submit.stopping.stop_token_ids, default=0) >= limits.vocabulary_size:
         raise _invalid(f"a stop token id is not below {limits.vocabulary_size}")
+    priority = PRIORITIES.get(submit.priority, 0)
     return Sequence(
         request_id=submit.request_id,
         attempt=submit.attempt,
@@ -94,7 +98,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         stopping=Stopping(max_tokens, submit.stopping.min_tokens, stop_token_ids),
         num_reserved_blocks=submit.reserved_blocks,
         cache_salt=None if submit.cache_bypass else submit.cache_salt,
-        priority=PRIORITIES.get(submit.priority, 0),
+        priority=priority,
+        inter_token_target_ms=_inter_token_target_ms(submit, limits.inter_token_targets.of(priority)),
         num_top_logprobs=_num_likeliest(submit, "num_top_logprobs"),
         num_prompt_logprobs=_num_likeliest(submit, "num_prompt_logprobs"),
         processors=_processors(submit.sampling, limits.vocabulary_size),
@@ -109,6 +114,14 @@ def _constraint(submit: executor_pb2.Submit, eos_token_ids: frozenset[int]) -> C
     if (violation := grammar_violation(grammar, key)) is not None:
         raise _invalid(f"constraint: {violation}")
     return Constraint(grammar, key, eos_token_ids, ignores_eos=submit.stopping.ignore_eos)
+
+
+def _inter_token_target_ms(submit: executor_pb2.Submit, default_ms: float | None) -> float | None:
+    if not submit.HasField("inter_token_target_ms"):
+        return default_ms
+    if not 1 <= submit.inter_token_target_ms <= MAX_INTER_TOKEN_TARGET_MS:
+        raise _invalid(f"inter_token_target_ms must be in [1, {MAX_INTER_TOKEN_TARGET_MS}]")
+    return submit.inter_token_target_ms
 
 
 def _num_likeliest(

@@ -241,6 +241,10 @@ _REQUEST_FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "stop": ("--stop", _flag("TEXT", "stop before this text; may be repeated", action="append")),
     "tenant": ("--tenant", _flag("NAME", "tenant of the request; default: default")),
     "priority": ("--priority", {"choices": PRIORITIES, "help": "priority class; default: standard"}),
+    "inter_token_target_ms": (
+        "--inter-token-target",
+        _flag("MS", "target for the time between tokens, 1 to 60000 ms; default: that of the priority class", int),
+    ),
     "deadline_s": ("--deadline", _flag("SECONDS", "time limit of the request, including queueing", float)),
     "first_token_deadline_s": ("--first-token-deadline", _flag("SECONDS", "time limit for the first token", float)),
     "session_id": ("--session", _flag("NAME", "session; its requests go to the same model variant")),

@@ -138,7 +138,7 @@ class PriorOutput(_message.Message):
     def __init__(self, output_ids: _Optional[_Iterable[int]] = ..., text_bytes: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "text_bytes", "token_ids", "chat", "sampling", "stopping", "n", "best_of", "constraint", "output", "adapter_id", "priority", "tenant", "deadlines", "session_id", "cache", "idempotency_key", "detach", "resume_ttl", "want_queue_events", "truncate_prompt_tokens", "metadata", "prior_output")
+    __slots__ = ("request_id", "model", "text", "text_bytes", "token_ids", "chat", "sampling", "stopping", "n", "best_of", "constraint", "output", "adapter_id", "priority", "tenant", "deadlines", "session_id", "cache", "idempotency_key", "detach", "resume_ttl", "want_queue_events", "truncate_prompt_tokens", "metadata", "prior_output", "inter_token_target_ms")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     PRIOR_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -196,7 +197,8 @@ class GenerateRequest(_message.Message):
     truncate_prompt_tokens: int
     metadata: _containers.ScalarMap[str, str]
     prior_output: PriorOutput
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., text_bytes: _Optional[bytes] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., tenant: _Optional[str] = ..., deadlines: _Optional[_Union[Deadlines, _Mapping]] = ..., session_id: _Optional[str] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., idempotency_key: _Optional[str] = ..., detach: _Optional[bool] = ..., resume_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_queue_events: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., prior_output: _Optional[_Union[PriorOutput, _Mapping]] = ...) -> None: ...
+    inter_token_target_ms: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., text_bytes: _Optional[bytes] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., tenant: _Optional[str] = ..., deadlines: _Optional[_Union[Deadlines, _Mapping]] = ..., session_id: _Optional[str] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., idempotency_key: _Optional[str] = ..., detach: _Optional[bool] = ..., resume_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_queue_events: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., prior_output: _Optional[_Union[PriorOutput, _Mapping]] = ..., inter_token_target_ms: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("request_id", "resume_token", "prompt_tokens", "sampling", "max_tokens")

@@ -100,6 +100,20 @@ SCHEDULER = (
         SCHEDULER_TESTS,
     ),
     Mutation(
+        "the largest inter-token target of the decodes counts",
+        "executor/scheduler/queues.py",
+        "return min(self._num_decodes_by_target, default=None)",
+        "return max(self._num_decodes_by_target, default=None)",
+        ("tests/unit/test_inter_token_targets.py",),
+    ),
+    Mutation(
+        "prompts get nothing beside decodes that are late",
+        "executor/engine/prefill_budget.py",
+        "max(longest_s * MARGIN - decode_s, LEAST_SHARE * decode_s)",
+        "longest_s * MARGIN - decode_s",
+        ("tests/unit/test_step_time.py",),
+    ),
+    Mutation(
         "the executor takes a late duplicate of an attempt that has ended",
         "executor/scheduler/admission.py",
         "return newest is not None and attempt <= newest",

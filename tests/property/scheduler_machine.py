@@ -19,6 +19,7 @@ from executor.scheduler.sequence import (
     StepPlan,
     StepResult,
 )
+from executor.scheduler.step_constraint import PrefillAllowance
 from tests.fake_device import FakeDevice, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
 from tests.property.scheduler_model import Expectation, Promises, limits_strategy, sequence_strategy
@@ -297,7 +298,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             decodes={sequence for sequence in seated if sequence in self.sampled},
             has_leaving=not in_flight <= set(held),
         )
-        plan = self.scheduler.schedule(self.max_prefill_tokens)
+        plan = self.scheduler.schedule(
+            None if self.max_prefill_tokens is None else PrefillAllowance(self.max_prefill_tokens)
+        )
         self._receive(StepOutcome(NewTokens(), self.scheduler.take_finished()))
         # Some of them may just have been handed back.
         standing.preempted[:] = [sequence for sequence in standing.preempted if sequence in held]

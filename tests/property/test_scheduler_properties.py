@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler, SchedulerLimits
 from executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
+from executor.scheduler.step_constraint import PrefillAllowance, PrefillCost
 from tests.examples import examples
 from tests.fake_device import FakeDevice, solo_output
 from tests.property.scheduler_machine import SchedulerMachine
@@ -20,11 +22,21 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
+# What prompts may take of each step, by tokens and by time.
+ALLOWANCES = st.none() | st.builds(
+    PrefillAllowance, st.integers(1, 6), st.sampled_from((0.0, 5.0, 40.0)), st.just(PrefillCost(1.0, 0.1, 0.3))
+)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @settings(max_examples=examples(60), deadline=None)
-@given(limits=limits_strategy(), num_extra_blocks=st.integers(0, 30), choice=st.data())
-def test_every_request_gets_its_solo_output_however_small_the_pool(
-    overlap: bool, limits: SchedulerLimits, num_extra_blocks: int, choice: st.DataObject
+@given(limits=limits_strategy(), num_extra_blocks=st.integers(0, 30), allowance=ALLOWANCES, choice=st.data())
+def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunks(
+    overlap: bool,
+    limits: SchedulerLimits,
+    num_extra_blocks: int,
+    allowance: PrefillAllowance | None,
+    choice: st.DataObject,
 ) -> None:
     """Requests come back with a new attempt until they are taken, as routers do."""
     # Given a crowd, and a pool that just holds the largest of it.
@@ -51,7 +63,7 @@ def test_every_request_gets_its_solo_output_however_small_the_pool(
     while waiting or not scheduler.is_idle:
         refused = [s for s in waiting if scheduler.offer(s) is not None]
         waiting = [_again(s, s.attempt + 1) for s in refused]
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(None if allowance is None else replace(allowance))
         scheduler.check()
         finished = list(scheduler.take_finished())
         launched += [plan] if plan.rows else []

@@ -154,7 +154,7 @@ def run(
     outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
     runner = ModelRunner(model, limits, BLOCK_SIZE)
     scheduler = Scheduler(limits, BlockPool(num_blocks, BLOCK_SIZE))
-    engine = Engine(scheduler, runner, outputs.put, lambda error: None, overlap=overlap, max_inter_token_ms=1e6)
+    engine = Engine(scheduler, runner, outputs.put, lambda error: None, overlap=overlap)
     for sequence in sequences:
         engine.submit(sequence)
     engine.start()

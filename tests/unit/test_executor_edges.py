@@ -59,6 +59,19 @@ def test_class_becomes_a_number_of_which_the_larger_is_served_first(
     assert sequence_from_submit(make_submit(priority=priority), LIMITS).priority == expected
 
 
+def test_inter_token_target_is_the_requests_own_or_that_of_its_class() -> None:
+    classes = (types_pb2.PRIORITY_CLASS_INTERACTIVE, types_pb2.PRIORITY_CLASS_STANDARD, types_pb2.PRIORITY_CLASS_BATCH)
+    targets = [sequence_from_submit(make_submit(priority=each), LIMITS).inter_token_target_ms for each in classes]
+    assert targets == [50.0, 100.0, None]
+    assert sequence_from_submit(make_submit(inter_token_target_ms=20), LIMITS).inter_token_target_ms == 20
+
+
+@pytest.mark.parametrize("target_ms", [0, 60_001])
+def test_inter_token_target_out_of_range_is_rejected(target_ms: int) -> None:
+    with pytest.raises(SubmissionError, match=r"inter_token_target_ms must be in \[1, 60000\]"):
+        sequence_from_submit(make_submit(inter_token_target_ms=target_ms), LIMITS)
+
+
 def test_bypassed_cache_keeps_the_sequence_out_of_it() -> None:
     assert sequence_from_submit(make_submit(cache_bypass=True), LIMITS).cache_salt is None
 

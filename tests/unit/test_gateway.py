@@ -216,6 +216,11 @@ def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> N
     assert not chat().requests[0].want_queue_events
 
 
+def test_inter_token_target_is_passed_on() -> None:
+    assert chat(inter_token_target_ms=40).requests[0].inter_token_target_ms == 40
+    assert not chat().requests[0].HasField("inter_token_target_ms")
+
+
 def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed() -> None:
     assert chat(stream=True, stream_interval=8).requests[0].output.stream_interval == 8
     assert not chat(stream=True).requests[0].output.HasField("stream_interval")
@@ -229,6 +234,8 @@ def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed
         ({"stream_interval": 8}, "stream_interval"),
         ({"stream": True, "stream_interval": 0}, "stream_interval"),
         ({"stream": True, "stream_interval": 1025}, "stream_interval"),
+        ({"inter_token_target_ms": 0}, "inter_token_target_ms"),
+        ({"inter_token_target_ms": 60_001}, "inter_token_target_ms"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

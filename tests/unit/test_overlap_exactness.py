@@ -61,7 +61,7 @@ def ride(model: PagedModel, limits: SchedulerLimits, overlap: bool) -> Ends:
     outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
     runner = ModelRunner(model, limits, BLOCK_SIZE)
     scheduler = Scheduler(limits, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
-    engine = Engine(scheduler, runner, outputs.put, lambda error: None, overlap=overlap, max_inter_token_ms=1e6)
+    engine = Engine(scheduler, runner, outputs.put, lambda error: None, overlap=overlap)
     for sequence in crowd():
         engine.submit(sequence)
     engine.start()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import FinishReason, StepPlan
-from executor.scheduler.step_constraint import StepConstraint
+from executor.scheduler.step_constraint import PrefillAllowance, StepConstraint
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire, rows_of
 
 ROOMY = replace(LIMITS, max_num_sequences=4, max_num_tokens=12)
@@ -24,7 +24,7 @@ def with_common_prefix(
     """Two sequences with a long prefix in common, and one that has nothing to do with them."""
     scheduler = make_scheduler(replace(ROOMY, **(limits_change or {})))  # type: ignore[arg-type]
     scheduler.offer(make_sequence("first", [*LONG, 30], salt=salts[0]))
-    scheduler.schedule(max_prefill_tokens=8)
+    scheduler.schedule(PrefillAllowance(8))
     scheduler.offer(make_sequence("second", [*LONG, 40], salt=salts[1]))
     scheduler.offer(make_sequence("other", [50, 51], salt=salts[0]))
     return scheduler

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Batching, Scheduler
 from executor.scheduler.sequence import Sequence
+from executor.scheduler.step_constraint import PrefillAllowance, PrefillCost, StepConstraint
 from tests.examples import examples
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire, rows_of, step
 
@@ -45,12 +46,24 @@ def test_prompt_that_would_get_no_token_keeps_waiting() -> None:
     assert [sequence.request_id for sequence in plan.boarded] == ["a", "b"]
 
 
-def test_step_is_paced_for_the_prompt_that_gets_its_tokens_first() -> None:
-    """The time of a chunk depends on its position."""
+def test_time_of_a_chunk_depends_on_its_position() -> None:
+    """The short prompt's first 5 tokens take as long as the long one's ninth and tenth."""
     scheduler = with_long_prompt()
-    scheduler.offer(prompt("short", 12))
-    retire(scheduler, scheduler.schedule(5))
-    assert scheduler.prefill_demand().position == 5
+    scheduler.offer(prompt("short", 5))
+    cost = PrefillCost(work_s=1.0)
+    plan = scheduler.schedule(PrefillAllowance(0, cost.of(5, 0) + cost.of(2, 8), cost))
+    assert rows_of(plan) == [("short", 0, 5, True), ("long", 8, 2, False)]
+
+
+def test_prompt_that_would_get_no_time_keeps_waiting() -> None:
+    """The long prompt's chunk leaves tokens of the budget, and no time."""
+    scheduler = with_long_prompt()
+    scheduler.offer(prompt("after", 30))
+    cost = PrefillCost(work_s=1.0)
+    plan = scheduler.schedule(PrefillAllowance(0, cost.of(3, 8), cost))
+    assert rows_of(plan) == [("long", 8, 3, False)]
+    assert not plan.boarded
+    assert plan.constraint is StepConstraint.PACE
 
 
 def test_longer_prompt_does_not_pass() -> None:
@@ -123,7 +136,7 @@ def test_prompt_waits_for_those_ahead_of_it_and_for_less_than_its_own_length_bes
             scheduler.offer(prompt(f"r{num_offered}", length, priority=priority))
         seated = [s for s in bound if is_behind(s)]
         num_ahead = sum(s.num_prompt_tokens - s.num_computed for s in seated)
-        plan = scheduler.schedule(max_prefill_tokens)
+        plan = scheduler.schedule(None if max_prefill_tokens is None else PrefillAllowance(max_prefill_tokens))
         for sequence in plan.boarded:
             num_ahead += sequence.num_prompt_tokens
             bound[sequence] = num_ahead + sequence.num_prompt_tokens

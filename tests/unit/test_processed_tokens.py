@@ -146,7 +146,7 @@ def ride(
     block_size = block_size_of(model)
     runner = ModelRunner(model, limits, block_size)
     scheduler = Scheduler(limits, BlockPool(NUM_TOKENS // block_size, block_size))
-    engine = Engine(scheduler, runner, outputs.put, lambda error: None, overlap=overlap, max_inter_token_ms=1e6)
+    engine = Engine(scheduler, runner, outputs.put, lambda error: None, overlap=overlap)
     for request in requests:
         engine.submit(request)
     engine.start()

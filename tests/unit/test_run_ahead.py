@@ -8,6 +8,7 @@ import pytest
 
 from executor.scheduler.scheduler import Batching, Scheduler
 from executor.scheduler.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
+from executor.scheduler.step_constraint import PrefillAllowance
 from tests.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
 
 
@@ -83,7 +84,7 @@ class TestPlanningAhead:
         for request_id in "bc":
             scheduler.offer(make_sequence(request_id, range(5), salt=None))
 
-        plan = scheduler.schedule(max_prefill_tokens=4)
+        plan = scheduler.schedule(PrefillAllowance(4))
 
         assert rows_of(plan) == [("a", 1, 1, True), ("b", 0, 4, False)]
         assert [sequence.request_id for sequence in plan.boarded] == ["b"]

@@ -8,7 +8,7 @@ import pytest
 
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.scheduler import Batching, SchedulerPolicy
-from executor.scheduler.step_constraint import StepBounds, StepConstraint
+from executor.scheduler.step_constraint import PrefillAllowance, StepBounds, StepConstraint
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, step
 
 
@@ -32,7 +32,7 @@ def test_first_step_is_bound_by(
     for i, length in enumerate(prompts):
         scheduler.offer(make_sequence(str(i), range(length), salt=None))
 
-    scheduler.schedule(max_prefill_tokens)
+    scheduler.schedule(None if max_prefill_tokens is None else PrefillAllowance(max_prefill_tokens))
 
     assert scheduler.bounds.newest is constraint
 

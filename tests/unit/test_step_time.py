@@ -10,7 +10,7 @@ from executor.engine.prefill_budget import MARGIN, PrefillBudget
 from executor.engine.step_time import FEWEST_STEPS, StepLoad, StepTime
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
-from executor.scheduler.step_constraint import PrefillDemand
+from executor.scheduler.step_constraint import DecodeLoad
 from tests.modelled_device import Ride, step_seconds
 from tests.paged_cases import make_sequence as paged_sequence
 
@@ -42,8 +42,15 @@ def learned(num_steps: int = 300, jitter: float = 0.03) -> StepTime:
     return step_time
 
 
-def demand(num_behind: int = 1, num_decodes: int = 20, position: int = 500) -> PrefillDemand:
-    return PrefillDemand(num_decodes, num_decodes * 400, num_behind, position)
+def decodes(num_decodes: int, target_ms: float | None) -> DecodeLoad:
+    return DecodeLoad(num_decodes, num_decodes * 400, target_ms)
+
+
+def budget(max_inter_token_ms: float = 0.0) -> PrefillBudget:
+    """A budget that has learned the steps."""
+    result = PrefillBudget(max_inter_token_ms)
+    result.step_time = learned()
+    return result
 
 
 class TestStepTime:
@@ -62,9 +69,9 @@ class TestStepTime:
             assert step_time.predict(load) == pytest.approx(step_seconds(load), rel=0.06)
 
     def test_chunk_takes_the_time_it_may(self) -> None:
-        chunk = learned().fitting_chunk(0.030, 700)
+        chunk = learned().prefill_cost().fitting(10_000, 700, 0.030)
 
-        added = step_seconds(StepLoad(int(chunk), 0, chunk * (700 + chunk / 2))) - step_seconds(StepLoad(0, 0))
+        added = step_seconds(StepLoad(chunk, 0, chunk * (700 + chunk / 2))) - step_seconds(StepLoad(0, 0))
         assert added == pytest.approx(0.030, rel=0.1)
 
     def test_many_decodes_do_not_make_it_forget_prompts(self) -> None:
@@ -100,41 +107,52 @@ class TestStepTime:
 
     def test_before_the_first_step_it_expects_nothing_and_fits_everything(self) -> None:
         assert StepTime().predict(StepLoad(5, 5)) == 0
-        assert StepTime().fitting_chunk(0.01, 0) == float("inf")
+        assert StepTime().prefill_cost().fitting(10_000, 0, 0.01) == 10_000
 
 
-class TestPace:
+class TestPrefillBudget:
     def test_no_prompt_is_held_up_when_no_sequence_decodes(self) -> None:
-        assert PrefillBudget(learned(), 0.0, 16).max_prefill_tokens(demand(num_decodes=0)) is None
+        assert budget().allowance(decodes(0, 10.0), 16) is None
 
     def test_nothing_is_limited_before_steps_with_prefill_were_seen(self) -> None:
-        step_time = StepTime()
+        fresh = PrefillBudget()
         for _ in range(FEWEST_STEPS - 1):
-            step_time.observe(StepLoad(100, 0, 100.0), 0.02)
-        assert PrefillBudget(step_time, 0.0, 16).max_prefill_tokens(demand()) is None
+            fresh.step_time.observe(StepLoad(100, 0, 100.0), 0.02)
+        assert fresh.allowance(decodes(20, 10.0), 16) is None
 
-    def test_step_with_prefill_takes_at_most_twice_that_of_the_decodes(self) -> None:
-        chunk = PrefillBudget(learned(), 0.0, 16).max_prefill_tokens(demand())
+    def test_nothing_is_limited_when_no_decode_has_a_target(self) -> None:
+        assert budget().allowance(decodes(20, None), 16) is None
 
-        assert chunk is not None
-        alone_s = step_seconds(StepLoad(20, 8000))
+    @pytest.mark.parametrize(
+        ("max_inter_token_ms", "target_ms", "longest_ms"), [(0.0, 60.0, 60.0), (60.0, None, 60.0), (60.0, 90.0, 60.0)]
+    )
+    def test_step_is_as_long_as_the_target_allows(
+        self, max_inter_token_ms: float, target_ms: float | None, longest_ms: float
+    ) -> None:
+        allowance = budget(max_inter_token_ms).allowance(decodes(20, target_ms), 16)
+
+        assert allowance is not None
+        chunk = allowance.fitting(10_000, 500)
         together_s = step_seconds(StepLoad(20 + chunk, 8000, chunk * (500 + chunk / 2)))
-        assert 2 * MARGIN * 0.95 * alone_s < together_s < 2 * alone_s
+        assert MARGIN * 0.95 * longest_ms < together_s * 1000 < longest_ms
 
-    def test_limit_in_milliseconds_is_kept(self) -> None:
-        chunk = PrefillBudget(learned(), 60.0, 16).max_prefill_tokens(demand())
+    def test_prompts_get_a_third_of_the_time_when_the_decodes_are_late(self) -> None:
+        allowance = budget().allowance(decodes(20, 1.0), 16)
 
-        assert chunk is not None
-        assert step_seconds(StepLoad(20 + chunk, 8000, chunk * (500 + chunk / 2))) == pytest.approx(0.06, rel=0.06)
+        assert allowance is not None
+        chunk = allowance.fitting(10_000, 0)
+        alone_s, together_s = (step_seconds(StepLoad(20 + n, 8000, n * n / 2)) for n in (0, chunk))
+        assert together_s - alone_s == pytest.approx(together_s / 3, rel=0.1)
 
-    def test_prompts_go_on_when_the_decodes_alone_take_too_long(self) -> None:
-        assert PrefillBudget(learned(), 1.0, 16).max_prefill_tokens(demand()) == 16
+    def test_prompts_get_a_block_of_tokens_in_any_case(self) -> None:
+        allowance = budget().allowance(decodes(20, 1.0), 16)
 
-    def test_many_who_wait_for_a_first_token_count_more_than_few_who_decode(self) -> None:
-        pace = PrefillBudget(learned(), 0.0, 16)
-        few, many = (pace.max_prefill_tokens(demand(num_behind=n, num_decodes=4)) for n in (4, 5))
-        assert few is not None
-        assert many is None
+        assert allowance is not None
+        assert allowance.fitting(10_000, 10**6) == 16
+        allowance.take(10, 10**6)
+        assert allowance.fitting(10_000, 10**6) == 6
+        allowance.take(6, 10**6)
+        assert allowance.fitting(10_000, 10**6) == 0
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int) -> Sequence:
@@ -150,12 +168,13 @@ def sequence(name: str, num_prompt: int, max_tokens: int) -> Sequence:
     )
 
 
-def ride_with_long_prompts(max_inter_token_ms: float) -> tuple[float, float, float]:
+def ride_with_long_prompts(target_ms: float | None) -> tuple[float, float, float]:
     """24 sequences decode while 1,500-token prompts arrive; returns p50 and p99 between the tokens of the 24, and the
     longest time to a first token of the others, in seconds."""
-    ride = Ride(LIMITS, max_inter_token_ms)
+    ride = Ride(LIMITS)
     steady = [sequence(f"steady-{i}", 60, 1000) for i in range(24)]
     for each in steady:
+        each.inter_token_target_ms = target_ms
         ride.submit(each)
     ride.run_until(2.0)
     waits = []
@@ -173,15 +192,22 @@ def ride_with_long_prompts(max_inter_token_ms: float) -> tuple[float, float, flo
     return gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100], max(waits)
 
 
-def test_long_prompts_do_not_hold_up_those_in_the_middle_of_an_answer() -> None:
-    p50, p99, longest_wait = ride_with_long_prompts(0.0)
+@pytest.mark.parametrize("target_ms", [30.0, 60.0])
+def test_long_prompts_do_not_hold_up_those_in_the_middle_of_an_answer(target_ms: float) -> None:
+    _, p99, longest_wait = ride_with_long_prompts(target_ms)
 
-    assert p99 <= 2 * p50
+    assert p99 <= target_ms / 1000
     # Alone on the device, in steps of 512 tokens, the prompt takes a third of a second.
-    assert longest_wait < 1.0
+    assert longest_wait < 1.2
 
 
-def test_without_a_pace_long_prompts_hold_them_up() -> None:
-    p50, p99, _ = ride_with_long_prompts(1e9)
+def test_larger_target_brings_first_tokens_sooner() -> None:
+    waits = [ride_with_long_prompts(target_ms)[2] for target_ms in (30.0, 60.0, None)]
+
+    assert waits[0] > 1.5 * waits[1] > 1.5 * waits[2]
+
+
+def test_without_a_target_long_prompts_hold_them_up() -> None:
+    p50, p99, _ = ride_with_long_prompts(None)
 
     assert p99 > 4 * p50

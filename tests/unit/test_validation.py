@@ -370,6 +370,20 @@ def test_interval_out_of_range_is_refused_with_what_is_allowed(interval: int) ->
     assert violation.description == f"is {interval}; must be 1 to 1024"
 
 
+@pytest.mark.parametrize("target_ms", [0, 60_001])
+def test_inter_token_target_out_of_range_is_refused_with_what_is_allowed(target_ms: int) -> None:
+    with pytest.raises(RequestError) as refused:
+        validated(inter_token_target_ms=target_ms)
+    (violation,) = refused.value.violations
+    assert violation.field == "inter_token_target_ms"
+    assert violation.description == f"is {target_ms}; must be 1 to 60000"
+
+
+def test_inter_token_target_is_that_of_the_class_unless_another_is_asked_for() -> None:
+    assert validated().inter_token_target_ms is None
+    assert [validated(inter_token_target_ms=ms).inter_token_target_ms for ms in (1, 60_000)] == [1, 60_000]
+
+
 def test_interval_is_one_token_unless_another_is_asked_for() -> None:
     assert validated().output.stream_interval == 1
     assert validated(output={"stream_interval": 1024}).output.stream_interval == 1024

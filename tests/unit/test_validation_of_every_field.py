@@ -75,6 +75,7 @@ SUPPORTED = frozenset(
         "output.top_prompt_logprobs",
         "output.echo",
         "priority",
+        "inter_token_target_ms",
         "tenant",
         "deadlines.first_token",
         "deadlines.total",

@@ -106,13 +106,24 @@ def test_generate_prints_the_scores_of_the_prompt(
     prompt = inference_pb2.Prompt(token_ids=[6, 7], logprobs=logprobs, first_text_bytes=b"w6")
     told = inference_pb2.StreamEvent(prompt=prompt)
     router.script = lambda request, context: iter([accepted(), told, *speak(WORDS)])
-    flags = ["--raw", "--echo", "--stream-interval", "4", "--prompt-logprobs", "1", "--address", address]
+    flags = [
+        "--raw",
+        "--echo",
+        "--stream-interval",
+        "4",
+        "--inter-token-target",
+        "40",
+        "--prompt-logprobs",
+        "1",
+        "--address",
+        address,
+    ]
     assert main(["generate", "hi", *flags]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split() for line in lines[:2]] == [["'w6'"], ["-1.500", "2", "'w7'", "('w8'", "-0.500)"]]
     (request,) = asked(router)
     assert (request.output.echo, request.output.prompt_logprobs, request.output.top_prompt_logprobs) == (True, True, 1)
-    assert request.output.stream_interval == 4
+    assert (request.output.stream_interval, request.inter_token_target_ms) == (4, 40)
     assert main(["generate", "hi", "--json", *flags]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_logprobs"] == [
         {"token_id": 6},

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 # Older versions are accepted too, so that executors can be replaced before routers or after them.
 MIN_PROTOCOL_VERSION = 1
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 # The first version with `Attach`, `attached` and `detached`.
 ATTACH_VERSION = 2
 # The first version whose executors read everything that changes logits, constraints, and prompt scores. Older ones
 # refuse the values that they know and ignore the others.
 LOGITS_VERSION = 3
+# The first version whose executors end a placement at the end of its reservation. Older ones refuse a reservation that
+# does not hold all of `max_tokens`.
+RESERVATION_VERSION = 4
 
 # As in OpenAI's API.
 MAX_TOP_LOGPROBS = 20

@@ -41,10 +41,17 @@ class RouterSettings(ProcessSettings):
     max_queue_tokens: int | None = Field(
         None,
         ge=1,
-        description="maximum tokens of waiting requests per model, prompts and max_tokens together; unset: no limit",
+        description="maximum tokens of waiting requests per model, prompts and reserved output together; unset: no "
+        "limit",
     )
     max_queue_bytes: int | None = Field(
         None, ge=1, description="maximum bytes of waiting prompts per model; unset: no limit"
+    )
+    default_reservation_tokens: int = Field(
+        1024,
+        ge=1,
+        description="output tokens reserved at a time for a request that sets no max_tokens; as many again each time "
+        "it has used them; the context length or more reserves all at once",
     )
     max_bypass: int = Field(
         16,

@@ -106,6 +106,7 @@ class Output:
     has_progressed: bool = False
     is_complete: bool = False
     has_been_accepted: bool = False
+    has_used_reservation: bool = False
 
 
 def possible_events(life: Lifecycle) -> Iterator[Event]:

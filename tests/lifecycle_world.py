@@ -94,6 +94,7 @@ class Output:
     has_progressed: bool = False
     is_complete: bool = False
     has_been_accepted: bool = False
+    has_used_reservation: bool = False
 
 
 @dataclass(frozen=True, slots=True)

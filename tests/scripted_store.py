@@ -57,6 +57,7 @@ class ScriptedStore:
         self.cancels: dict[str, CancelOutcome] = {}
         self.demands: list[Demand] = []
         self.hand_backs: list[tuple[str, int, dict[str, Any]]] = []
+        self.placement_blocks: list[int | None] = []
         self.absolved: list[tuple[str, int]] = []
         self.forgotten: frozenset[str] = frozenset()
         self.endings: list[Attempt | Ending] = []
@@ -74,8 +75,16 @@ class ScriptedStore:
         return self._answer()
 
     async def hand_back(
-        self, request_id: str, attempt: int, max_attempts: int, *, stood_still: bool = False, **how: Any
+        self,
+        request_id: str,
+        attempt: int,
+        max_attempts: int,
+        *,
+        stood_still: bool = False,
+        placement_blocks: int | None = None,
+        **how: Any,
     ) -> Any:
+        self.placement_blocks.append(placement_blocks)
         self.hand_backs.append((request_id, attempt, how | ({"stood_still": True} if stood_still else {})))
         return self._answer()
 

@@ -12,7 +12,7 @@ from functools import partial
 from bench.scheduling.fairness import fairness
 from bench.scheduling.figures import deadline_figures, measured
 from bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
-from bench.scheduling.reserving import changing_lengths, reserve_policies, reserve_traces
+from bench.scheduling.reserving import changing_lengths, open_ended, reserve_policies, reserve_traces
 from bench.simulation.push import PushPolicy
 from bench.simulation.world import WorldSettings
 from bench.timeline.conversations import Conversations
@@ -96,6 +96,7 @@ def all_comparisons() -> Sequence[Callable[[Lab], Comparison]]:
     return [
         *(partial(reserve_policies, trace=trace) for trace in reserve_traces()),
         changing_lengths,
+        open_ended,
         late_binding,
         fairness,
         prefix_affinity,

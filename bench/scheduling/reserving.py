@@ -1,4 +1,5 @@
-"""Reservation policies: max_utilization against guaranteed_no_evict on executors with few blocks."""
+"""Reservations on executors with few blocks: max_utilization against guaranteed_no_evict, and requests without
+max_tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ TIGHT = ExecutorShape(num_blocks=1200, num_seats=SEATS, num_standby=4, max_num_t
 CHANGE_FRACTION = 0.4
 # Requests a second, and what half of their outputs exceed.
 BEFORE, AFTER = (40.0, 60.0), (160.0, 400.0)
+# Output tokens reserved at a time where a request sets no max_tokens; the first is the router's default.
+RESERVATIONS = (1024, 256)
 CHANGING_MODES = (
     (SchedulerPolicy.GUARANTEED_NO_EVICT, TIGHT.num_host_blocks),
     (SchedulerPolicy.MAX_UTILIZATION, TIGHT.num_host_blocks),
@@ -108,6 +111,44 @@ def changing_lengths(lab: Lab) -> Comparison:
         f"{AFTER[1]:g}, of at most 1024"
     )
     return Comparison("How much to reserve: outputs longer from one moment on", setting, tuple(modes), found)
+
+
+def open_ended(lab: Lab) -> Comparison:
+    """Requests without max_tokens: the rest of the context is reserved at once, or a part at a time."""
+    duration_s, rate_per_s = 40 * lab.scale, 80.0
+    shape = replace(TIGHT, has_prefix_cache=True)
+    requests = [
+        replace(request, max_tokens=shape.context_length - len(request.prompt))
+        for request in lab.trace(heavy_tailed(max_tokens=2048), rate_per_s, duration_s)
+    ]
+    modes = []
+    for num_tokens in (shape.context_length, *RESERVATIONS):
+        asked = [replace(request, reservation_tokens=num_tokens) for request in requests]
+        settings = WorldSettings(executor=shape, num_executors=2, duration_s=duration_s)
+        world = lab.run(f"open ended {num_tokens}", settings, asked)
+        records = world.checker.records.values()
+        extra = {
+            "output tokens per step": world.checker.num_tokens / sum(one.engine.num_steps for one in world.executors),
+            "placements per request": sum(one.num_placements for one in records)
+            / max(1, sum(one.num_placements > 0 for one in records)),
+            "computed tokens per output token": sum(one.scheduler.num_computed_tokens for one in world.executors)
+            / max(1, world.checker.num_tokens),
+        }
+        name = "the whole context" if num_tokens == shape.context_length else f"{num_tokens} tokens at a time"
+        modes.append(Mode(name, replace(measured(world), extra=extra)))
+    whole, *parts = modes
+    found = tuple(
+        f"{mode.name}: {change(mode.figures.output_tokens_per_s, whole.figures.output_tokens_per_s)} output tokens/s, "
+        f"{mode.figures.extra['output tokens per step']:.1f} output tokens per step against "
+        f"{whole.figures.extra['output tokens per step']:.1f}, "
+        f"TTFT p99 {change(mode.figures.ttft_p99_ms, whole.figures.ttft_p99_ms)}"
+        for mode in parts
+    )
+    setting = (
+        f"{_setting(rate_per_s, duration_s)}; a context of {shape.context_length} tokens; half of the outputs are "
+        "shorter than 90 tokens and some reach 2,048"
+    )
+    return Comparison("How much to reserve: no max_tokens", setting, tuple(modes), found)
 
 
 def _renumbered(request: SimRequest, number: int) -> SimRequest:

@@ -29,6 +29,10 @@ class SimClient:
         return self.stream.is_complete
 
     @property
+    def has_used_reservation(self) -> bool:
+        return self.stream.has_used_reservation
+
+    @property
     def has_been_accepted(self) -> bool:
         return self.stream.has_been_accepted
 
@@ -64,6 +68,7 @@ def _demand(request: SimRequest, block_size: int) -> Demand:
         prompt_tokens=len(request.prompt),
         max_tokens=request.max_tokens,
         block_size=block_size,
+        reservation_tokens=request.reservation_tokens,
         num_bytes=4 * len(request.prompt),
         prefix_hashes=request.prefix_hashes,
     )

@@ -57,6 +57,11 @@ class ExecutorShape:
     max_inter_token_ms: float = 0.0
     cost: StepCost = field(default=H200)
 
+    @property
+    def ends_at_reservation(self) -> bool:
+        """Whether a placement may end before its request; as `router.dispatch.ledger_writer` decides."""
+        return self.batching is Batching.INFLIGHT and self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
+
     def limits(self) -> SchedulerLimits:
         """The limits of the scheduler."""
         return SchedulerLimits(
@@ -273,6 +278,7 @@ class SimExecutor:
             step_ms=status.step_ms if status else 0.0,
             prefill_tokens_per_s=status.prefill_tokens_per_s if status else 0.0,
             seats=limits.max_num_sequences,
+            ends_at_reservation=self.shape.ends_at_reservation,
         )
 
 

@@ -38,6 +38,7 @@ from router.lifecycle.events import (
     WithdrawAnswered,
 )
 from router.lifecycle.lifecycle import (
+    KEEPS_EXECUTOR,
     Answer,
     AskLedger,
     Attach,
@@ -310,8 +311,9 @@ class VirtualRouter:
                 self._timeline.after(0, self.process.run, self._tell, life, event)
             case ClearSuspicion(life, attempt):
                 self.ledger.absolve(life.request_id, attempt)
-            case NoteMoved(life):
-                client_of(life).stream.pause()
+            case NoteMoved(life, why):
+                stream = client_of(life).stream
+                stream.extend() if why is RequeueReason.EXTENDED else stream.pause()
             case TellEnd(life):
                 self._tell_end(client_of(life))
             case Forget(life):
@@ -367,10 +369,11 @@ class VirtualRouter:
             placement.attempt,
             self._shape.max_attempts,
             rejected=why in (RequeueReason.REJECTED, RequeueReason.HANDED_BACK),
-            preempted=why is RequeueReason.PREEMPTED,
+            preempted=why in KEEPS_EXECUTOR,
             output_tokens=len(stream.output_ids),
             progressed=stream.has_progressed,
             stood_still=why is RequeueReason.STALLED,
+            placement_blocks=stream.placement_blocks,
         )
 
         def ask_again() -> None:

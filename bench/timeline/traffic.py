@@ -20,7 +20,8 @@ VOCABULARY_SIZE = 50_021
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """One request. It ends by itself after `output_tokens`, or at `max_tokens` where that comes first.
+    """One request. It ends by itself after `output_tokens`, or at `max_tokens` where that comes first. With
+    `reservation_tokens` its client sets no `max_tokens`, and so much output is reserved at a time.
 
     `prompt` names the tokens; `gone_after_us` is when its client loses patience, if it does. A deadline that it does
     not tell is judged afterwards only.
@@ -39,6 +40,7 @@ class SimRequest:
     tells_deadline: bool = True
     prefix_hashes: tuple[str, ...] = ()
     gone_after_us: int | None = None
+    reservation_tokens: int | None = None
 
     @property
     def ledger_deadline_ms(self) -> int | None:

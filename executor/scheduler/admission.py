@@ -1,4 +1,5 @@
-"""The executor's admission gate. A sequence that passes it can run to its end, whatever the routers' ledger says.
+"""The executor's admission gate. A sequence that passes it can use all of its reservation, whatever the routers' ledger
+says.
 
 The gate owns the set of accepted sequences, the blocks reserved for them, and the newest attempt seen of each request.
 An attempt counts as seen even when it is refused: by the time a repeated submit of it could arrive, its router has
@@ -49,10 +50,7 @@ class AttemptLog:
 class Gate:
     """Accepts sequences whose blocks and batch slot can be guaranteed."""
 
-    def __init__(
-        self, *, num_blocks: int, block_size: int, max_inside: int, context_length: int, is_overcommitted: bool = False
-    ) -> None:
-        self._is_overcommitted = is_overcommitted
+    def __init__(self, *, num_blocks: int, block_size: int, max_inside: int, context_length: int) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_inside = max_inside
@@ -93,11 +91,15 @@ class Gate:
         num_reserved_blocks = self.num_reserved_blocks + sequence.num_reserved_blocks
         if num_reserved_blocks + num_overrun_blocks > self._num_blocks or len(self._inside) == self._max_inside:
             return Refusal.NO_CAPACITY
-        if self._num_blocks_to_end(sequence) > self._num_blocks:
+        if -(-self.most_tokens(sequence) // self._block_size) > self._num_blocks:
             return Refusal.NO_CAPACITY
         self._inside[sequence.request_id] = sequence
         self.num_reserved_blocks = num_reserved_blocks
         return None
+
+    def most_tokens(self, sequence: Sequence) -> int:
+        """Returns the tokens at which the request ends at the latest, prompt and output."""
+        return min(sequence.num_prompt_tokens + sequence.stopping.max_tokens, self._context_length)
 
     def leave(self, sequence: Sequence) -> None:
         """Cancels the reservation. Does nothing when the sequence has left already."""
@@ -106,16 +108,7 @@ class Gate:
             self.num_reserved_blocks -= sequence.num_reserved_blocks
 
     def _is_valid(self, sequence: Sequence) -> bool:
-        """Returns whether there are tokens to compute and the reservation suffices: to the sequence's end, or, when
-        overcommitted, for its known tokens and the next one. A smaller reservation would be overrun from the start."""
-        if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens < self._most_tokens(sequence):
+        """Returns whether there are tokens to compute and the reservation holds the known tokens and the next one."""
+        if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens < self.most_tokens(sequence):
             return False
-        if self._is_overcommitted:
-            return sequence.num_reserved_blocks >= sequence.num_tokens // self._block_size + 1
-        return sequence.num_reserved_blocks >= self._num_blocks_to_end(sequence)
-
-    def _most_tokens(self, sequence: Sequence) -> int:
-        return min(sequence.num_prompt_tokens + sequence.stopping.max_tokens, self._context_length)
-
-    def _num_blocks_to_end(self, sequence: Sequence) -> int:
-        return -(-self._most_tokens(sequence) // self._block_size)
+        return sequence.num_reserved_blocks >= sequence.num_tokens // self._block_size + 1

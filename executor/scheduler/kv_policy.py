@@ -57,8 +57,7 @@ class KvPolicy(Protocol):
 
 
 class GuaranteedNoEvict:
-    """guaranteed_no_evict: the gate has reserved for each sequence all that it can need, so an allocation cannot
-    fail."""
+    """guaranteed_no_evict: no sequence uses more than the gate has reserved for it, so an allocation cannot fail."""
 
     num_preemptions = 0
     num_recomputed_tokens = 0

@@ -5,19 +5,21 @@ it reaches `num_tokens`.
 
 Invariants:
 - The rows of a step stay within `max_num_tokens`, the sequences on a seat within `max_num_sequences`.
-- Under guaranteed_no_evict an allocation cannot fail: the gate admits only reservations that last to the end and whose
-  sum fits the pool, and no sequence takes more blocks than it reserved. Under max_utilization every accepted sequence
-  would fit alone, and some are preempted until the others fit. Under both policies every accepted sequence ends.
+- Under guaranteed_no_evict an allocation cannot fail: the gate admits only reservations whose sum fits the pool, and no
+  sequence takes more blocks than it reserved. One that needs more ends as preempted when its reservation is used up,
+  and its router places it again. Under max_utilization every accepted sequence would fit alone, and some are preempted
+  until the others fit. Under both policies every accepted sequence ends.
 - Each accepted sequence is released once and yields one `FinishEvent`.
 - A plan is a transaction. `update` commits it. `fail` ends every sequence that it touched, because the device's state
   of their rows, tables, parameters and KV is then unknown.
 
 Running one step ahead. `schedule()` may be called while the previous plan is still in flight; `update()` retires the
 oldest. Planning therefore counts planned work as done: `num_computed` includes the steps in flight, and `num_tokens`
-includes the tokens that they will yield. An end that is known beforehand (max_tokens, the context's length) is planned
-for: a sequence whose last token is in flight is in no further step and has left its seat. An end that is not known
-beforehand (a stop token, a cancel, a failed step) leaves at most one row in flight, whose token is dropped. The
-sequence is then `leaving`. A sequence to be preempted is `pausing` until no step in flight has a row of it:
+includes the tokens that they will yield. An end that is known beforehand (max_tokens, the context's or reservation's
+length) is planned for: a sequence whose last token is in flight is in no further step and has left its seat. An end
+that is not known beforehand (a stop token, a cancel, a failed step) leaves at most one row in flight, whose token is
+dropped. The sequence is then `leaving`. A sequence to be preempted is `pausing` until no step in flight has a row of
+it:
 
 | where        | has a seat | is in further steps | tokens count | blocks                                   |
 | ------------ | ---------- | ------------------- | ------------ | ---------------------------------------- |
@@ -166,7 +168,6 @@ class Scheduler:
             block_size=pool.block_size,
             max_inside=limits.max_num_sequences + limits.num_standby_sequences,
             context_length=limits.context_length,
-            is_overcommitted=limits.is_overcommitted,
         )
         self.prefix_cache = PrefixCache(pool, limits.enable_prefix_cache)
         self._queues = queues = SequenceQueues(limits.num_seat_rows)
@@ -204,9 +205,10 @@ class Scheduler:
                 self._unreturned.append(event)
         refusal = self._gate.enter(sequence, self._kv_policy.num_overrun_blocks)
         if refusal is None:
-            sequence.length_limit = min(
-                sequence.num_prompt_tokens + sequence.stopping.max_tokens, self.limits.context_length
-            )
+            sequence.length_limit = self._gate.most_tokens(sequence)
+            if not self.limits.is_overcommitted:
+                num_reserved_tokens = sequence.num_reserved_blocks * self.pool.block_size
+                sequence.length_limit = min(sequence.length_limit, num_reserved_tokens)
             self._num_arrivals += 1
             sequence.arrival = self._num_arrivals
             self._queues.accept(sequence)
@@ -489,7 +491,8 @@ class Scheduler:
         if is_complete or (token_id in stopping.stop_token_ids and has_enough):
             yield self._finish(sequence, FinishReason.STOP_TOKEN, stop_token_id=token_id)
         elif len(sequence.token_ids) == sequence.length_limit:
-            yield self._finish(sequence, FinishReason.LENGTH)
+            is_whole = sequence.length_limit == self._gate.most_tokens(sequence)
+            yield self._finish(sequence, FinishReason.LENGTH if is_whole else FinishReason.PREEMPTED)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> FinishEvent | None:
         """Ends a sequence from outside: now, or when its last step in flight retires."""

@@ -135,7 +135,8 @@ class Sequence:
     `token_ids[:num_prompt_tokens]` is the prompt, the rest output (output of earlier placements included).
     `block_table[i]` is the block that holds positions `[i * block_size, (i + 1) * block_size)`. `num_reserved_blocks`
     is what the ledger reserved. A `cache_salt` of None keeps the sequence out of the prefix cache. `length_limit` is
-    the number of tokens at which it ends at the latest. `seat` is its row in arrays that are kept between steps.
+    the number of tokens at which it ends here at the latest: its request's end or, without overcommitting, that of its
+    reservation. `seat` is its row in arrays that are kept between steps.
     `num_in_flight` steps that are not retired have a row of it; `num_pending` of them will yield a token.
 
     The larger `priority` is served first. `inter_token_target_ms` is the longest step that it should decode in; None:

@@ -186,6 +186,7 @@ class RequestPreparation:
         fitted = fit_tokens(prompt_ids, spec, limits)
         grammar = None if spec.constraint is None else await self._constraining.grammar(spec.constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
+        context.reservation_tokens = _reservation_tokens(fitted, self._settings)
         prior_ids, end = _prior_output(fitted)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
         submits = _choices(_submit(fitted, names, context, grammar), spec.choices.generated)
@@ -292,6 +293,12 @@ def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) ->
     return context
 
 
+def _reservation_tokens(fitted: FittedRequest, settings: RouterSettings) -> int:
+    """Returns the output tokens that one placement reserves; 0: all."""
+    is_open = fitted.spec.stopping.max_tokens is None
+    return settings.default_reservation_tokens if is_open else 0
+
+
 def _ttl_s(context: resume_pb2.RouterContext) -> float | None:
     return context.resume_ttl.ToNanoseconds() / 1e9 if context.HasField("resume_ttl") else None
 
@@ -333,6 +340,7 @@ def _demand(terms: Terms, num_choices: int, block_size: int) -> Demand:
         prompt_tokens=num_prompt_tokens,
         max_tokens=max_tokens,
         block_size=block_size,
+        reservation_tokens=context.reservation_tokens or None,
         num_bytes=submit.ByteSize(),
         prefix_hashes=terms.prefix_hashes,
         digest=context.digest.hex(),

@@ -146,6 +146,9 @@ class Timeline:
         self._tally.num_moved += 1
         self._enter(Stage.QUEUED, why=why)
 
+    def extended(self) -> None:
+        self._enter(Stage.QUEUED)
+
     def resumed(self) -> None:
         self.num_resumed += 1
         self._log.changed(self)

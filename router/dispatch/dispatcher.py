@@ -46,6 +46,7 @@ from router.lifecycle.events import (
     WithdrawAnswered,
 )
 from router.lifecycle.lifecycle import (
+    KEEPS_EXECUTOR,
     Answer,
     AskLedger,
     Attach,
@@ -553,8 +554,11 @@ class Dispatcher:
 
     def _note_moved(self, effect: NoteMoved) -> None:
         stream = stream_of(effect.life)
-        stream.pause()
-        stream.record.moved(WHY_MOVED[effect.why])
+        if effect.why is RequeueReason.EXTENDED:
+            stream.extend()
+        else:
+            stream.pause()
+            stream.record.moved(WHY_MOVED[effect.why])
 
     def _forget(self, effect: Forget) -> None:
         stream = stream_of(effect.life)
@@ -613,10 +617,11 @@ class Dispatcher:
                     placement.attempt,
                     self._max_attempts,
                     rejected=why in (RequeueReason.REJECTED, RequeueReason.HANDED_BACK),
-                    preempted=why is RequeueReason.PREEMPTED,
+                    preempted=why in KEEPS_EXECUTOR,
                     output_tokens=len(stream.output_ids),
                     progressed=stream.has_progressed,
                     stood_still=why is RequeueReason.STALLED,
+                    placement_blocks=stream.placement_blocks,
                 )
                 if outcome is not HandBackRefusal.UNDECIDED:
                     return outcome

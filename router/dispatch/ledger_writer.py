@@ -13,7 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from common.errors import RequestError
-from inflight.v1 import executor_pb2
+from common.protocol import RESERVATION_VERSION
+from inflight.v1 import executor_pb2, types_pb2
 from router.dispatch.report_pacer import ReportPacer
 from router.dispatch.retry_queue import STORE_RETRY_S
 from router.executors.link import ExecutorLink
@@ -115,4 +116,15 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
         step_ms=report.step_ms,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
         seats=link.description.max_num_sequences,
+        ends_at_reservation=_ends_at_reservation(link.description),
+    )
+
+
+def _ends_at_reservation(description: executor_pb2.DescribeResponse) -> bool:
+    """Returns whether a placement may reserve less than its request can need, and ends there. With max_utilization the
+    likely output is reserved instead, and a request of a static batch would wait for the rest of it each time."""
+    return (
+        description.protocol_version >= RESERVATION_VERSION
+        and description.batching != types_pb2.BATCHING_MODE_STATIC
+        and description.scheduler_policy != types_pb2.SCHEDULER_POLICY_MAX_UTILIZATION
     )

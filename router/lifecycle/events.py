@@ -72,6 +72,8 @@ class RequeueReason(Enum):
     """The engine made no step."""
     PREEMPTED = auto()
     """It gave way to another sequence."""
+    EXTENDED = auto()
+    """It has used its reservation, and another placement reserves more."""
     HANDED_BACK = auto()
     """Its executor drains, or preempted it again and again: nothing new for it before its next report."""
     WITHDRAWN = auto()

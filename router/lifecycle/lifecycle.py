@@ -107,6 +107,9 @@ from router.store.types import (
 # reports.
 MAX_CONSECUTIVE_PREEMPTIONS = 3
 
+# Reasons that say nothing against the executor: the ledger may place new requests there before its next report.
+KEEPS_EXECUTOR = frozenset({RequeueReason.PREEMPTED, RequeueReason.EXTENDED})
+
 # Attempts count from 1.
 NO_ATTEMPT = 0
 
@@ -124,6 +127,10 @@ class Output(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether it has all the tokens that it may have."""
+
+    @property
+    def has_used_reservation(self) -> bool:
+        """Whether the current placement has brought all tokens that it reserved, and there may be more."""
 
     @property
     def has_been_accepted(self) -> bool:
@@ -500,7 +507,7 @@ class Lifecycle:
 
     def _on_hand_back_answered(self, event: HandBackAnswered) -> None:
         self._over(PendingCall.HAND_BACK)
-        if event.why is not RequeueReason.PREEMPTED:
+        if event.why not in KEEPS_EXECUTOR:
             self._effects.append(ExpectReport(event.placement.executor_id))
         if self.state is S.HANDING_BACK:
             self.state = S.WAITING
@@ -642,10 +649,14 @@ class Lifecycle:
         self._forget()
 
     def _preempted(self, event: SequenceEnded) -> None:
-        """Its executor has ended the placement for others, or because it drains or stalls. A request that was preempted
-        several times before its next token waits for a report."""
+        """Its executor has ended the placement because its reservation is used up, for others, or because it drains or
+        stalls. A request that was preempted several times before its next token waits for a report."""
         if event.is_stall:
             self._requeue(RequeueReason.STALLED)
+            return
+        if self.output.has_used_reservation and not event.is_draining:
+            self.consecutive_preemptions = 0
+            self._requeue(RequeueReason.EXTENDED)
             return
         self.consecutive_preemptions = 0 if self.output.has_progressed else self.consecutive_preemptions + 1
         is_refused = event.is_draining or self.consecutive_preemptions > MAX_CONSECUTIVE_PREEMPTIONS

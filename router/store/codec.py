@@ -47,7 +47,7 @@ from router.store.types import (
     WaitReason,
 )
 
-_LIMITS = struct.Struct("<27d")
+_LIMITS = struct.Struct("<28d")
 _RATES = struct.Struct("<5d")
 
 
@@ -113,6 +113,7 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
         report.reserve_quantile,
         report.step_ms,
         report.prefill_tokens_per_s,
+        int(report.ends_at_reservation),
     ]
     for one in report.held:
         args += (one.request_id, one.attempt, one.blocks)
@@ -129,10 +130,12 @@ def hand_back_args(
     output_tokens: int,
     progressed: bool = False,
     stood_still: bool = False,
+    placement_blocks: int | None = None,
 ) -> list[Argument]:
     """Returns the arguments of hand_back.lua."""
     why = "preempted" if preempted else "rejected" if rejected else "stood_still" if stood_still else "lost"
-    return [request_id, attempt, max_attempts, why, output_tokens, int(progressed)]
+    blocks: Argument = "" if placement_blocks is None else placement_blocks
+    return [request_id, attempt, max_attempts, why, output_tokens, int(progressed), blocks]
 
 
 def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:
@@ -145,6 +148,7 @@ def _request_numbers(demand: Demand) -> tuple[float, ...]:
         demand.priority_class,
         _limit(demand.deadline_ms),
         demand.blocks,
+        demand.blocks if demand.placement_blocks is None else demand.placement_blocks,
         demand.sequences,
         demand.last_attempt,
         demand.prompt_tokens,

@@ -8,7 +8,8 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | key | type | content |
 | --- | --- | --- |
 | `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks,
-reserved_sequences, has_suspect, accepting, quantile that it reserves for, suspended (until its next report), claim (the
+reserved_sequences, has_suspect, accepting, quantile that it reserves for, whether it ends placements at their
+reservations, suspended (until its next report), claim (the
 request that it is kept for), last_report_ms, audited_ms, audit_due | | `room` | zset | executor that is not claimed →
 −available blocks; a silent executor may linger | | `sizes` | zset | executor → total blocks | | `reports` | zset |
 executor → time of its last report | | `requests` | hash | request → owner, tenant, state, class, what it asks for and
@@ -42,7 +43,7 @@ FORMAT = 1
 misread: fields of records, names or contents of keys, kinds of events. Two formats coexist, each with its own
 ledger."""
 
-FINGERPRINT = "d316d55b2e6c670d"
+FINGERPRINT = "4e49e2e223f598d5"
 """The hash of the record definitions of this format; a test compares it. It does not cover the other parts of the
 format."""
 

@@ -197,6 +197,7 @@ class AdmissionStore:
         output_tokens: int = 0,
         progressed: bool = False,
         stood_still: bool = False,
+        placement_blocks: int | None = None,
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Returns a failed placement; the request waits at its former position if attempts are left.
 
@@ -204,7 +205,8 @@ class AdmissionStore:
         so the attempt does not count. In both cases the executor gets nothing new before its next report. `preempted`:
         the request gave up its seat; that does not count either, and the executor keeps getting work. `progressed`:
         this placement produced tokens, so the request did not cause the loss; the count of losses starts again.
-        `stood_still`: the executor reports a stalled engine; that counts although the executor lives. UNDECIDED:
+        `stood_still`: the executor reports a stalled engine; that counts although the executor lives.
+        `placement_blocks` are those of the next placement; None: as many as before. UNDECIDED:
         whether attempts are left depends on whether executors died, which is known within seconds; call again.
         """
         args = hand_back_args(
@@ -216,6 +218,7 @@ class AdmissionStore:
             output_tokens=output_tokens,
             progressed=progressed,
             stood_still=stood_still,
+            placement_blocks=placement_blocks,
         )
         operation = self._operate("hand_back", *args, own_id=request_id)
         reply, event = await self._detached(operation)

@@ -116,15 +116,16 @@ class Demand:
     """The demand of a request on the pool. `priority_class` 1 goes first, 3 last.
 
     `blocks` hold prompt and `max_tokens`; an executor that reserves a quantile reserves fewer, of `block_size` tokens
-    each. `digest` is the hash of the whole request: a submit with the same id and digest is a repeat, from any router;
-    empty: only its owner can repeat it. `is_served`: the submit comes not from a client but from the router that
-    already serves the request; it takes over nothing from another living router and starts no cancelled request again:
-    that is a `Duplicate`. `deadline_ms` counts from the submit, for the first token; after it the request is dropped,
-    not placed. `last_attempt` and `output_tokens` are the last that its owner knows, for a pool that has lost the
-    request. `num_bytes` is the router memory that its prompt takes while it waits. `prefix_hashes` name prefixes of the
-    prompt of increasing length, as `router.request.ids` chooses them. `num_choices` are the choices that this
-    submit admits: the first choice of a request admits all of them, and the others, with 0, are within all bounds and
-    rates then.
+    each. With `reservation_tokens` a placement reserves no more output than this beyond the output so far, on executors
+    that end it there; `placement_blocks` are those of the next placement then. `digest` is the hash of the whole
+    request: a submit with the same id and digest is a repeat, from any router; empty: only its owner can repeat it.
+    `is_served`: the submit comes not from a client but from the router that already serves the request; it takes over
+    nothing from another living router and starts no cancelled request again: that is a `Duplicate`. `deadline_ms`
+    counts from the submit, for the first token; after it the request is dropped, not placed. `last_attempt` and
+    `output_tokens` are the last that its owner knows, for a pool that has lost the request. `num_bytes` is the router
+    memory that its prompt takes while it waits. `prefix_hashes` name prefixes of the prompt of increasing length, as
+    `router.request.ids` chooses them. `num_choices` are the choices that this submit admits: the first choice of a
+    request admits all of them, and the others, with 0, are within all bounds and rates then.
     """
 
     request_id: str
@@ -139,11 +140,20 @@ class Demand:
     max_tokens: int = 0
     output_tokens: int = 0
     block_size: int = 16
+    reservation_tokens: int | None = None
+    placement_blocks: int | None = None
     num_bytes: int = 0
     prefix_hashes: tuple[str, ...] = ()
     digest: str = ""
     is_served: bool = False
     num_choices: int = 1
+
+    def blocks_after(self, num_output_tokens: int) -> int:
+        """Returns the blocks of a placement that begins with so much output."""
+        if self.reservation_tokens is None:
+            return self.blocks
+        num_tokens = self.prompt_tokens + min(self.max_tokens, num_output_tokens + self.reservation_tokens)
+        return min(self.blocks, -(-num_tokens // self.block_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +195,8 @@ class ExecutorReport:
     """An executor's report, as far as the ledger is concerned. `accepting` is false while it drains.
 
     `reserve_quantile` below 1 reserves that quantile of the output length instead of `max_tokens`.
+    `ends_at_reservation`: a placement that has used its reservation ends as preempted, so it may reserve less than
+    `max_tokens`.
     `seats` are those of `budget_sequences` that can compute at once; None: all of them.
     """
 
@@ -200,6 +212,7 @@ class ExecutorReport:
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
     seats: int | None = None
+    ends_at_reservation: bool = False
 
 
 # Results and events -----------------------------------------------------------------------------------------------

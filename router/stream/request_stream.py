@@ -90,8 +90,8 @@ class Clock:
 
 class RequestStream:
     """The output of one request. Producers call `place`, `attach`, `accept`, `start`, `token`, `logprobs`, `pause`,
-    `move`; the reader calls `next`. `deadline` is the latest end of the request, on the clock of `arrived`. `prior_ids`
-    is output that its client brought. Without a `reading` it cannot be read again."""
+    `extend`, `move`; the reader calls `next`. `deadline` is the latest end of the request, on the clock of `arrived`.
+    `prior_ids` is output that its client brought. Without a `reading` it cannot be read again."""
 
     def __init__(
         self,
@@ -125,6 +125,8 @@ class RequestStream:
         self._seat = Seat.NONE
         self._num_placements = 0
         self._num_before_placement = 0
+        # The executor of the placement that has used its reservation, until the next placement.
+        self._extended_on = ""
         self._untold = 0
         self._queued: Queued | None = None
         self._num_taken = 0
@@ -185,6 +187,19 @@ class RequestStream:
         return len(self.output_ids) >= self._max_tokens
 
     @property
+    def placement_blocks(self) -> int:
+        """Blocks of the next placement, where it ends at the end of its reservation."""
+        return self._demand.blocks_after(len(self.output_ids))
+
+    @property
+    def has_used_reservation(self) -> bool:
+        """Whether the output fills the reservation of the current placement, and another one follows."""
+        demand, placement = self._demand, self.life.placement
+        if placement is None or demand.reservation_tokens is None:
+            return False
+        return demand.prompt_tokens + len(self.output_ids) == placement.blocks * demand.block_size
+
+    @property
     def num_bytes(self) -> int:
         """Approximate memory of the request."""
         logprobs_bytes = len(self._logprobs) * (
@@ -204,6 +219,7 @@ class RequestStream:
             self._demand,
             last_attempt=self.life.attempt,
             output_tokens=len(self.output_ids) if has_run else 0,
+            placement_blocks=self.placement_blocks,
             deadline_ms=None if has_run and self.output_ids else self._demand.deadline_ms,
             is_served=is_served,
         )
@@ -233,8 +249,9 @@ class RequestStream:
 
     def place(self, placement: Placement) -> executor_pb2.Submit:
         """Makes a placement the current one. Returns the message for its executor."""
-        if self._num_placements and self.output_ids:
+        if self._num_placements and self.output_ids and placement.executor_id != self._extended_on:
             self.num_migrations += 1
+        self._extended_on = ""
         self._leave_seat(len(self.output_ids))
         self.record.placed(placement.executor_id, placement.attempt)
         submit = executor_pb2.Submit()
@@ -361,6 +378,11 @@ class RequestStream:
             self._seat = Seat.GIVEN_UP
             self._untold |= PAUSED
             self._changed.set()
+
+    def extend(self) -> None:
+        """Records that its placement has used its reservation. Its reader is told only if it continues elsewhere."""
+        self._extended_on = self.life.executor_id
+        self.record.extended()
 
     def move(self, queued: Queued) -> None:
         """Records its new place in the queue."""

@@ -98,6 +98,9 @@ class RequestRecorder(Protocol):
     def moved(self, why: str) -> None:
         """It lost its placement and waits for another."""
 
+    def extended(self) -> None:
+        """Its placement has used its reservation; another one follows."""
+
     def resumed(self) -> None:
         """A client resumed it."""
 
@@ -217,6 +220,11 @@ class RequestRecord:
         """It lost its place and waits for another."""
         for recorder in self._recorders:
             recorder.moved(why)
+
+    def extended(self) -> None:
+        """Its placement has used its reservation; another one follows."""
+        for recorder in self._recorders:
+            recorder.extended()
 
     def resumed(self) -> None:
         """A client came back to it."""

@@ -130,6 +130,9 @@ class ModelLatencies:
     def moved(self, why: str) -> None:
         """No latency follows from it."""
 
+    def extended(self) -> None:
+        """No latency follows from it."""
+
     def resumed(self) -> None:
         """No latency follows from it."""
 

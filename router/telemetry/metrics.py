@@ -75,12 +75,23 @@ class RouterMetrics:
         self.migrations = self._counter(
             "inflight_migrations", "Requests that lost their placement.", ("model", "reason")
         )
+        self.extensions = self._counter(
+            "inflight_reservation_extensions",
+            "Reservations used up by requests without max_tokens, which then reserved more.",
+            ("model",),
+        )
         self.resumed = self._counter("inflight_resumed", "Resumed streams.", ("model",))
         self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
         self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}
         for model in models:
-            for counter in (self.prompt_tokens, self.cached_tokens, self.output_tokens, self.resumed):
+            for counter in (
+                self.prompt_tokens,
+                self.cached_tokens,
+                self.output_tokens,
+                self.extensions,
+                self.resumed,
+            ):
                 counter.labels(model)  # is there from the beginning, at 0
 
     def _histogram(
@@ -122,6 +133,7 @@ class _Measures:
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.cached_tokens = metrics.cached_tokens.labels(model)
         self.output_tokens = metrics.output_tokens.labels(model)
+        self.extensions = metrics.extensions.labels(model)
         self.resumed = metrics.resumed.labels(model)
         self._metrics = metrics
         self._gen_ai = gen_ai
@@ -172,6 +184,9 @@ class RequestMeter:
 
     def moved(self, why: str) -> None:
         self._measures.moved(why)
+
+    def extended(self) -> None:
+        self._measures.extensions.inc()
 
     def resumed(self) -> None:
         self._measures.resumed.inc()

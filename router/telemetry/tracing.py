@@ -129,6 +129,9 @@ class RequestTrace:
         self._end_all()
         self.admitted()
 
+    def extended(self) -> None:
+        self.moved("extended")
+
     def resumed(self) -> None:
         """The call that resumes has its own span."""
 

@@ -126,20 +126,20 @@ def _may_be_passed(pool: Pool, name: str) -> bool:
 
 def _handle_head_of_line(pool: Pool, name: str, caller_id: str) -> Dealt:
     request = pool.requests[name]
-    if pool.executors and not pool.fits_somewhere(request.demand):
+    if pool.executors and not pool.fits_somewhere(request):
         return _drop(pool, name, DropReason.NEVER_FITS)
     if pool.settings.preempt_for_priority:
         _ask_others(pool, name, caller_id)
-    if request.claim and not (pool.takes_work(request.claim) and pool.could_hold(request.claim, request.demand)):
+    if request.claim and not (pool.takes_work(request.claim) and pool.could_hold(request.claim, request)):
         pool.unclaim(name)
     return Dealt.PASS if _may_be_passed(pool, name) else Dealt.HOLD
 
 
 def _claim(pool: Pool, name: str) -> bool:
     """Keeps the executor for it that is nearest to having room. False where there is none to be kept."""
-    demand, claimed = pool.requests[name].demand, pool.claimed()
+    request, claimed = pool.requests[name], pool.claimed()
     fit = [
-        one for one in pool.executors if pool.takes_work(one) and one not in claimed and pool.could_hold(one, demand)
+        one for one in pool.executors if pool.takes_work(one) and one not in claimed and pool.could_hold(one, request)
     ]
     if not fit or len(claimed) >= MAX_CLAIMS:
         return False

@@ -39,6 +39,7 @@ def _compare_requests(records: Records, pool: Pool) -> None:
             request.output,
             request.passed,
         )
+        assert (record["blocks"], record["placement_blocks"]) == (request.blocks, request.placement_blocks)
         assert (record["claim"] or None) == request.claim
         assert (record["charge"] if record["charged"] else None) == _near(request.charge)
         if request.state is LedgerState.PLACED and placement:

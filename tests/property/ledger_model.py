@@ -33,7 +33,7 @@ from router.store.types import (
 )
 from tests.property import ledger_adoption as adoption
 from tests.property.ledger_board import board, place
-from tests.property.ledger_pool import LEASE_MS, NO_OBSERVERS, Executor, Pool, Request
+from tests.property.ledger_pool import LEASE_MS, NO_OBSERVERS, Executor, Pool, Request, placement_blocks_of
 from tests.property.ledger_refusals import impossible, refusal_of_waiting
 from tests.property.ledger_strikes import forgive, judge, strike
 from tests.property.ledger_tenants import smoothed_share
@@ -110,6 +110,7 @@ class Ledger:
             if known.state is LedgerState.LOST:
                 if was_told:
                     strike(self.pool, known, progressed=demand.output_tokens > known.output)
+                self.pool.set_placement_blocks(known, placement_blocks_of(demand))
                 self._requeue(router_id, known, demand.output_tokens)
                 board(self.pool, router_id)
             return self._own_result(router_id, name)
@@ -139,7 +140,7 @@ class Ledger:
         tenant = pool.tenant(request.demand.tenant)
         executor_id = pool.choose(name, request)
         is_first = not pool.waiting() and pool.running(request.demand.tenant) < tenant.max_running
-        if not executor_id and (refused := impossible(pool, request.demand)):
+        if not executor_id and (refused := impossible(pool, request)):
             self._give_back_rates(request)
             return refused
         pool.requests[name] = request
@@ -194,10 +195,10 @@ class Ledger:
             return
         demand = request.demand
         self.pool.tenant(demand.tenant).settle(
-            request.charge, request.rated, ending.computed_tokens, ending.output_tokens, demand.max_tokens
+            request.charge, request.rated, ending.computed_tokens, ending.output_tokens, request.output_tokens
         )
-        if demand.max_tokens:
-            share = smoothed_share(self.pool.output_share, ending.output_tokens, demand.max_tokens)
+        if request.output_tokens > 0:
+            share = smoothed_share(self.pool.output_share, ending.output_tokens, request.output_tokens)
             self.pool.output_share = share
         if ending.by_itself and self.pool.overcommits and demand.max_tokens:
             self.pool.lengths.learn(demand.tenant, demand.max_tokens, ending.output_tokens)
@@ -244,7 +245,14 @@ class Ledger:
         return request.state is not LedgerState.WAITING and request.attempt <= one.attempt
 
     def hand_back(
-        self, router_id: str, one: Attempt, max_attempts: int, why: str, output_tokens: int, progressed: bool
+        self,
+        router_id: str,
+        one: Attempt,
+        max_attempts: int,
+        why: str,
+        output_tokens: int,
+        progressed: bool,
+        placement_blocks: int | None = None,
     ) -> Any:
         """Model of hand_back.lua; `why` is one of WHYS."""
         self.register(router_id)
@@ -265,6 +273,8 @@ class Ledger:
                 if refused:
                     board(pool, router_id)
                     return refused
+            if placement_blocks is not None:
+                pool.set_placement_blocks(request, placement_blocks)
             self._requeue(router_id, request, output_tokens)
         board(pool, router_id)
         return self._own_result(router_id, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import floor
 
 from router.store.settings import StoreSettings
@@ -48,6 +48,11 @@ class Blamed:
     at_ms: int
 
 
+def placement_blocks_of(demand: Demand) -> int:
+    """What one placement reserves where it may end before the request does."""
+    return demand.blocks if demand.placement_blocks is None else demand.placement_blocks
+
+
 @dataclass(slots=True)
 class Request:
     """A request that has not ended. `claim` is the executor kept for it; `placement` says where it is or was last;
@@ -62,6 +67,10 @@ class Request:
     class_: int
     digest: str | None
     output: int = 0
+    placement_blocks: int = 0
+    """Of its next placement where it may be served by several."""
+    blocks: int = 0
+    """To its end."""
     state: LedgerState | None = None
     strikes: int = 0
     blamed: list[Blamed] = field(default_factory=list)
@@ -85,6 +94,10 @@ class Request:
     rated: int | None = None
     estimate: tuple[int, float] | None = None
 
+    def __post_init__(self) -> None:
+        self.blocks = self.demand.blocks
+        self.placement_blocks = placement_blocks_of(self.demand)
+
     @property
     def deadline_ms(self) -> int | None:
         """When it must have begun."""
@@ -92,8 +105,14 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """What counts of it while it waits."""
-        return self.demand.prompt_tokens + self.demand.max_tokens
+        """What counts of it while it waits: what its next placement reserves."""
+        demand = self.demand
+        return min(demand.prompt_tokens + demand.max_tokens, self.placement_blocks * demand.block_size)
+
+    @property
+    def output_tokens(self) -> int:
+        """Those of them that are output."""
+        return self.tokens - self.demand.prompt_tokens
 
 
 @dataclass(slots=True)
@@ -235,7 +254,7 @@ class Pool:
         if request.state is not LedgerState.WAITING:
             tenant.counter = max(tenant.counter, 0 if tenant.is_active else self.floor)
         self.floor = max(self.floor, tenant.counter)
-        request.charge = tenant.expected_charge(request.demand, request.output)
+        request.charge = tenant.expected_charge(request.demand.prompt_tokens, request.output_tokens, request.output)
         tenant.counter += request.charge
 
     # Places -----------------------------------------------------------------------------------------------------------
@@ -264,8 +283,11 @@ class Pool:
 
     def needed_blocks(self, request: Request, executor_id: str | None) -> int:
         """What the executor reserves for it."""
-        quantile = self.executors[executor_id].report.reserve_quantile if executor_id else 1.0
-        return self.lengths.needed_blocks(request.demand, request.output, quantile)
+        report = self.executors[executor_id].report if executor_id else None
+        if report and report.ends_at_reservation:
+            return request.placement_blocks
+        demand = replace(request.demand, blocks=request.blocks)
+        return self.lengths.needed_blocks(demand, request.output, report.reserve_quantile if report else 1.0)
 
     def suspects_on(self, executor_id: str) -> list[str]:
         """Those placed there under which an executor was lost."""
@@ -311,16 +333,31 @@ class Pool:
         report, (blocks, sequences) = self.executors[executor_id].report, self.reserved(executor_id)
         return max(blocks / max(1, report.budget_blocks), sequences / max(1, report.budget_sequences))
 
-    def could_hold(self, executor_id: str, demand: Demand) -> bool:
+    def could_hold(self, executor_id: str, request: Request) -> bool:
         """Whether it is large enough, empty."""
         report = self.executors[executor_id].report
-        return report.total_blocks >= demand.blocks and report.budget_sequences >= demand.sequences
+        return report.total_blocks >= request.blocks and report.budget_sequences >= request.demand.sequences
 
-    def fits_somewhere(self, demand: Demand) -> bool:
+    def fits_somewhere(self, request: Request) -> bool:
         """Whether any executor is large enough."""
-        return any(self.could_hold(one, demand) for one in self.executors)
+        return any(self.could_hold(one, request) for one in self.executors)
 
     # Changes of state ------------------------------------------------------------------------------------------
+
+    def set_placement_blocks(self, request: Request, blocks: int) -> None:
+        """What the next placement reserves beyond the one before is charged and taken from the rate."""
+        before = request.tokens
+        request.placement_blocks, request.blocks = blocks, max(request.blocks, blocks)
+        more = request.tokens - before
+        if more <= 0:
+            return
+        tenant = self.tenant(request.demand.tenant)
+        if request.charge is not None:
+            charge = tenant.output_charge(more)
+            request.charge, tenant.counter = request.charge + charge, tenant.counter + charge
+        if request.rated is not None:
+            request.rated += more
+            tenant.return_tokens(-more)
 
     def enqueue(self, name: str) -> None:
         """Puts it in line."""

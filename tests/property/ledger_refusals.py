@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from common.errors import Reason
-from router.store.types import Demand, Refused
+from router.store.types import Refused
 from tests.property.ledger_estimates import MARGIN
 from tests.property.ledger_pool import LEASE_MS, Pool, Request
 from tests.property.ledger_tenants import exceeded
@@ -13,11 +13,11 @@ from tests.property.ledger_tenants import exceeded
 MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
 
 
-def impossible(pool: Pool, demand: Demand) -> Refused | None:
+def impossible(pool: Pool, request: Request) -> Refused | None:
     """Why it can run nowhere."""
     if not any(pool.now_ms - one.last_report_ms <= LEASE_MS for one in pool.executors.values()):
         return Refused(Reason.NO_EXECUTOR)
-    return None if pool.fits_somewhere(demand) else Refused(Reason.NEVER_FITS)
+    return None if pool.fits_somewhere(request) else Refused(Reason.NEVER_FITS)
 
 
 def refusal_of_waiting(pool: Pool, request: Request) -> Refused | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from router.store.types import NO_LIMITS, Demand, TenantLimits
+from router.store.types import NO_LIMITS, TenantLimits
 
 OUTPUT_WEIGHT = 2
 SHARE_STEP = 0.05
 
 
-def smoothed_share(share: float, output: int, max_tokens: int) -> float:
-    """How much of `max_tokens` is used, after one more output."""
-    return share + SHARE_STEP * (min(1, output / max_tokens) - share)
+def smoothed_share(share: float, output: int, reserved: int) -> float:
+    """How much of the reserved output is used, after one more output."""
+    return share + SHARE_STEP * (min(1, output / reserved) - share)
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Tenant:
-    """A tenant by its latest limits. `counter` is what it was served, `output_share` what it uses of `max_tokens`."""
+    """A tenant by its latest limits. `counter` is what it was served, `output_share` what it uses of reservations."""
 
     limits: TenantLimits = NO_LIMITS
     counter: float = 0.0
@@ -54,24 +54,28 @@ class Tenant:
         wait_ms = self.tokens.wait_ms(now_ms, tokens, limits.token_burst, limits.tokens_per_s)
         return ("tenant tokens_per_s", wait_ms) if wait_ms else None
 
-    def expected_charge(self, demand: Demand, output_tokens: int) -> float:
+    def expected_charge(self, prompt_tokens: int, reserved_tokens: int, output_tokens: int) -> float:
         """What a request will probably cost it."""
-        output = max(1, self.output_share * demand.max_tokens - output_tokens)
-        return (demand.prompt_tokens + OUTPUT_WEIGHT * output) / self.limits.weight
+        output = max(1, self.output_share * reserved_tokens - output_tokens)
+        return (prompt_tokens + OUTPUT_WEIGHT * output) / self.limits.weight
+
+    def output_charge(self, reserved_tokens: int) -> float:
+        """What so much more reserved output will probably cost it."""
+        return OUTPUT_WEIGHT * self.output_share * reserved_tokens / self.limits.weight
 
     def return_tokens(self, tokens: int) -> None:
         """Gives back what was taken of the rate of tokens and not used."""
         if self.limits.tokens_per_s is not None:
             self.tokens.full_ms -= tokens * 1000 / self.limits.tokens_per_s
 
-    def settle(self, charge: float | None, rated: int | None, computed: int, output: int, max_tokens: int) -> None:
+    def settle(self, charge: float | None, rated: int | None, computed: int, output: int, reserved: int) -> None:
         """Corrects what was charged and taken to what was used."""
         if charge is not None:
             self.counter = self.counter + (computed + OUTPUT_WEIGHT * output) / self.limits.weight - charge
         if rated is not None:
             self.return_tokens(max(0, rated - computed - output))
-        if max_tokens:
-            self.output_share = smoothed_share(self.output_share, output, max_tokens)
+        if reserved > 0:
+            self.output_share = smoothed_share(self.output_share, output, reserved)
 
     @property
     def max_running(self) -> float:

@@ -65,7 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(limits, self.pool)
         self.device = FakeDevice(self.pool)
         max_held = limits.max_num_sequences + limits.num_standby_sequences
-        self.promises = Promises(num_blocks, block_size, max_held, limits.context_length, limits.is_overcommitted)
+        self.promises = Promises(num_blocks, block_size, max_held, limits.context_length)
         self.expectations: dict[Sequence, Expectation] = {}
         self.launched: list[Launched] = []
         checks = OvercommittedChecks if limits.is_overcommitted else ReservedChecks
@@ -404,7 +404,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert event.error in ("lost", INVALID_LOGITS, NOTHING_ALLOWED)
             return
         if event.reason is FinishReason.PREEMPTED:
-            assert event.sequence.num_preemptions > 0
+            num_reserved_tokens = event.sequence.num_reserved_blocks * self.pool.block_size
+            has_used_reservation = not self.limits.is_overcommitted and event.sequence.num_tokens == num_reserved_tokens
+            assert event.sequence.num_preemptions > 0 or has_used_reservation
             return
         assert (expectation.received, event.reason) == (expectation.output, expectation.reason)
         stopped = event.reason is FinishReason.STOP_TOKEN

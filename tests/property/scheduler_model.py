@@ -50,7 +50,6 @@ class Promises:
     block_size: int
     max_held: int
     context_length: int
-    is_overcommitted: bool = False
     is_draining: bool = False
     newest_attempt: dict[str, int] = field(default_factory=dict)
     # Held and not cancelled, in order of arrival.
@@ -69,8 +68,7 @@ class Promises:
             return Refusal.DRAINING
         if num_prompt + num_prior >= most_tokens:
             return Refusal.INVALID
-        needed_tokens = sequence.num_tokens + 1 if self.is_overcommitted else most_tokens
-        if sequence.num_reserved_blocks < math.ceil(needed_tokens / self.block_size):
+        if sequence.num_reserved_blocks < math.ceil((sequence.num_tokens + 1) / self.block_size):
             return Refusal.INVALID
         num_blocks = sum(held.num_reserved_blocks + self.overrun(held) for held in others)
         if num_blocks + sequence.num_reserved_blocks > self.num_blocks:
@@ -133,7 +131,7 @@ def sequence_strategy(
     max_tokens = max(1, len(prior_output) + draw(st.integers(8, 24) if is_overcommitted else st.integers(0, 12)))
     num_extra_blocks = draw(st.sampled_from((0,) * 18 + (1, -1)))
     num_blocks = math.ceil((len(prompt) + max_tokens) / block_size)
-    if is_overcommitted and draw(st.integers(0, 4)):
+    if draw(st.integers(0, 4)) if is_overcommitted else draw(st.integers(0, 2)) == 0:
         num_blocks = math.ceil((len(prompt) + len(prior_output) + 1) / block_size)
     return Sequence(
         request_id=request_id,

@@ -60,10 +60,14 @@ def random_demand(rng: random.Random, request_id: str) -> Demand:
     """A question that a caller may ask."""
     tenant, sequences = rng.choice(sorted(TENANTS)), rng.choice((1, 1, 2))
     prompt_tokens, max_tokens = rng.randint(1, 60), rng.choice((1, 10, 16, 40, 64))
+    blocks = sequences * ceil((prompt_tokens + max_tokens) / BLOCK_SIZE)
+    # Some are served by several placements, each of which reserves a part.
+    least_blocks = sequences * ceil((prompt_tokens + 1) / BLOCK_SIZE)
     return Demand(
         request_id,
         rng.randint(1, 3),
-        blocks=sequences * ceil((prompt_tokens + max_tokens) / BLOCK_SIZE),
+        blocks=blocks,
+        placement_blocks=min(blocks, least_blocks + max_tokens % 3) if prompt_tokens % 2 else None,
         sequences=sequences,
         deadline_ms=rng.choice(DEADLINES_MS),
         last_attempt=rng.choice((0, 0, 0, 2)),
@@ -104,7 +108,16 @@ def random_report(
     generation += rng.choice((0, 0, 0, 0, 1, -1))
     accepting, quantile = rng.random() < 0.9, rng.choice((1.0, 0.5))
     return ExecutorReport(
-        executor_id, generation, seq, 9, rng.randint(7, 11), 3, accepting, tuple(held.values()), quantile
+        executor_id,
+        generation,
+        seq,
+        9,
+        rng.randint(7, 11),
+        3,
+        accepting,
+        tuple(held.values()),
+        quantile,
+        ends_at_reservation=quantile == 1 and seq % 4 > 0,
     )
 
 

@@ -87,4 +87,4 @@ def _check_tenants(records: Records, waiting: dict[str, Any], placed: dict[str, 
 
 
 def _tokens(request: dict[str, Any]) -> float:
-    return float(request["prompt"] + request["max"])
+    return float(min(request["prompt"] + request["max"], request["placement_blocks"] * request["block_size"]))

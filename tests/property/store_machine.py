@@ -285,6 +285,11 @@ class StoreMachine(RuleBasedStateMachine):
         self, router_id: str, one: Attempt, max_attempts: int, why: str, is_reply_lost: bool = False
     ) -> None:
         output, progressed = one.attempt % 2 * 5, why == "lost after tokens"
+        # More with every attempt, up to the end; routers before it did not say.
+        known = self.model.pool.requests.get(one.request_id)
+        blocks = (
+            known and min(known.demand.blocks, known.placement_blocks + one.attempt % 3) if one.attempt % 5 else None
+        )
 
         def call() -> Coroutine[Any, Any, Any]:
             return self.stores[router_id].hand_back(
@@ -296,10 +301,11 @@ class StoreMachine(RuleBasedStateMachine):
                 output_tokens=output,
                 progressed=progressed,
                 stood_still=why == "stood still",
+                placement_blocks=blocks,
             )
 
         def decide() -> Any:
-            return self.model.hand_back(router_id, one, max_attempts, why, output, progressed)
+            return self.model.hand_back(router_id, one, max_attempts, why, output, progressed, blocks)
 
         self._do(router_id, call, decide, is_reply_lost)
 
@@ -313,7 +319,19 @@ class StoreMachine(RuleBasedStateMachine):
         held = self._placed_on(executor_id)
         self._report(
             router_id,
-            ExecutorReport(executor_id, generation, seq, 10, 10, 3, True, held, step_ms=20, prefill_tokens_per_s=1000),
+            ExecutorReport(
+                executor_id,
+                generation,
+                seq,
+                10,
+                10,
+                3,
+                True,
+                held,
+                step_ms=20,
+                prefill_tokens_per_s=1000,
+                ends_at_reservation=seq % 4 > 0,
+            ),
         )
 
     @rule(

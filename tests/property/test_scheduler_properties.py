@@ -107,5 +107,4 @@ def _most_tokens(sequence: Sequence, limits: SchedulerLimits) -> int:
 
 def _is_valid(sequence: Sequence, limits: SchedulerLimits, block_size: int) -> bool:
     most_tokens = _most_tokens(sequence, limits)
-    needed_tokens = sequence.num_tokens + 1 if limits.is_overcommitted else most_tokens
-    return sequence.num_tokens < most_tokens and sequence.num_reserved_blocks * block_size >= needed_tokens
+    return sequence.num_tokens < most_tokens and sequence.num_reserved_blocks * block_size > sequence.num_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from bench.simulation.device import SLOW
 from bench.simulation.push import PushPolicy
@@ -27,6 +28,7 @@ OVERCOMMITTED = ExecutorShape(
     num_host_blocks=8,
 )
 ROUTER = RouterShape()
+PART = 8
 
 
 def make_world(
@@ -61,8 +63,14 @@ def make_world(
         push=push,
         has_room=has_room,
     )
-    population = Population(num_tenants=7, rate_per_s=rate_per_s)
-    return World(url, pool, settings, population.requests(seed, duration_s) if requests is None else requests)
+    if requests is None:
+        population = Population(num_tenants=7, rate_per_s=rate_per_s)
+        # A third sets no max_tokens and is served in parts.
+        requests = (
+            replace(one, reservation_tokens=PART) if one.number % 3 == 0 else one
+            for one in population.requests(seed, duration_s)
+        )
+    return World(url, pool, settings, requests)
 
 
 def run_world(world: World, then: Callable[[World], None] = lambda world: None) -> World:

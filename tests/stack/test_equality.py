@@ -29,6 +29,7 @@ OnToken = Callable[[str], None]
 """Called with the id of the executor for each delta."""
 
 NUM_REQUESTS = 200
+NUM_OPEN = 48
 BATCH = 32
 # The executor that is preempted has so many seats and waits so long before each step: a request that takes all seats
 # passes the ledger in a few steps.
@@ -245,3 +246,45 @@ async def test_random_requests_get_the_same_tokens_in_every_circumstance(tiny_mo
             answered = await answers(failing, requests[some], BATCH, kill.on_token if kill else None)
             assert differences(answered, alone[some]) == {}
         assert len({kill.killed for kill in kills if kill}) == 2
+
+
+def open_request(rng: random.Random) -> inference_pb2.GenerateRequest:
+    """A random request without max_tokens; it ends by itself or with the context."""
+    request = random_request(rng)
+    request.stopping.ClearField("max_tokens")
+    # Its output needs several reservations.
+    request.stopping.min_tokens = 0 if request.HasField("constraint") else rng.randint(0, 120)
+    request.stopping.stop_token_ids.extend(rng.sample(range(NUM_IDS), 40))
+    del request.stopping.stop_token_ids[40:]
+    return request
+
+
+@pytest.mark.timeout(600)
+async def test_requests_that_reserve_a_part_at_a_time_get_the_same_tokens(tiny_model: Path, tmp_path: Path) -> None:
+    rng = random.Random(15)
+    requests = [open_request(rng) for _ in range(NUM_OPEN)]
+    part = ("--default-reservation-tokens", "8")
+    # Little more than one whole context of 1024 tokens
+    few_blocks = ("--max-tokens-in-paged-kv-cache", "1280", "--max-num-sequences", str(BATCH))
+    async with AsyncExitStack() as stacks:
+
+        async def start(name: str, *args: str, **options: Any) -> str:
+            run_dir = tmp_path / name
+            arguments: dict[str, Any] = {"model": str(tiny_model), "executor_args": (*COMMON, *args)}
+            return (
+                await stacks.enter_async_context(LocalStack(StackOptions(run_dir=run_dir, **arguments, **options)))
+            ).address
+
+        # Given the tokens of each request alone, with a reservation of the whole context
+        whole = ("--default-reservation-tokens", "1024")
+        alone = await answers(await start("whole", *few_blocks, router_args=whole), requests, 1)
+        assert sum(len(one.token_ids) > 40 for one in alone) > NUM_OPEN / 3
+        # Then they get the same in parts, alone and 32 at once
+        parts = await start("parts", *few_blocks, router_args=part)
+        assert differences(await answers(parts, requests[::4], 1), alone[::4]) == {}
+        assert differences(await answers(parts, requests, BATCH), alone) == {}
+        # And when the executor that runs them is killed
+        failing = await start("failing", *few_blocks, executors=2, router_args=(*part, "--max-attempts", "3"))
+        kill = Kill(tmp_path / "failing")
+        assert differences(await answers(failing, requests, BATCH, kill.on_token), alone) == {}
+        assert kill.killed

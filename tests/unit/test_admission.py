@@ -11,6 +11,7 @@ from executor.scheduler.scheduler import Refusal
 from executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
 from tests.scheduling import (
     LIMITS,
+    STOP_ID,
     ends_of,
     make_scheduler,
     make_sequence,
@@ -65,11 +66,33 @@ class TestGate:
 
         assert scheduler.offer(make_sequence("c", [1], attempt=2, max_tokens=1)) is None
 
-    def test_reservation_that_does_not_last_to_the_end_is_invalid(self) -> None:
+    def test_reservation_without_the_next_token_is_invalid(self) -> None:
         sequence = make_sequence("a", range(8), max_tokens=5)
-        sequence.num_reserved_blocks = 3
+        sequence.num_reserved_blocks = 2
 
         assert make_scheduler().offer(sequence) is Refusal.INVALID
+
+    def test_sequence_that_has_used_its_reservation_ends_as_preempted(self) -> None:
+        scheduler = make_scheduler()
+        sequence = make_sequence("a", range(6), max_tokens=10)
+        sequence.num_reserved_blocks = 2
+
+        assert scheduler.offer(sequence) is None
+        ends = run_until_idle(scheduler)
+
+        assert [(end.reason, end.sequence.num_output_tokens) for end in ends] == [(FinishReason.PREEMPTED, 2)]
+        again = make_sequence("a", range(6), attempt=2, prior_output=[1, 1], max_tokens=10)
+        again.num_reserved_blocks = 4
+        assert scheduler.offer(again) is None
+        assert [end.reason for end in run_until_idle(scheduler)] == [FinishReason.LENGTH]
+
+    def test_stop_token_that_fills_the_reservation_ends_the_request(self) -> None:
+        scheduler = make_scheduler()
+        sequence = make_sequence("a", range(7), max_tokens=10)
+        sequence.num_reserved_blocks = 2
+        scheduler.offer(sequence)
+
+        assert [end.reason for end in step(scheduler, STOP_ID).finished] == [FinishReason.STOP_TOKEN]
 
     def test_reservation_need_not_reach_beyond_the_context(self) -> None:
         sequence = make_sequence("a", range(4), max_tokens=100)

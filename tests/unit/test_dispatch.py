@@ -18,6 +18,7 @@ from router.request.spec import Deadlines
 from router.store.types import (
     CancelAsked,
     CancelOutcome,
+    Demand,
     Ending,
     HandBackRefusal,
     LedgerState,
@@ -71,6 +72,35 @@ async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
         assert news.end is not None
         assert stream.num_migrations == 1
         assert store.endings == [Ending("r", 2, computed_tokens=6, output_tokens=3, by_itself=True)]
+
+
+@pytest.mark.parametrize(("executor_id", "num_migrations"), [("e0", 0), ("e1", 1)])
+async def test_used_reservation_is_extended_and_its_reader_sees_no_pause(executor_id: str, num_migrations: int) -> None:
+    router = ScriptedRouter("m")
+    links = {name: router.link(name, "m") for name in ("e0", "e1")}
+    store = router.stores["m"]
+    # Given three blocks of 4 tokens for a prompt of 10, and 2 tokens more
+    demand = Demand("r", 2, 9, prompt_tokens=10, max_tokens=26, block_size=4, reservation_tokens=2)
+    submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * 10)
+    submit.stopping.max_tokens = 26
+    stream = RequestStream(demand, submit, 0.0)
+    async with router.running():
+        store.answers.append(placement(1, "e0", blocks=3))
+        await router.pools.find("m").dispatcher.submit(stream)
+        links["e0"].receive(accepts(1))
+        links["e0"].receive(steps(3, 4, cached=4))
+        await stream.next()
+        # When they have come
+        store.answers.append(placement(2, executor_id, blocks=4))
+        links["e0"].receive(steps(end=PREEMPTED))
+        await settled()
+        # Then four blocks hold them and 2 tokens more, and this is no failure of anything
+        assert [one.placement_blocks for one in store.demands] == [3]
+        assert (store.placement_blocks, [how["preempted"] for *_, how in store.hand_backs]) == ([4], [True])
+        (*_, again) = links[executor_id]._outbox.submits
+        assert (again.attempt, again.reserved_blocks, again.stopping.max_tokens) == (2, 4, 26)
+        assert list(again.prior_output_ids) == [3, 4]
+        assert (stream.num_migrations, stream.is_paused) == (num_migrations, False)
 
 
 @pytest.mark.parametrize("in_one", [True, False])

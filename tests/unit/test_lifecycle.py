@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from inflight.v1 import types_pb2
 from router.lifecycle import lifecycle
 from router.lifecycle.events import (
     CANCELLED_END,
@@ -36,6 +37,7 @@ from router.lifecycle.lifecycle import (
     HandBack,
     IllegalTransition,
     Lifecycle,
+    NoteMoved,
     Resubmit,
     Send,
     Settle,
@@ -149,9 +151,9 @@ def test_state_that_the_table_does_not_have_is_never_reached(monkeypatch: pytest
     assert CHANGING(life) == before
 
 
-def placed(attempt: int = 1) -> Lifecycle:
+def placed(attempt: int = 1, output: Output | None = None) -> Lifecycle:
     """A request on an executor."""
-    life = Lifecycle("r", Output())
+    life = Lifecycle("r", output or Output())
     life.handle(Submit())
     life.handle(SubmitAnswered(Placement("r", attempt, "e", 1)))
     assert life.state is S.PLACED
@@ -233,6 +235,20 @@ def test_hand_back_before_the_turn_of_the_withdrawal_needs_no_second_one() -> No
     life.handle(Release())
     assert [type(effect) for effect in life.handle(handed_back(Queued(0)))] == [ExpectReport]
     assert life.state is S.WITHDRAWING
+
+
+def test_used_reservation_is_extended_and_says_nothing_against_the_executor() -> None:
+    life = placed(output=Output(has_progressed=True, has_used_reservation=True))
+    effects = life.handle(SequenceEnded(1, types_pb2.FINISH_REASON_PREEMPTED))
+    assert effects == [NoteMoved(life, RequeueReason.EXTENDED), HandBack(life, PLACEMENT, RequeueReason.EXTENDED)]
+    answer = HandBackAnswered(PLACEMENT, RequeueReason.EXTENDED, Placement("r", 2, "e", 1), 2)
+    assert [type(effect) for effect in life.handle(answer)] == [Send]
+
+
+def test_used_reservation_of_a_draining_executor_is_handed_back_as_any_other() -> None:
+    life = placed(output=Output(has_progressed=True, has_used_reservation=True))
+    effects = life.handle(SequenceEnded(1, types_pb2.FINISH_REASON_PREEMPTED, is_draining=True))
+    assert effects[-1] == HandBack(life, PLACEMENT, RequeueReason.HANDED_BACK)
 
 
 def test_end_is_told_once() -> None:

@@ -45,6 +45,9 @@ class Told:
     def moved(self, why: str) -> None:
         self.facts.append(("moved", why))
 
+    def extended(self) -> None:
+        self.facts.append(("extended",))
+
     def resumed(self) -> None:
         self.facts.append(("resumed",))
 

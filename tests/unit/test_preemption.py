@@ -21,7 +21,17 @@ from executor.scheduler.preemption import (
 )
 from executor.scheduler.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
 from executor.scheduler.sequence import FinishReason, Sequence, StepPlan
-from tests.scheduling import BLOCK_SIZE, LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, step
+from tests.scheduling import (
+    BLOCK_SIZE,
+    LIMITS,
+    STOP_ID,
+    ends_of,
+    make_scheduler,
+    make_sequence,
+    retire,
+    run_until_idle,
+    step,
+)
 
 TIGHT = replace(
     LIMITS,
@@ -356,8 +366,12 @@ class TestGate:
     def test_static_batch_is_guaranteed_whatever_the_policy(self) -> None:
         scheduler = make_scheduler(replace(TIGHT, batching=Batching.STATIC))
 
-        assert scheduler.offer(modest("a", [1], max_tokens=12)) is Refusal.INVALID
+        assert scheduler.offer(modest("a", [1], max_tokens=12)) is None
         assert scheduler.reserve_quantile == 1.0
+        # It ends with its reservation instead of taking what others have reserved.
+        assert [(end.reason, len(end.sequence.token_ids)) for end in run_until_idle(scheduler)] == [
+            (FinishReason.PREEMPTED, 4)
+        ]
 
 
 def test_stop_token_of_a_pausing_sequence_ends_it() -> None:

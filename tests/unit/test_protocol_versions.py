@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from common.protocol import PROTOCOL_VERSION
-from inflight.v1 import executor_pb2, executor_pb2_grpc
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from router.dispatch.ledger_writer import ledger_report
 from router.executors.link import ExecutorLink
 from tests.scripted_store import ScriptedRouter
 
@@ -63,15 +64,32 @@ async def linked(version: int) -> tuple[ExecutorLink, Call]:
     return link, stub.call
 
 
-@pytest.mark.parametrize(("theirs", "spoken"), [(1, 1), (2, 2), (3, 3), (4, PROTOCOL_VERSION)])
+@pytest.mark.parametrize(("theirs", "spoken"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, PROTOCOL_VERSION)])
 async def test_router_speaks_the_older_of_the_two_versions(theirs: int, spoken: int) -> None:
     link, call = await linked(theirs)
     assert link.is_up
     assert call.told[0].hello.protocol_version == spoken
 
 
+@pytest.mark.parametrize(
+    ("version", "fields", "ends"),
+    [
+        (4, {}, True),
+        (3, {}, False),
+        (4, {"batching": types_pb2.BATCHING_MODE_STATIC}, False),
+        (4, {"scheduler_policy": types_pb2.SCHEDULER_POLICY_MAX_UTILIZATION}, False),
+    ],
+)
+async def test_executor_gets_partial_reservations_if_it_ends_placements_there(
+    version: int, fields: dict[str, Any], ends: bool
+) -> None:
+    link, _ = await linked(version)
+    link.description.MergeFrom(executor_pb2.DescribeResponse(**fields))
+    assert ledger_report(link, executor_pb2.Report(seq=1)).ends_at_reservation == ends
+
+
 async def test_executor_of_no_known_version_is_not_used_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     link, call = await linked(0)
     assert not link.is_up
     assert call.told == []
-    assert "it speaks protocol version 0, this router 1 to 3" in caplog.text
+    assert "it speaks protocol version 0, this router 1 to 4" in caplog.text

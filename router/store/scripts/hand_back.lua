@@ -6,6 +6,7 @@
 --             'preempted'; the last two do not count as attempts, and 'lost' counts if the executor died
 --             [6] output tokens so far: from the first on its queue deadline no longer applies  [7] 1 if this placement
 --             produced tokens: then this loss and earlier ones do not count
+--             [8] blocks of its next placement, or '' for those of the previous
 -- returns     {'PLACED', attempt, executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated
 --             wait or ''} | {'EXHAUSTED'} | {'UNDECIDED'}: not known yet whether its attempts are used up; call
 --             again soon | {'STALE'}: it ended, was placed again, or belongs to another living router | {'UNKNOWN'}
@@ -42,6 +43,9 @@ local function return_to_line(request)
       set_lost(id, request)
       return 'UNDECIDED'
     end
+  end
+  if ARGV[8] ~= '' then
+    set_placement_blocks(request, tonumber(ARGV[8]))
   end
   requeue(id, request, output)
   return nil

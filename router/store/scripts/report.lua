@@ -3,7 +3,8 @@
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller  [2] executor  [3] generation  [4] seq  [5] budget blocks  [6] total blocks
 --             [7] budget sequences  [8] 1 if it accepts new work  [9] the quantile of outputs that it reserves for, 1
---             for their end  [10] milliseconds of a step  [11] prompt tokens per second, both 0 where not measured 
+--             for their end  [10] milliseconds of a step  [11] prompt tokens per second, both 0 where not measured
+--             [12] 1 if it ends a placement at the end of its reservation
 --             then triples of what it holds: request id, attempt, blocks
 -- returns     {'TAKEN', {request id, attempt, …}}: held by the executor but superseded in the ledger; the caller
 --             cancels them there | {'OLD'} | {'AGAIN'}
@@ -12,7 +13,7 @@
 -- earlier call could not finish it because a mailbox was unknown.
 local AUDIT_INTERVAL_MS = 1000
 local id, generation, seq = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local FIRST_HELD = 12
+local FIRST_HELD = 13
 
 local function is_old(executor)
   if generation ~= executor.generation then
@@ -55,7 +56,7 @@ local function account_for(request_id, attempt, blocks)
   if ended then -- the executor may have reported before it knew of a recent end
     return NOW - ended > AUDIT_GRACE_MS
   end
-  request = new_request('', '', '', '?', 2, math.huge, blocks, 1, 0, 0, 0, 0, 1, 0)
+  request = new_request('', '', '', '?', 2, math.huge, blocks, blocks, 1, 0, 0, 0, 0, 1, 0)
   request.charged = true
   seat(request_id, request, id, attempt, blocks)
   return false
@@ -118,6 +119,7 @@ executor.generation, executor.seq = generation, seq
 executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])
 executor.budget_sequences, executor.accepting = tonumber(ARGV[7]), ARGV[8] == '1'
 executor.suspended, executor.last_report_ms, executor.quantile = false, NOW, tonumber(ARGV[9])
+executor.ends_at_reservation = ARGV[12] == '1'
 state.overcommits = state.overcommits or executor.quantile < 1
 observe_speeds(tonumber(ARGV[10]), tonumber(ARGV[11]))
 redis.call('ZADD', SIZES, ARGV[6], id)

@@ -21,10 +21,10 @@
 -- Requests that already wait could not be placed when a seat last opened, so boarding is tried only if there is room
 -- for this request, or an earlier call stopped half-way.
 local id, name, digest, is_served = ARGV[2], ARGV[3], ARGV[6], ARGV[7] == '1'
-local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices,
+local class, deadline_in_ms, blocks, placement_blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices,
   weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
   max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms
-  = struct.unpack('<ddddddddddddddddddddddddddd', ARGV[4])
+  = struct.unpack('<dddddddddddddddddddddddddddd', ARGV[4])
 local request_ms, token_ms -- of its tenant, before this request
 
 -- Whether this is the requested one: by its digest, or by its router, which has no digest of it.
@@ -60,6 +60,7 @@ local function adopt(known)
   if was_told then
     strike(known, output > known.output)
   end
+  set_placement_blocks(known, placement_blocks)
   requeue(id, known, output)
   return nil
 end
@@ -109,8 +110,8 @@ local function impossible(request)
 end
 
 -- Returns the bound of the tenant or the pool that is exceeded when so many more choices like this one wait.
-local function exceeded(tenant, more)
-  local tokens = more * (prompt + max)
+local function exceeded(request, tenant, more)
+  local tokens = more * reserved_tokens(request)
   return tenant.waiting + more > max_requests and 'tenant max_queue_requests'
     or tenant.tokens[1] + tenant.tokens[2] + tenant.tokens[3] + tokens > max_tokens and 'tenant max_queue_tokens'
     or tenant.bytes + more * bytes > max_bytes and 'tenant max_queue_bytes'
@@ -125,7 +126,7 @@ local function refusal_of_waiting(request, tenant, wait_ms)
   if last_attempt > 0 or output > 0 then
     return nil
   end
-  local limit = choices > 0 and exceeded(tenant, choices - 1)
+  local limit = choices > 0 and exceeded(request, tenant, choices - 1)
   if limit then
     return {'REFUSED', 'QUEUE_FULL', limit, wait_ms and math.max(100, math.min(60000, math.ceil(wait_ms / 4))) or ''}
   end
@@ -204,23 +205,23 @@ state.max_bypass, state.age_ms, state.preempts = max_bypass, age_ms, preempts ==
 state.remember_ms = remember_ms
 request_ms, token_ms = tenant.request_ms, tenant.token_ms
 local request = new_request(
-  CALLER, name, ARGV[5], digest, class, deadline_in_ms, blocks, sequences, first_attempt - 1, prompt, max, output,
-  block_size, bytes
+  CALLER, name, ARGV[5], digest, class, deadline_in_ms, blocks, placement_blocks, sequences, first_attempt - 1, prompt,
+  max, output, block_size, bytes
 )
 if last_attempt == 0 and output == 0 then
-  local limit = choices > 1 and exceeded(tenant, choices - 1)
+  local limit = choices > 1 and exceeded(request, tenant, choices - 1)
   if limit then
     return finish({'REFUSED', 'QUEUE_FULL', limit, ''})
   end
   local wait_ms
   if choices > 0 then
-    local tokens = choices * (prompt + max)
+    local tokens = choices * reserved_tokens(request)
     limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
   end
   if limit then
     return finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
   end
-  request.rated = ms_per_token > 0 and prompt + max or 0
+  request.rated = ms_per_token > 0 and reserved_tokens(request) or 0
 end
 save_tenant(name, tenant)
 

@@ -1,6 +1,6 @@
 -- Estimates: the expected wait of a request, from the speed of the queue, and the quality of the estimates.
 --
--- The queue's speed is in tokens (prompt and `max_tokens`) placed per millisecond while requests waited, smoothed over
+-- The queue's speed is in tokens (prompt and reserved output) placed per millisecond while requests waited, smoothed over
 -- windows of a second. Raw estimates are multiplied by `state.correction`, the smoothed ratio of actual to estimated.
 local WINDOW_MS = 1000
 local MARGIN = 1.2 -- by which an estimate must miss a deadline before the request is refused for it
@@ -45,7 +45,7 @@ local function observe_wait(request)
     state.window_since = NOW
   end
   local window_ms = NOW - state.window_since
-  state.window_tokens = state.window_tokens + request.prompt + request.max
+  state.window_tokens = state.window_tokens + reserved_tokens(request)
   if window_ms >= WINDOW_MS then
     local speed = state.window_tokens / window_ms
     if speed > 0 then -- the tokens of requests known only to executors are unknown

@@ -80,8 +80,12 @@ local function likely_output(request, quantile)
   return request.max
 end
 
--- The blocks that the executor reserves for the request.
+-- The blocks that the executor reserves for the request: to its end, for its likely output, or, where the executor ends
+-- a placement at the end of its reservation, for the next placement.
 local function needed_blocks(request, executor)
+  if executor and executor.ends_at_reservation then
+    return request.placement_blocks
+  end
   local quantile = executor and executor.quantile or 1
   if quantile >= 1 or request.max == 0 then
     return request.blocks

@@ -116,7 +116,8 @@ local function choose_open(request)
         return holder or executor_id, holder_blocks or blocks
       end
     end
-    if request.sequences == 1 and request.strikes == 0 and not state.overcommits then
+    if request.sequences == 1 and request.strikes == 0 and request.placement_blocks == request.blocks
+      and not state.overcommits then
       return nil
     end
   end

@@ -20,12 +20,12 @@
 --  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$ \
 --  now_ms ahead_ms
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
---  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? claim$
+--  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
 --@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ class asked_class deadline_in_ms deadline_ms \
---  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes counted \
---  passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
+--  order_ms since_ms arrival blocks placement_blocks sequences prompt max output block_size bytes attempt strikes \
+--  counted passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
 --@record ending executor_id$ digest$ attempt generation cancelled?
 
 local EXECUTORS = KEYS[1]
@@ -156,6 +156,11 @@ end
 local function load_request(id)
   local text = redis.call('HGET', REQUESTS, id)
   return text and unpack_request(text)
+end
+
+-- The tokens of prompt and output that its next placement reserves: all, unless it is served by several placements.
+local function reserved_tokens(request)
+  return math.min(request.prompt + request.max, request.placement_blocks * request.block_size)
 end
 
 local function save_request(id, request)

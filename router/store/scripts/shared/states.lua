@@ -33,7 +33,7 @@ end
 -- Adds the request to the counts of its tenant and the pool (`sign` 1), or subtracts it (-1), for the given `class`.
 local function count_waiting(request, sign, class)
   class = class or request.class
-  local tenant, tokens = load_tenant(request.tenant), request.prompt + request.max
+  local tenant, tokens = load_tenant(request.tenant), reserved_tokens(request)
   tenant.waiting, tenant.bytes = tenant.waiting + sign, tenant.bytes + sign * request.bytes
   tenant.lines[class] = tenant.lines[class] + sign
   tenant.tokens[class] = tenant.tokens[class] + sign * tokens
@@ -65,15 +65,15 @@ end
 -- Makes a new request. If only an executor knew of it, it has no owner, the tenant '' and the digest '?', which fits
 -- any.
 local function new_request(
-  owner, tenant, prefixes, digest, class, deadline_in_ms, blocks, sequences, attempt, prompt, max, output, block_size,
-  bytes
+  owner, tenant, prefixes, digest, class, deadline_in_ms, blocks, placement_blocks, sequences, attempt, prompt, max,
+  output, block_size, bytes
 )
   state.arrivals = state.arrivals + 1
   return {
     owner = owner, tenant = tenant, prefixes = prefixes, digest = digest, class = class, asked_class = class,
     deadline_in_ms = deadline_in_ms, deadline_ms = NOW + deadline_in_ms,
     order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals, blocks = blocks,
-    sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size, bytes = bytes,
+    placement_blocks = placement_blocks, sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size, bytes = bytes,
     attempt = attempt, strikes = 0, blamed = '', counted = 0, passed = 0, state = '',
     executor_id = '', claim = '', estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0, placed_ms = 0,
     reserved = 0, preempting = 0,
@@ -204,6 +204,26 @@ local function strike(request, progressed, proven)
   end
   request.strikes, request.counted = request.strikes + 1, request.attempt
   request.blamed = #blamed > 0 and cmsgpack.pack(blamed) or ''
+end
+
+-- Sets the blocks of the next placement. What it reserves beyond the placement before is charged to the tenant and
+-- taken from its rate.
+local function set_placement_blocks(request, blocks)
+  local before = reserved_tokens(request)
+  request.placement_blocks, request.blocks = blocks, math.max(request.blocks, blocks)
+  local tokens = reserved_tokens(request) - before
+  if tokens <= 0 then
+    return
+  end
+  local tenant = load_tenant(request.tenant)
+  if request.charged then
+    local charge = OUTPUT_WEIGHT * tenant.output_share * tokens / tenant.weight
+    request.charge, tenant.counter = request.charge + charge, tenant.counter + charge
+  end
+  if request.rated > 0 then
+    request.rated, tenant.token_ms = request.rated + tokens, tenant.token_ms + tokens * tenant.ms_per_token
+  end
+  save_tenant(request.tenant, tenant)
 end
 
 -- Enqueues a request that has left its executor at its former position, owned by the caller.

@@ -6,7 +6,7 @@
 -- Language Models", with the floor of start-time fair queueing). A tenant is active, in `active:<class>`, while it has
 -- waiting requests in that class and runs less than its limit.
 local OUTPUT_WEIGHT = 2
-local SHARE_STEP = 0.05 -- of the newest output in how much of `max_tokens` is used; a new tenant is taken for an average one
+local SHARE_STEP = 0.05 -- of the newest output in how much of its reservation is used; a new tenant is taken for an average one
 
 local function is_active(tenant)
   return tenant.waiting > 0 and tenant.running < tenant.max_running
@@ -39,7 +39,7 @@ end
 
 -- Returns the expected cost of a request for its tenant.
 local function expected_charge(request, tenant)
-  local output = math.max(1, tenant.output_share * request.max - request.output)
+  local output = math.max(1, tenant.output_share * (reserved_tokens(request) - request.prompt) - request.output)
   return (request.prompt + OUTPUT_WEIGHT * output) / tenant.weight
 end
 
@@ -64,8 +64,9 @@ local function settle_usage(request, tenant, computed, output)
   if request.rated > 0 then -- unused tokens of its rate
     tenant.token_ms = tenant.token_ms - math.max(0, request.rated - computed - output) * tenant.ms_per_token
   end
-  if request.max > 0 then
-    local share = math.min(1, output / request.max)
+  local reserved = reserved_tokens(request) - request.prompt
+  if reserved > 0 then
+    local share = math.min(1, output / reserved)
     tenant.output_share = tenant.output_share + SHARE_STEP * (share - tenant.output_share)
     state.output_share = state.output_share + SHARE_STEP * (share - state.output_share)
   end

@@ -110,6 +110,8 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         backend_name=settings.attention_backend,
         device_name=settings.device,
         weight_dtype=settings.weight_dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        kv_cache_skip_layers=settings.kv_cache_dtype_skip_layers,
         forward_name=settings.forward,
         instructions=settings.cpu_isa,
     )

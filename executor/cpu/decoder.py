@@ -147,6 +147,7 @@ class NativeDecoder:
             logit_rows=batch.logit_rows.data_ptr(),
             keys=(c_void_p * count)(*(layer.keys.data_ptr() for layer in kv)),
             values=(c_void_p * count)(*(layer.values.data_ptr() for layer in kv)),
+            is_int8=(c_int64 * count)(*(layer.is_int8 for layer in kv)),
             part_seconds=self.part_seconds.ctypes.data,
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
@@ -250,6 +251,7 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "query_starts", "context_lengths")),
         *((name, c_void_p) for name in ("block_tables", "table_rows", "logit_rows")),
         *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
+        ("is_int8", ctypes.POINTER(c_int64)),
         *((name, c_void_p) for name in ("logits", "greedy_ids", "part_seconds")),
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
     )

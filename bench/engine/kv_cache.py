@@ -1,8 +1,8 @@
 """Steps on a CPU by type of the KV cache: `python -m bench.engine.kv_cache`.
 
 Computes steps of some shapes through native forward passes that differ only in the type of the KV cache, in turn: that
-of the model, and int8. Prints Markdown: processor time of a step per thread and wall time of its attention, the least of
-the rounds, and the size of a block.
+of the model, and int8. Prints Markdown: the processor time of a step per thread, the wall time of its attention, both
+the least of the rounds, and the size of a block.
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ def main(argv: Sequence[str]) -> int:
     plain, int8 = models
     print(f"- {processor().text}\n- {plain.dtype_name}, weights: {options.weight_dtype}; {plain.backend_reason}")
     sizes = [model.kv_bytes_per_block(BLOCK_SIZE) for model in models]
-    print(f"- a block of {BLOCK_SIZE} tokens: {sizes[0]} bytes, int8 {sizes[1]} bytes, {sizes[0] / sizes[1]:.3f} times\n")
+    print(
+        f"- a block of {BLOCK_SIZE} tokens: {sizes[0]} bytes, int8 {sizes[1]} bytes, {sizes[0] / sizes[1]:.3f} times\n"
+    )
     rows = [row_of((plain, int8), shape, options.rounds) for shape in SHAPES]
     print(Table(COLUMNS, rows).markdown())
     return 0
 
 
 def _fill(model: PagedModel) -> None:
-    """Writes numbers into the whole pool, a prompt at a time."""
+    """Writes to the whole pool, so that the system provides its memory."""
     for kv in model.kv:
         for memory in (kv.keys, kv.values):
             memory.fill_(1 if kv.is_int8 else 0.01)

@@ -80,7 +80,9 @@ def _attend(queries: Tensor, kv: LayerKv, tables: Tensor, lengths: Tensor, block
     # Slots that no row of the sequence sees may hold anything; zero times NaN would be NaN.
     keys, values = kv.keys[slots].float(), kv.values[slots].float()  # [N, L, num_kv_heads, head_dim]
     if kv.is_int8:
-        keys, values = (numbers * scales[slots][..., None] for numbers, scales in zip((keys, values), kv.scales, strict=True))
+        keys, values = (
+            numbers * scales[slots][..., None] for numbers, scales in zip((keys, values), kv.scales, strict=True)
+        )
     values = values.masked_fill(~visible.any(1)[:, :, None, None], 0.0)
     grouped = queries.float().unflatten(2, (num_kv_heads, -1))  # [N, M, num_kv_heads, group, head_dim]
     scores = torch.einsum("nmkgd,nlkd->nkgml", grouped, keys) * scoring.scale

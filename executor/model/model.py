@@ -115,8 +115,8 @@ class PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
         `weight_dtype` is `auto` (that of the activations) or `int8`; so is `kv_cache_dtype`, and layers of
-        `kv_cache_skip_layers` keep their KV in the dtype of the activations. `forward_name` is `auto` (native where the model
-        has a native forward pass) or `transformers`. `instructions` names the build of the C++ code, and
+        `kv_cache_skip_layers` keep their KV in the dtype of the activations. `forward_name` is `auto` (native where the
+        model has a native forward pass) or `transformers`. `instructions` names the build of the C++ code, and
         `weight_stream` how it reads the weights; without it the fastest way is measured.
         """
         device = choose_device(device_name)

@@ -6,14 +6,21 @@
 //     K  [group, kv_head, DIM / PAIR, 16 tokens, PAIR]      scores of 16 tokens at once, summed over the head
 //     V  [group, kv_head, 16 / PAIR, DIM, PAIR]             16 numbers of the output at once, summed over tokens
 //
+// KV may be kept in int8, in the same order, each group and head followed by the float32 scales of its 16 tokens. A token
+// is rounded when it is written, and always read in int8, by the queries of the same step too. Its scales are applied to
+// the scores and to the weights. With float32 the numbers are widened to float32. With bfloat16 they are multiplied as
+// integers: queries, and the weights of a chunk, are rounded to 16 bits with a scale for each row. Sums of integers are
+// exact, and no scale depends on keys that the row does not see, so a row's result depends neither on its batch nor on
+// the chunks of its prompt.
+//
 // A work item is some query rows of one sequence that share a KV head: heads of the group, then tokens. It processes
 // the context CHUNK tokens at a time with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): running
 // maximum, running sum, and output rescaled when the maximum grows. All sums are float32. The products are computed
 // with vectors, or with AMX where available (attention_tiles.h).
 //
-// Invariants: groups are filled from their first token on. V is cleared at that point, so that a NaN left in a group is
-// never multiplied by a weight of zero. Masked scores are a large finite number: their contribution before the first
-// real score is rescaled to 0.
+// Invariants: groups are filled from their first token on. V, or its scales, is cleared at that point, so that a NaN left
+// in a group is never multiplied by a weight of zero. Masked scores are a large finite number: their contribution before
+// the first real score is rescaled to 0.
 
 #pragma once
 
@@ -199,7 +206,7 @@ constexpr int QUERY_ROWS = 3;
 constexpr int ROW_VECTORS = 4;
 
 // Computes scores of ROWS query rows against `COUNT * WIDTH` keys, from vector `first` of the chunk on.
-template <class Element, int ROWS, int COUNT, class Stored>
+template <class Element, bool IS_INT8, int ROWS, int COUNT, class Stored>
 ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const Stored* const* keys, int64_t offset, int first,
                               int num_units) {
     typename Element::Sum sums[ROWS][COUNT] = {};
@@ -219,7 +226,11 @@ ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const Stored* c
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < COUNT; ++v) store(&work.score[row + r][(first + v) * WIDTH], as_floats(sums[r][v]));
+        for (int v = 0; v < COUNT; ++v) {
+            Floats scores = as_floats(sums[r][v]);
+            if constexpr (IS_INT8) scores *= load(&work.key_scale[(first + v) * WIDTH]) * work.query_scale[row + r];
+            store(&work.score[row + r][(first + v) * WIDTH], scores);
+        }
 }
 
 // Adds the weighted values of a chunk to `COUNT * WIDTH` numbers of the output of ROWS rows.
@@ -261,15 +272,15 @@ ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const Stored* c
         }
 }
 
-template <class Element, int ROWS, class Stored>
+template <class Element, bool IS_INT8, int ROWS, class Stored>
 void score_rows(Workspace<Element>& work, int row, const Stored* const* keys, int64_t offset, int num_groups,
                 int dim) {
     constexpr int COUNT = ROW_VECTORS;
     int first = 0;
     for (; first + COUNT <= num_groups * VECTORS; first += COUNT)
-        score_tile<Element, ROWS, COUNT>(work, row, keys, offset, first, dim / Element::PAIR);
+        score_tile<Element, IS_INT8, ROWS, COUNT>(work, row, keys, offset, first, dim / Element::PAIR);
     for (; first < num_groups * VECTORS; ++first)
-        score_tile<Element, ROWS, 1>(work, row, keys, offset, first, dim / Element::PAIR);
+        score_tile<Element, IS_INT8, ROWS, 1>(work, row, keys, offset, first, dim / Element::PAIR);
 }
 
 template <class Element, int ROWS, class Stored>
@@ -297,9 +308,7 @@ ALWAYS_INLINE void some_at_a_time(int num_rows, const Rows& rows) {
 // that are too small to matter become 0; NaN and infinity make the scale so.
 template <class Element>
 ALWAYS_INLINE float to_integers(Ints largest, float& scale) {
-    int32_t bits = 0;
-    for (int lane = 0; lane < WIDTH; ++lane) bits = std::max(bits, largest[lane]);
-    const float magnitude = as_float((uint32_t)bits);
+    const float magnitude = as_float((uint32_t)largest_of(largest));
     scale = magnitude / Element::LARGEST;
     return magnitude > MIN_SCALE && magnitude < INFINITY ? Element::LARGEST / magnitude : 0.0f;
 }
@@ -313,7 +322,8 @@ void take_query(Workspace<Element>& work, int row, const typename Element::Numbe
 
 template <>
 inline void take_query<Int16>(Workspace<Int16>& work, int row, const uint16_t* query, int64_t head_dim) {
-    alignas(64) float numbers[MAX_DIM] = {};
+    alignas(64) float numbers[MAX_DIM];
+    std::memset(numbers, 0, round_up(head_dim, WIDTH) * sizeof *numbers);
     for (int64_t d = 0; d < head_dim; ++d) numbers[d] = BFloat16::get(query[d]);
     Ints largest = {};
     for (int64_t d = 0; d < head_dim; d += WIDTH) {
@@ -334,9 +344,6 @@ void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_star
     const int num_keys = num_groups * LANES;
     float* scores = work.score[row];
     float factor = call.scale * LOG2_E;
-    if constexpr (IS_INT8)
-        for (int key = 0; key < num_keys; key += WIDTH)
-            store(scores + key, load(scores + key) * (load(work.key_scale + key) * work.query_scale[row]));
     if (call.softcap > 0) {
         for (int key = 0; key < num_keys; key += WIDTH)
             store(scores + key, soft_capped(load(scores + key) * call.scale, call.softcap));
@@ -375,13 +382,9 @@ void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_star
 }
 
 // Copies the scales of a chunk; `offset` leads from a group to those of a head.
-template <class Element>
-void gather_scales(Workspace<Element>& work, const int8_t* const* keys, const int8_t* const* values, int64_t offset,
-                   int num_groups) {
-    for (int group = 0; group < num_groups; ++group) {
-        std::memcpy(&work.key_scale[group * LANES], keys[group] + offset, LANES * sizeof(float));
-        std::memcpy(&work.value_scale[group * LANES], values[group] + offset, LANES * sizeof(float));
-    }
+inline void gather_scales(float* to, const int8_t* const* groups, int64_t offset, int num_groups) {
+    for (int group = 0; group < num_groups; ++group)
+        std::memcpy(to + group * LANES, groups[group] + offset, LANES * sizeof(float));
 }
 
 // Prefetches explicitly, since the blocks of a sequence are scattered and the processor cannot predict the next one.
@@ -495,14 +498,15 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
                     score_by_tiles<Element>(work, head * num_rows, num_rows, keys, offset, num_groups, dim);
                     continue;
                 }
+            if constexpr (IS_INT8) gather_scales(work.key_scale, keys, offset + LANES * dim, num_groups);
             some_at_a_time(num_rows, [&](int row, auto count) {
-                score_rows<Element, count>(work, head * num_rows + row, keys, offset, num_groups, dim);
+                score_rows<Element, IS_INT8, count>(work, head * num_rows + row, keys, offset, num_groups, dim);
             });
         }
         for (int row = 0; row < all_rows; ++row) {
             if constexpr (IS_INT8)
                 if (row % num_rows == 0)
-                    gather_scales<Element>(work, keys, values, row / num_rows * head_stride + LANES * dim, num_groups);
+                    gather_scales(work.value_scale, values, row / num_rows * head_stride + LANES * dim, num_groups);
             weigh_row<Element, IS_INT8>(work, row, num_groups, start * LANES, first_key_of(row),
                                         first_position + token_of(row), call);
         }

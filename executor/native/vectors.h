@@ -60,11 +60,6 @@ ALWAYS_INLINE Words round_to_bfloat16(Floats value) {
     return (value == value) ? rounded : (bits >> 16) | 0x40u;
 }
 
-// Returns the nearest integers, even ones of two, of numbers below 2^22.
-ALWAYS_INLINE Ints rounded(Floats value) {
-    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-    return (Ints)(value + to_integer) - (Ints)all(to_integer);
-}
 ALWAYS_INLINE Floats as_floats(Floats sums) { return sums; }
 ALWAYS_INLINE Floats as_floats(Ints sums) { return __builtin_convertvector(sums, Floats); }
 // The magnitudes of numbers in the order of integers: a NaN is above all.
@@ -143,10 +138,11 @@ struct Int16 {
         return sum + (int16_t)unit * low + ((int32_t)unit >> 16) * high;
 #endif
     }
-    // Rounds numbers of at most LARGEST.
+    // Rounds numbers of at most LARGEST to the nearest integers, even ones of two.
     static ALWAYS_INLINE void put(Number* to, Floats value) {
         typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
-        const Halves halves = __builtin_convertvector((Words)rounded(value), Halves);
+        const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+        const Halves halves = __builtin_convertvector((Words)(value + to_integer), Halves);
         std::memcpy(to, &halves, sizeof halves);
     }
 };
@@ -219,6 +215,16 @@ ALWAYS_INLINE float largest_of(Floats x) {
     return _mm512_reduce_max_ps((__m512)x);
 #else
     float largest = x[0];
+    for (int lane = 1; lane < WIDTH; ++lane) largest = x[lane] > largest ? x[lane] : largest;
+    return largest;
+#endif
+}
+
+ALWAYS_INLINE int32_t largest_of(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t largest = x[0];
     for (int lane = 1; lane < WIDTH; ++lane) largest = x[lane] > largest ? x[lane] : largest;
     return largest;
 #endif

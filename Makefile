@@ -47,7 +47,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -72,6 +72,7 @@ help:
 	@echo "make soak    full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-host   what the host's part of a step costs"
+	@echo "make bench-quality  perplexity, greedy agreement and needles by type of weights and KV; ARGS=\"--variants 'bfloat16,int8 KV'\""
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
 	@echo "make bench-soak   the soak test over 10,000 short requests; SOAK_REQUESTS=1000"
 	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
@@ -175,6 +176,9 @@ bench: setup
 bench-host: setup
 	@$(BIN)/python -m bench.engine.host_time $(ARGS)
 	@$(BIN)/python -m bench.engine.loop_time $(ARGS)
+
+bench-quality: setup
+	@$(BIN)/python -m bench.engine.quality $(ARGS)
 
 bench-peers: setup
 	@$(BIN)/python bench/peers/install.py $(PEERS)

@@ -112,6 +112,8 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         backend_name=settings.attention_backend,
         device_name=settings.device,
         weight_dtype=settings.weight_dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        kv_cache_skip_layers=settings.kv_cache_dtype_skip_layers,
         forward_name=settings.forward,
         instructions=settings.cpu_isa,
     )
@@ -125,10 +127,11 @@ def load_model(settings: ExecutorSettings) -> Loaded:
     limits = replace(limits, num_host_blocks=_num_host_blocks(settings, model, num_blocks))
     model.allocate_kv(num_blocks, settings.tokens_per_block)
     log.info(
-        "%s on %s (%s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats%s, %s batching",
+        "%s on %s (%s, KV %s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats%s, %s batching",
         source.name,
         model.device,
         model.dtype_name,
+        model.kv_cache_dtype_name,
         model.backend_name,
         time.monotonic() - began,
         num_blocks,
@@ -390,6 +393,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         scheduler_policy=policy_proto(limits),
         backend=loaded.model.backend_name,
         dtype=loaded.model.dtype_name,
+        kv_cache_dtype=loaded.model.kv_cache_dtype_name,
         device=str(loaded.model.device),
         host_blocks=limits.num_host_blocks,
     )

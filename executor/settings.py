@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from common.settings import ProcessSettings
 from executor.scheduler.limits import InterTokenTargets
@@ -34,6 +34,14 @@ class ExecutorSettings(ProcessSettings):
     weight_dtype: Literal["auto", "int8"] = Field(
         "auto",
         description="type of the weights in memory; auto: same as dtype; int8: half the memory of bfloat16, CPU only",
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "int8"] = Field(
+        "auto",
+        description="type of the KV cache; auto: same as dtype; int8: about half the memory of bfloat16, with a scale "
+        "for each token and KV head, CPU only; the same for all executors of a model",
+    )
+    kv_cache_dtype_skip_layers: tuple[NonNegativeInt, ...] = Field(
+        (), description="layers, from 0, whose KV cache stays in dtype where kv_cache_dtype is int8"
     )
     forward: Literal["auto", "transformers"] = Field(
         "auto",

@@ -6,16 +6,21 @@ A text (`bench/texts/passages.txt`) is cut into prompts. At every position, give
 variant predicts the next token. That gives perplexity, and how often the greedy choice is the reference's. Where it is
 not, the report shows how close the reference's own first two were. Every variant is measured on both of its paths:
 prompts in chunks, and one token a step as in generation.
+
+The same is measured with long contexts, in chunks: prompts of 2,048 tokens, and needles. A needle is a sentence with a
+number of eight digits somewhere in the text, which the end of the prompt asks for. It is found if each of the last
+eight tokens, digits in the vocabulary of SmolLM2, is the likeliest, so that greedy generation yields the number.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +40,15 @@ TEXT = Path(__file__).parents[1] / "texts" / "passages.txt"
 NUM_PROMPTS = 50
 # Tokens of a prompt in a step.
 PATHS = {"chunks of 64": 64, "one by one": 1}
+CONTEXT_TOKENS = 2048
+# Where a needle is in its context, in 16ths.
+DEPTHS = range(1, 16, 2)
+NEEDLE = " The number of the lighthouse is {}."
+QUESTION = "\n\nAs was said above, the number of the lighthouse is {}"
+NUM_DIGITS = 8
+LONG_EXPLANATION = f"""\
+The same over prompts of {CONTEXT_TOKENS} tokens of the text, in chunks. Needles are numbers of {NUM_DIGITS} digits at
+{len(DEPTHS)} depths of such a context: found if every digit is the likeliest token."""
 EXPLANATION = """\
 Agreement is the share of positions, each given the true tokens before it, at which the likeliest token is the
 reference's. The gaps are the reference's own: by how many logits its first token leads its second at the positions that
@@ -79,6 +93,7 @@ VARIANTS = (
     Variant("float32", {"dtype_name": "float32"}),
     Variant("bfloat16", {"dtype_name": "bfloat16"}),
     Variant("int8 weights", {"dtype_name": "bfloat16", "weight_dtype": "int8"}),
+    Variant("int8 KV", {"dtype_name": "bfloat16", "kv_cache_dtype": "int8"}),
 )
 
 
@@ -92,12 +107,24 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class LongResult:
+    """One variant with long contexts, or the reference."""
+
+    variant: str
+    agreement: Agreement
+    num_found: int
+    num_needles: int
+
+
+@dataclass(frozen=True, slots=True)
 class QualityReport:
-    """The reference's perplexity, and what the variants make of the same text."""
+    """The reference's perplexity, and what the variants make of the same text. The first of the long results is the
+    reference's."""
 
     circumstances: Mapping[str, str]
     reference_perplexity: float
     results: tuple[Result, ...]
+    long_results: tuple[LongResult, ...] = ()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,17 +173,19 @@ def _measure(source: ModelSource, text: Path, num_prompts: int, variants: Sequen
     # Imported here: it brings torch, which neither the figures nor the report need.
     from bench.engine.teacher_forcing import transformers_predictions
 
-    token_ids = load_tokenizer(source).encode(text.read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(source)
+    token_ids = tokenizer.encode(text.read_text(encoding="utf-8"))
     prompts = cut(token_ids, num_prompts)
     reference = transformers_predictions(source, prompts)
     results = tuple(result for variant in variants for result in _results(source, variant, prompts, reference))
+    long_results = _long_results(source, variants, *_long_prompts(tokenizer.encode, token_ids))
     circumstances = {
         "model": source.name,
         "text": f"{text.name}, {num_prompts} prompts of {len(prompts[0])} tokens",
         "machine": f"{num_usable_cores()} cores, {platform.machine()}, torch {metadata.version('torch')}",
         "reference": f"transformers {metadata.version('transformers')}, float32, each prompt alone",
     }
-    return QualityReport(circumstances, perplexity(reference.log_probabilities), results)
+    return QualityReport(circumstances, perplexity(reference.log_probabilities), results, long_results)
 
 
 def _results(
@@ -175,27 +204,99 @@ def _results(
     return results
 
 
+def _long_prompts(
+    encode: Callable[[str], list[int]], token_ids: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the text in long prompts, and a prompt with a needle for each depth; none if the text is too short."""
+    num_prompts = len(token_ids) // CONTEXT_TOKENS
+    if num_prompts == 0:
+        return [], []
+    needles = []
+    for depth in DEPTHS:
+        number = str(12_345_678 + 5_654_321 * depth)
+        needle, question = encode(NEEDLE.format(number)), encode(QUESTION.format(number))
+        num_before = CONTEXT_TOKENS * depth // 16
+        num_after = CONTEXT_TOKENS - len(needle) - len(question) - num_before
+        needles.append([*token_ids[:num_before], *needle, *token_ids[num_before : num_before + num_after], *question])
+    return cut(token_ids[: num_prompts * CONTEXT_TOKENS], num_prompts), needles
+
+
+def _long_results(
+    source: ModelSource, variants: Sequence[Variant], prompts: list[list[int]], needles: list[list[int]]
+) -> tuple[LongResult, ...]:
+    from bench.engine.teacher_forcing import paged_predictions, transformers_predictions
+    from executor.model.model import PagedModel
+
+    if not prompts:
+        return ()
+    num_positions = len(prompts) * (CONTEXT_TOKENS - 1)
+    reference = transformers_predictions(source, [*prompts, *needles])
+    results = []
+    for name, found in [("reference", reference), *((variant.name, None) for variant in variants)]:
+        if found is None:
+            arguments = next(variant.load_arguments for variant in variants if variant.name == name)
+            model = PagedModel.load(source, **arguments)
+            found = paged_predictions(model, [*prompts, *needles], PATHS["chunks of 64"])
+        figures = agreement(
+            reference.top_ids[:num_positions],
+            reference.top_gaps[:num_positions],
+            found.top_ids[:num_positions],
+            found.log_probabilities[:num_positions],
+        )
+        num_found = num_needles_found(needles, found.top_ids[num_positions:])
+        print(f"{name}, {CONTEXT_TOKENS} tokens: {figures.share_equal:.2%} equal", file=sys.stderr, flush=True)
+        results.append(LongResult(name, figures, num_found, len(needles)))
+    return tuple(results)
+
+
+def num_needles_found(needles: Sequence[Sequence[int]], top_ids: Sequence[int]) -> int:
+    """Counts the prompts whose last tokens, those of the number, are all the likeliest. `top_ids` are the predictions
+    for every token of each prompt but the first."""
+    ends = itertools.accumulate(len(needle) - 1 for needle in needles)
+    return sum(
+        list(top_ids[end - NUM_DIGITS : end]) == list(needle[-NUM_DIGITS:])
+        for needle, end in zip(needles, ends, strict=True)
+    )
+
+
 def values_of(report: QualityReport) -> dict[str, Any]:
     """Returns the report as plain values."""
     results = [
         {"variant": result.variant, "path": result.path, **asdict(result.agreement)} for result in report.results
     ]
-    return {"report": KIND, **asdict(report), "results": results}
+    long_results = [
+        {
+            "variant": result.variant,
+            **asdict(result.agreement),
+            "found": result.num_found,
+            "needles": result.num_needles,
+        }
+        for result in report.long_results
+    ]
+    return {"report": KIND, **asdict(report), "results": results, "long_results": long_results}
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
     """Returns the page of a report that is given as values."""
     reference = values["reference_perplexity"]
     circumstances = {**values["circumstances"], "perplexity of the reference": f"{reference:.4f}"}
-    table = Table(COLUMNS, [_row(result, reference) for result in values["results"]])
-    return Page("Quality by dtype", circumstances, [Part("Agreement", note=EXPLANATION, table=table)])
+    table = Table(COLUMNS, [_row(result, result["path"], reference) for result in values["results"]])
+    parts = [Part("Agreement", note=EXPLANATION, table=table)]
+    if long_results := values.get("long_results"):
+        long_reference = long_results[0]["perplexity"]
+        rows = [
+            [*_row(result, "chunks of 64", long_reference), f"{result['found']} of {result['needles']}"]
+            for result in long_results
+        ]
+        parts.append(Part("Long contexts", note=LONG_EXPLANATION, table=Table([*COLUMNS, "needles"], rows)))
+    return Page("Quality by dtype", circumstances, parts)
 
 
-def _row(result: Mapping[str, Any], reference_perplexity: float) -> list[str]:
+def _row(result: Mapping[str, Any], path: str, reference_perplexity: float) -> list[str]:
     different, positions = result["num_different"], result["num_positions"]
     return [
         result["variant"],
-        result["path"],
+        path,
         f"{result['perplexity']:.4f}",
         f"{result['perplexity'] / reference_perplexity - 1:+.3%}",
         f"{1 - different / positions:.2%}",

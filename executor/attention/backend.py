@@ -3,6 +3,8 @@
 A backend owns the layout of a layer's KV: it allocates the KV, writes new keys and values into it and attends over it.
 It keeps no state between calls. A block is filled from its first slot on. What it held for an earlier sequence, even
 NaN, never reaches a result.
+
+The KV of a layer has the model's dtype, or is int8 with a scale for each token and KV head (`quantized`).
 """
 
 from __future__ import annotations
@@ -26,22 +28,31 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKv:
-    """The KV of a layer, in its backend's layout. In every layout the blocks are consecutive, the spare one first."""
+    """The KV of a layer, in its backend's layout. In every layout the blocks are consecutive, the spare one first.
+
+    `scales` are those of int8 keys and values, where the backend keeps them apart.
+    """
 
     shape: KvShape
     keys: Tensor
     values: Tensor
     num_blocks: int
+    scales: tuple[Tensor, ...] = ()
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether keys and values are int8 with scales."""
+        return self.keys.dtype == torch.int8
 
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        return self.keys.nbytes + self.values.nbytes
+        return sum(tensor.nbytes for tensor in (self.keys, self.values, *self.scales))
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Returns the memory of keys and values as `[num_blocks, words]` int64, so that blocks can be moved in any
-        layout."""
-        return _rows(self.keys, self.num_blocks), _rows(self.values, self.num_blocks)
+    def rows(self) -> tuple[Tensor, ...]:
+        """Returns the memory of keys, values and scales as `[num_blocks, words]` int64, so that blocks can be moved in
+        any layout."""
+        return tuple(_rows(tensor, self.num_blocks) for tensor in (self.keys, self.values, *self.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +71,12 @@ class AttentionBackend(Protocol):
     """One implementation of paged attention. Queries, keys and values may have any strides."""
 
     name: str
+    supports_int8_kv: bool
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
-        """Allocates the KV of a layer, all zero."""
+        """Allocates the KV of a layer, all zero. `dtype` is that of queries, keys and values, or int8."""
         ...
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:

@@ -20,12 +20,14 @@ from executor.step.batch import StepBatch
 # Tokens per group of the layout; block sizes are multiples of it, head sizes are rounded up to it.
 LANES = 16
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+SCALE_BYTES = 4
 
 
 class CpuAttention:
     """Calls the kernels on the threads of `pool`."""
 
     name = "cpu"
+    supports_int8_kv = True
 
     def __init__(self, library: NativeLibrary, pool: NativePool) -> None:
         calls = library.calls
@@ -41,7 +43,9 @@ class CpuAttention:
     ) -> LayerKv:
         assert block_size % LANES == 0 and shape.head_dim <= self.max_head_dim and device.type == "cpu"
         dim = -(-shape.head_dim // LANES) * LANES
-        sizes = (num_blocks * (block_size // LANES), shape.num_kv_heads, LANES * dim)
+        # The scales of a group of int8 follow its numbers.
+        num_bytes = LANES * SCALE_BYTES if dtype == torch.int8 else 0
+        sizes = (num_blocks * (block_size // LANES), shape.num_kv_heads, LANES * dim + num_bytes)
         return LayerKv(shape, huge_zeros(sizes, dtype), huge_zeros(sizes, dtype), num_blocks)
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
@@ -59,8 +63,9 @@ class CpuAttention:
             num_tokens=keys.shape[0],
             num_kv_heads=kv.shape.num_kv_heads,
             head_dim=kv.shape.head_dim,
+            is_int8=kv.is_int8,
         )
-        _call(self._write[kv.keys.dtype], self.pool, call)
+        _call(self._write[keys.dtype], self.pool, call)
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
         queries = _with_contiguous_heads(queries)
@@ -83,10 +88,11 @@ class CpuAttention:
             head_dim=kv.shape.head_dim,
             block_size=batch.block_size,
             sliding_window=scoring.sliding_window or 0,
+            is_int8=kv.is_int8,
             scale=scoring.scale,
             softcap=scoring.softcap or 0.0,
         )
-        _call(self._attend[kv.keys.dtype], self.pool, call)
+        _call(self._attend[queries.dtype], self.pool, call)
         return outputs
 
 
@@ -102,7 +108,7 @@ class _WriteCall(ctypes.Structure):
         *((name, c_void_p) for name in ("keys", "values", "cached_keys", "cached_values", "slots")),
         *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
-        *((name, c_int64) for name in ("num_tokens", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("num_tokens", "num_kv_heads", "head_dim", "is_int8")),
     )
 
 
@@ -114,7 +120,7 @@ class _AttendCall(ctypes.Structure):
         *((name, c_void_p) for name in ("query_starts", "context_lengths", "block_tables", "table_rows")),
         *((name, c_int64) for name in ("query_token_stride", "query_head_stride", "table_stride")),
         *((name, c_int64) for name in ("num_sequences", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("block_size", "sliding_window")),
+        *((name, c_int64) for name in ("block_size", "sliding_window", "is_int8")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 

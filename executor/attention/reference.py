@@ -1,6 +1,7 @@
 """Paged attention in plain torch: any device, any dtype, and the reference for tests of the other backends.
 
 KV layout: `[num_slots, num_kv_heads, head_dim]` for keys and for values, a slot being `block * block_size + offset`.
+Scales of int8 are `[num_slots, num_kv_heads]`, for keys and for values.
 Scores, softmax and sums are float32 whatever the dtype.
 """
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from executor.attention.backend import KvShape, LayerKv, Scoring
+from executor.attention.quantized import quantize
 from executor.step.batch import StepBatch
 
 # Query rows of one sequence computed together; bounds the memory of the scores.
@@ -20,15 +22,21 @@ class ReferenceAttention:
     """Gathers the context of each sequence and attends over it. The decodes of a step are one padded batch."""
 
     name = "reference"
+    supports_int8_kv = True
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
         slots = (num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
         keys, values = (torch.zeros(slots, dtype=dtype, device=device) for _ in range(2))
-        return LayerKv(shape, keys, values, num_blocks)
+        scales = [torch.zeros(slots[:2], device=device) for _ in range(2)] if dtype == torch.int8 else []
+        return LayerKv(shape, keys, values, num_blocks, tuple(scales))
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
+        if kv.is_int8:
+            key_scales, value_scales = kv.scales
+            keys, key_scales[batch.slot_mapping] = quantize(keys)
+            values, value_scales[batch.slot_mapping] = quantize(values)
         kv.keys[batch.slot_mapping] = keys
         kv.values[batch.slot_mapping] = values
 
@@ -70,8 +78,12 @@ def _attend(queries: Tensor, kv: LayerKv, tables: Tensor, lengths: Tensor, block
         visible &= distance < scoring.sliding_window
 
     # Slots that no row of the sequence sees may hold anything; zero times NaN would be NaN.
-    keys = kv.keys[slots].float()  # [N, L, num_kv_heads, head_dim]
-    values = kv.values[slots].float().masked_fill(~visible.any(1)[:, :, None, None], 0.0)
+    keys, values = kv.keys[slots].float(), kv.values[slots].float()  # [N, L, num_kv_heads, head_dim]
+    if kv.is_int8:
+        keys, values = (
+            numbers * scales[slots][..., None] for numbers, scales in zip((keys, values), kv.scales, strict=True)
+        )
+    values = values.masked_fill(~visible.any(1)[:, :, None, None], 0.0)
     grouped = queries.float().unflatten(2, (num_kv_heads, -1))  # [N, M, num_kv_heads, group, head_dim]
     scores = torch.einsum("nmkgd,nlkd->nkgml", grouped, keys) * scoring.scale
     if scoring.softcap is not None:

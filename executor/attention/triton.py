@@ -31,6 +31,7 @@ class TritonAttention:
     """Launches the kernels: first the decodes of a step, then its chunks."""
 
     name = "triton"
+    supports_int8_kv = False
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

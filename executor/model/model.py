@@ -8,7 +8,7 @@ model that cannot run correctly is refused at load with the reason (`checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from common.model_source import ModelError, ModelSource, model_errors
 from executor.attention.backend import AttentionBackend, LayerKv
 from executor.attention.choice import BackendChoice, choose_backend
 from executor.attention.cpu import CpuAttention
+from executor.attention.quantized import kv_dtypes
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
 from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
@@ -79,6 +80,7 @@ class PagedModel:
         gpu_decoder: GpuDecoder | None = None,
         native: NativeDecoder | None = None,
         sampler: NativeSampler | None = None,
+        layer_kv_dtypes: Sequence[torch.dtype] = (),
     ) -> None:
         self.description = description
         self.device = network.device
@@ -90,6 +92,7 @@ class PagedModel:
         self.native = native
         self._network = network if native is None else None
         self._layers = layers
+        self._layer_kv_dtypes = tuple(layer_kv_dtypes) or (network.dtype,) * len(layers)
         self._backend = choice.backend
         self._sampler = sampler
         self._kv: tuple[LayerKv, ...] = ()
@@ -103,14 +106,17 @@ class PagedModel:
         backend_name: str = "auto",
         device_name: str = "auto",
         weight_dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        kv_cache_skip_layers: Sequence[int] = (),
         forward_name: str = "auto",
         instructions: str = "auto",
         weight_stream: WeightStream | None = None,
     ) -> PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-        `weight_dtype` is `auto` (that of the activations) or `int8`. `forward_name` is `auto` (native where the model
-        has a native forward pass) or `transformers`. `instructions` names the build of the C++ code, and
+        `weight_dtype` is `auto` (that of the activations) or `int8`; so is `kv_cache_dtype`, and layers of
+        `kv_cache_skip_layers` keep their KV in the dtype of the activations. `forward_name` is `auto` (native where the
+        model has a native forward pass) or `transformers`. `instructions` names the build of the C++ code, and
         `weight_stream` how it reads the weights; without it the fastest way is measured.
         """
         device = choose_device(device_name)
@@ -120,16 +126,26 @@ class PagedModel:
         with _unsupported(network.config):
             expectation = expect(network, _vocabulary_size(network))
             layers = _probe_layers(network)
+        layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
         choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
+        has_int8_kv = torch.int8 in layer_kv_dtypes
+        if has_int8_kv and not choice.backend.supports_int8_kv:
+            raise ModelError(f"kv_cache_dtype int8 needs a CPU, and the attention backend is {choice.backend.name}")
         if choice.is_fallback:
             log.warning("attention backend %s", choice.reason)
         sampler = _native_sampler(choice.backend, device, instructions)
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
             native = _native_forward(network, layers, choice, description, weight_dtype, forward_name, weight_stream)
-            model = cls(network, layers, choice, description, native.gpu, native.native, sampler)
+            model = cls(network, layers, choice, description, native.gpu, native.native, sampler, layer_kv_dtypes)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-            compare(expectation, model.forward, dtype, has_int8_weights=weight_dtype == "int8")
+            compare(
+                expectation,
+                model.forward,
+                dtype,
+                has_int8_weights=weight_dtype == "int8",
+                has_int8_kv=has_int8_kv,
+            )
         model.free_kv()
         return model
 
@@ -142,6 +158,14 @@ class PagedModel:
     def dtype_name(self) -> str:
         """`bfloat16` or `float32`."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_cache_dtype_name(self) -> str:
+        """Type of the KV cache: that of the model or `int8`, and which layers of int8 are excepted."""
+        if torch.int8 not in self._layer_kv_dtypes:
+            return self.dtype_name
+        excepted = [str(layer) for layer, dtype in enumerate(self._layer_kv_dtypes) if dtype != torch.int8]
+        return f"int8 except {self.dtype_name} in layers {','.join(excepted)}" if excepted else "int8"
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Returns the memory of one more block."""
@@ -203,8 +227,8 @@ class PagedModel:
 
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(
-            self._backend.allocate(layer.shape, num_blocks, block_size, self.dtype, self.device)
-            for layer in self._layers
+            self._backend.allocate(layer.shape, num_blocks, block_size, kv_dtype, self.device)
+            for layer, kv_dtype in zip(self._layers, self._layer_kv_dtypes, strict=True)
         )
 
 

@@ -13,6 +13,7 @@ struct WriteCall {
     const int64_t* slots;       // [num_tokens]
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
     int64_t num_tokens, num_kv_heads, head_dim;
+    int64_t is_int8;  // the cache is int8 with scales
 };
 
 struct AttendCall {
@@ -24,7 +25,8 @@ struct AttendCall {
     int64_t query_token_stride, query_head_stride, table_stride;
     int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
     int64_t sliding_window;  // 0: none
-    float scale, softcap;    // softcap 0: none
+    int64_t is_int8;
+    float scale, softcap;  // softcap 0: none
 };
 
 }  // extern "C"
@@ -38,7 +40,7 @@ constexpr int64_t TOKENS_AT_ONCE = 16;
 template <class Element>
 void write_kv(Pool& pool, const WriteCall& call) {
     using Number = typename Element::Number;
-    const LayerKv kv{call.cached_keys, call.cached_values, call.num_kv_heads, call.head_dim};
+    const LayerKv kv{call.cached_keys, call.cached_values, call.num_kv_heads, call.head_dim, call.is_int8 != 0};
     auto write_token = [&](int64_t token) {
         for (int64_t head = 0; head < kv.num_kv_heads; ++head) {
             write_key<Element>(kv, call.slots[token], head,
@@ -68,7 +70,7 @@ void write_kv(Pool& pool, const WriteCall& call) {
 template <class Element>
 void attend_all(Pool& pool, const AttendCall& call) {
     Attention attention{};
-    attention.kv = {call.cached_keys, call.cached_values, call.num_kv_heads, call.head_dim};
+    attention.kv = {call.cached_keys, call.cached_values, call.num_kv_heads, call.head_dim, call.is_int8 != 0};
     attention.queries = call.queries;
     attention.query_token_stride = call.query_token_stride;
     attention.query_head_stride = call.query_head_stride;

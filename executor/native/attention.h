@@ -6,19 +6,27 @@
 //     K  [group, kv_head, DIM / PAIR, 16 tokens, PAIR]      scores of 16 tokens at once, summed over the head
 //     V  [group, kv_head, 16 / PAIR, DIM, PAIR]             16 numbers of the output at once, summed over tokens
 //
+// KV may be kept in int8, in the same order, each group and head followed by the float32 scales of its 16 tokens. A token
+// is rounded when it is written, and always read in int8, by the queries of the same step too. Its scales are applied to
+// the scores and to the weights. With float32 the numbers are widened to float32. With bfloat16 they are multiplied as
+// integers: queries, and the weights of a chunk, are rounded to 16 bits with a scale for each row. Sums of integers are
+// exact, and no scale depends on keys that the row does not see, so a row's result depends neither on its batch nor on
+// the chunks of its prompt.
+//
 // A work item is some query rows of one sequence that share a KV head: heads of the group, then tokens. It processes
 // the context CHUNK tokens at a time with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): running
 // maximum, running sum, and output rescaled when the maximum grows. All sums are float32. The products are computed
 // with vectors, or with AMX where available (attention_tiles.h).
 //
-// Invariants: groups are filled from their first token on. V is cleared at that point, so that a NaN left in a group is
-// never multiplied by a weight of zero. Masked scores are a large finite number: their contribution before the first
-// real score is rescaled to 0.
+// Invariants: groups are filled from their first token on. V, or its scales, is cleared at that point, so that a NaN left
+// in a group is never multiplied by a weight of zero. Masked scores are a large finite number: their contribution before
+// the first real score is rescaled to 0.
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "matmul.h"
@@ -32,49 +40,103 @@ constexpr int ROW_STRIDE = MAX_DIM + 2 * LANES;  // not a power of two, so that 
 constexpr int CHUNK = 128;
 constexpr int CHUNK_GROUPS = CHUNK / LANES;
 constexpr float MASKED = -1e30f;  // stays finite when scaled
+constexpr float MIN_SCALE = 1e-30f;  // smaller numbers do not matter, and denormal ones are zero
 #ifdef INFLIGHT_AMX
 constexpr int MAX_ROWS = 128;
 #else
 constexpr int MAX_ROWS = 24;
 #endif
 
-// The KV of a layer.
+// The KV of a layer: elements, or int8 with scales.
 struct LayerKv {
     void *keys = nullptr, *values = nullptr;
     int64_t num_kv_heads = 0, head_dim = 0;
+    bool is_int8 = false;
 
     int64_t dim() const { return round_up(head_dim, LANES); }
-    template <class Element>
-    typename Element::Number* group(void* cache, int64_t index, int64_t head) const {
-        return static_cast<typename Element::Number*>(cache) + (index * num_kv_heads + head) * LANES * dim();
+    // Numbers from a head of a group to the next.
+    template <class Stored>
+    int64_t head_stride() const {
+        return LANES * dim() + (sizeof(Stored) == 1 ? LANES * sizeof(float) : 0);
+    }
+    template <class Stored>
+    Stored* group(void* cache, int64_t index, int64_t head) const {
+        return static_cast<Stored*>(cache) + (index * num_kv_heads + head) * head_stride<Stored>();
+    }
+    // The scales of the 16 tokens of a group in int8.
+    float* scales(void* cache, int64_t index, int64_t head) const {
+        return reinterpret_cast<float*>(group<int8_t>(cache, index, head) + LANES * dim());
     }
 };
 
-// Clears the values of a group whose first token is about to be written.
+// Clears the values of a group whose first token is about to be written. Of int8 only the scales can be NaN.
 template <class Element>
 void clear_values(const LayerKv& kv, int64_t slot) {
-    std::memset(kv.group<Element>(kv.values, slot / LANES, 0), 0,
-                kv.num_kv_heads * LANES * kv.dim() * sizeof(typename Element::Number));
+    using Number = typename Element::Number;
+    const int64_t index = slot / LANES;
+    if (!kv.is_int8) {
+        std::memset(kv.group<Number>(kv.values, index, 0), 0,
+                    kv.num_kv_heads * kv.head_stride<Number>() * sizeof(Number));
+        return;
+    }
+    for (int64_t head = 0; head < kv.num_kv_heads; ++head)
+        std::memset(kv.scales(kv.values, index, head), 0, LANES * sizeof(float));
+}
+
+// Stores numbers `[head_dim]` of a key. `to` is its group.
+template <int PAIR, class Stored>
+void scatter_key(const LayerKv& kv, Stored* to, int64_t lane, const Stored* key) {
+    to += lane * PAIR;
+    for (int64_t d = 0; d + PAIR <= kv.head_dim; d += PAIR) std::memcpy(to + d * LANES, key + d, PAIR * sizeof *key);
+    for (int64_t d = kv.head_dim / PAIR * PAIR; d < kv.head_dim; ++d) to[d / PAIR * LANES * PAIR + d % PAIR] = key[d];
+}
+
+template <int PAIR, class Stored>
+void scatter_value(const LayerKv& kv, Stored* to, int64_t lane, const Stored* value) {
+    to += lane / PAIR * kv.dim() * PAIR + lane % PAIR;
+    for (int64_t d = 0; d < kv.head_dim; ++d) to[d * PAIR] = value[d];
+}
+
+// Rounds numbers to int8, the largest to 127, and returns the scale. Not a number and infinity make the scale so, and
+// the numbers 0. The reference does the same bit by bit (executor/attention/quantized.py).
+template <class Element>
+float quantize(const typename Element::Number* numbers, int64_t count, int8_t* to) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const float number = Element::get(numbers[i]);
+        uint32_t bits;
+        std::memcpy(&bits, &number, sizeof bits);
+        largest = std::max(largest, bits & 0x7fffffffu);
+    }
+    float scale = as_float(largest) / 127.0f;
+    if (scale < MIN_SCALE) scale = 0;
+    const bool is_usable = scale > 0 && scale < INFINITY;
+    for (int64_t i = 0; i < count; ++i) {
+        const float ratio = is_usable ? Element::get(numbers[i]) / scale : 0.0f;
+        to[i] = (int8_t)std::nearbyint(std::min(std::max(ratio, -127.0f), 127.0f));
+    }
+    return scale;
 }
 
 template <class Element>
 void write_key(const LayerKv& kv, int64_t slot, int64_t head, const typename Element::Number* key) {
-    using Unit = typename Element::Unit;
-    constexpr int PAIR = Element::PAIR;
-    auto* to = kv.group<Element>(kv.keys, slot / LANES, head) + slot % LANES * PAIR;
-    for (int64_t d = 0; d + PAIR <= kv.head_dim; d += PAIR) {
-        const Unit unit = unit_at<Element>(key, d / PAIR);
-        std::memcpy(to + d * LANES, &unit, sizeof unit);
-    }
-    for (int64_t d = kv.head_dim / PAIR * PAIR; d < kv.head_dim; ++d) to[d / PAIR * LANES * PAIR + d % PAIR] = key[d];
+    const int64_t index = slot / LANES, lane = slot % LANES;
+    if (!kv.is_int8)
+        return scatter_key<Element::PAIR>(kv, kv.group<typename Element::Number>(kv.keys, index, head), lane, key);
+    int8_t numbers[MAX_DIM];
+    kv.scales(kv.keys, index, head)[lane] = quantize<Element>(key, kv.head_dim, numbers);
+    scatter_key<Element::PAIR>(kv, kv.group<int8_t>(kv.keys, index, head), lane, (const int8_t*)numbers);
 }
 
 template <class Element>
 void write_value(const LayerKv& kv, int64_t slot, int64_t head, const typename Element::Number* value) {
-    constexpr int PAIR = Element::PAIR;
-    const int64_t lane = slot % LANES;
-    auto* to = kv.group<Element>(kv.values, slot / LANES, head) + lane / PAIR * kv.dim() * PAIR + lane % PAIR;
-    for (int64_t d = 0; d < kv.head_dim; ++d) to[d * PAIR] = value[d];
+    const int64_t index = slot / LANES, lane = slot % LANES;
+    if (!kv.is_int8)
+        return scatter_value<Element::PAIR>(kv, kv.group<typename Element::Number>(kv.values, index, head), lane,
+                                            value);
+    int8_t numbers[MAX_DIM];
+    kv.scales(kv.values, index, head)[lane] = quantize<Element>(value, kv.head_dim, numbers);
+    scatter_value<Element::PAIR>(kv, kv.group<int8_t>(kv.values, index, head), lane, (const int8_t*)numbers);
 }
 
 // Arguments of attention in one layer. Strides count numbers; the last dimension is contiguous.
@@ -115,20 +177,25 @@ inline std::vector<Item> attention_items(const int32_t* query_starts, int64_t nu
 }
 
 // Buffers of one thread for the context of an item.
-template <class Element>
-struct Workspace {
-    alignas(64) typename Element::Number query[MAX_ROWS][ROW_STRIDE];
-    alignas(64) typename Element::Number weight[MAX_ROWS][CHUNK];
+template <class Number>
+struct Buffers {
+    alignas(64) Number query[MAX_ROWS][ROW_STRIDE];
+    alignas(64) Number weight[MAX_ROWS][CHUNK];
     alignas(64) float score[MAX_ROWS][CHUNK];
     alignas(64) float output[MAX_ROWS][ROW_STRIDE];
 #ifdef INFLIGHT_AMX
-    alignas(64) typename Element::Number values[CHUNK * MAX_DIM];
+    alignas(64) Number values[CHUNK * MAX_DIM];
     TileConfiguration tiles;
 #endif
+    alignas(64) float key_scale[CHUNK], value_scale[CHUNK];  // of int8 KV, for one KV head
     float maximum[MAX_ROWS], sum[MAX_ROWS], rescale[MAX_ROWS];
+    float query_scale[MAX_ROWS], weight_scale[MAX_ROWS];  // of queries and weights in integers
     // Rows of an item that the tiles are configured for; 0 if they are configured for something else.
     int tile_rows = 0;
 };
+
+template <class Element>
+using Workspace = Buffers<typename Element::Number>;
 
 // Rows and vectors that fit the registers together.
 #if defined(__AVX512F__)
@@ -139,10 +206,10 @@ constexpr int QUERY_ROWS = 3;
 constexpr int ROW_VECTORS = 4;
 
 // Computes scores of ROWS query rows against `COUNT * WIDTH` keys, from vector `first` of the chunk on.
-template <class Element, int ROWS, int COUNT>
-ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const typename Element::Number* const* keys,
-                              int64_t offset, int first, int num_units) {
-    Floats sums[ROWS][COUNT] = {};
+template <class Element, bool IS_INT8, int ROWS, int COUNT, class Stored>
+ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const Stored* const* keys, int64_t offset, int first,
+                              int num_units) {
+    typename Element::Sum sums[ROWS][COUNT] = {};
     for (int unit = 0; unit < num_units; ++unit) {
         typename Element::Vector loaded[COUNT];
 #pragma GCC unroll 4
@@ -159,22 +226,28 @@ ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const typename 
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < COUNT; ++v) store(&work.score[row + r][(first + v) * WIDTH], sums[r][v]);
+        for (int v = 0; v < COUNT; ++v) {
+            Floats scores = as_floats(sums[r][v]);
+            if constexpr (IS_INT8) scores *= load(&work.key_scale[(first + v) * WIDTH]) * work.query_scale[row + r];
+            store(&work.score[row + r][(first + v) * WIDTH], scores);
+        }
 }
 
 // Adds the weighted values of a chunk to `COUNT * WIDTH` numbers of the output of ROWS rows.
-template <class Element, int ROWS, int COUNT>
-ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const typename Element::Number* const* values,
-                              int64_t offset, int num_groups, int first, int dim) {
+template <class Element, int ROWS, int COUNT, class Stored>
+ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const Stored* const* values, int64_t offset,
+                              int num_groups, int first, int dim) {
     constexpr int UNITS = LANES / Element::PAIR;
-    Floats sums[ROWS][COUNT];
+    constexpr bool ADDS_TO_OUTPUT = std::is_same_v<typename Element::Sum, Floats>;
+    typename Element::Sum sums[ROWS][COUNT] = {};
+    if constexpr (ADDS_TO_OUTPUT)
 #pragma GCC unroll 6
-    for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < COUNT; ++v)
-            sums[r][v] = load(&work.output[row + r][first + v * WIDTH]) * work.rescale[row + r];
+            for (int v = 0; v < COUNT; ++v)
+                sums[r][v] = load(&work.output[row + r][first + v * WIDTH]) * work.rescale[row + r];
     for (int group = 0; group < num_groups; ++group) {
-        const typename Element::Number* numbers = values[group] + offset + first * Element::PAIR;
+        const Stored* numbers = values[group] + offset + first * Element::PAIR;
         for (int unit = 0; unit < UNITS; ++unit, numbers += dim * Element::PAIR) {
             typename Element::Vector loaded[COUNT];
 #pragma GCC unroll 4
@@ -190,23 +263,29 @@ ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const typename 
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < COUNT; ++v) store(&work.output[row + r][first + v * WIDTH], sums[r][v]);
+        for (int v = 0; v < COUNT; ++v) {
+            float* output = &work.output[row + r][first + v * WIDTH];
+            if constexpr (ADDS_TO_OUTPUT)
+                store(output, sums[r][v]);
+            else
+                store(output, load(output) * work.rescale[row + r] + as_floats(sums[r][v]) * work.weight_scale[row + r]);
+        }
 }
 
-template <class Element, int ROWS>
-void score_rows(Workspace<Element>& work, int row, const typename Element::Number* const* keys, int64_t offset,
-                int num_groups, int dim) {
+template <class Element, bool IS_INT8, int ROWS, class Stored>
+void score_rows(Workspace<Element>& work, int row, const Stored* const* keys, int64_t offset, int num_groups,
+                int dim) {
     constexpr int COUNT = ROW_VECTORS;
     int first = 0;
     for (; first + COUNT <= num_groups * VECTORS; first += COUNT)
-        score_tile<Element, ROWS, COUNT>(work, row, keys, offset, first, dim / Element::PAIR);
+        score_tile<Element, IS_INT8, ROWS, COUNT>(work, row, keys, offset, first, dim / Element::PAIR);
     for (; first < num_groups * VECTORS; ++first)
-        score_tile<Element, ROWS, 1>(work, row, keys, offset, first, dim / Element::PAIR);
+        score_tile<Element, IS_INT8, ROWS, 1>(work, row, keys, offset, first, dim / Element::PAIR);
 }
 
-template <class Element, int ROWS>
-void value_rows(Workspace<Element>& work, int row, const typename Element::Number* const* values, int64_t offset,
-                int num_groups, int dim) {
+template <class Element, int ROWS, class Stored>
+void value_rows(Workspace<Element>& work, int row, const Stored* const* values, int64_t offset, int num_groups,
+                int dim) {
     constexpr int COUNT = ROW_VECTORS;
     int first = 0;
     for (; first + COUNT * WIDTH <= dim; first += COUNT * WIDTH)
@@ -225,11 +304,43 @@ ALWAYS_INLINE void some_at_a_time(int num_rows, const Rows& rows) {
                                       [&](int next, auto count) { rows(row + next, count); });
 }
 
-// Turns the scores of a row into weights and updates its maximum and sum. Keys [first_key, last_key] are visible to it.
-// Scores are exponents of two, which saves a multiplication each.
+// Returns the factor that makes numbers with these largest magnitudes integers, and the scale that reverses it. Numbers
+// that are too small to matter become 0; NaN and infinity make the scale so.
 template <class Element>
+ALWAYS_INLINE float to_integers(Ints largest, float& scale) {
+    const float magnitude = as_float((uint32_t)largest_of(largest));
+    scale = magnitude / Element::LARGEST;
+    return magnitude > MIN_SCALE && magnitude < INFINITY ? Element::LARGEST / magnitude : 0.0f;
+}
+
+// Copies a query `[head_dim]` to a row of the workspace; what is behind it is zero already.
+template <class Element>
+void take_query(Workspace<Element>& work, int row, const typename Element::Number* query, int64_t head_dim) {
+    std::memcpy(work.query[row], query, head_dim * sizeof *query);
+    work.query_scale[row] = 1;
+}
+
+template <>
+inline void take_query<Int16>(Workspace<Int16>& work, int row, const uint16_t* query, int64_t head_dim) {
+    alignas(64) float numbers[MAX_DIM];
+    std::memset(numbers, 0, round_up(head_dim, WIDTH) * sizeof *numbers);
+    for (int64_t d = 0; d < head_dim; ++d) numbers[d] = BFloat16::get(query[d]);
+    Ints largest = {};
+    for (int64_t d = 0; d < head_dim; d += WIDTH) {
+        const Ints some = magnitudes(load(numbers + d));
+        largest = (some > largest) ? some : largest;
+    }
+    const float inverse = to_integers<Int16>(largest, work.query_scale[row]);
+    for (int64_t d = 0; d < head_dim; d += WIDTH) Int16::put(&work.query[row][d], load(numbers + d) * inverse);
+}
+
+// Turns the scores of a row into weights and updates its maximum and sum. Keys [first_key, last_key] are visible to it.
+// Scores are exponents of two, which saves a multiplication each. With int8 KV, scores and weights get the scales of keys
+// and values, so that the products multiply integers alone.
+template <class Element, bool IS_INT8>
 void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_start, int first_key, int last_key,
                const Attention& call) {
+    constexpr bool IS_INTEGER = !std::is_same_v<typename Element::Sum, Floats>;
     const int num_keys = num_groups * LANES;
     float* scores = work.score[row];
     float factor = call.scale * LOG2_E;
@@ -248,14 +359,32 @@ void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_star
     }
     const float maximum = std::max(work.maximum[row], largest_of(maximums) * factor);
     Floats sums = {};
+    Ints largest = {};
     for (int key = 0; key < num_keys; key += WIDTH) {
-        const Floats weights = power_of_two<Element>(load(scores + key) * factor - maximum);
+        Floats weights = power_of_two<Element>(load(scores + key) * factor - maximum);
         sums += weights;
-        Element::put(&work.weight[row][key], weights);
+        if constexpr (IS_INT8) weights *= load(work.value_scale + key);
+        if constexpr (IS_INTEGER) {
+            store(scores + key, weights);
+            largest = (magnitudes(weights) > largest) ? magnitudes(weights) : largest;
+        } else {
+            Element::put(&work.weight[row][key], weights);
+        }
+    }
+    if constexpr (IS_INTEGER) {
+        const float inverse = to_integers<Element>(largest, work.weight_scale[row]);
+        for (int key = 0; key < num_keys; key += WIDTH)
+            Element::put(&work.weight[row][key], load(scores + key) * inverse);
     }
     work.rescale[row] = maximum == work.maximum[row] ? 1.0f : power_of_two(all(work.maximum[row] - maximum))[0];
     work.sum[row] = work.sum[row] * work.rescale[row] + sum_of(sums);
     work.maximum[row] = maximum;
+}
+
+// Copies the scales of a chunk; `offset` leads from a group to those of a head.
+inline void gather_scales(float* to, const int8_t* const* groups, int64_t offset, int num_groups) {
+    for (int group = 0; group < num_groups; ++group)
+        std::memcpy(to + group * LANES, groups[group] + offset, LANES * sizeof(float));
 }
 
 // Prefetches explicitly, since the blocks of a sequence are scattered and the processor cannot predict the next one.
@@ -270,17 +399,16 @@ ALWAYS_INLINE void prefetch(const void* from, size_t num_bytes) {
 namespace inflight {
 
 // Addresses of a sequence's groups for one KV head.
-template <class Element>
+template <class Number>
 class Context {
   public:
-    using Number = typename Element::Number;
 
     Context(const Attention& call, const Item& item)
         : kv_(call.kv),
           table_(call.block_tables + call.table_rows[item.sequence] * call.table_stride),
           groups_per_block_((int)call.block_size / LANES),
           kv_head_(item.kv_head),
-          num_numbers_(item.num_kv_heads * LANES * kv_.dim()) {}
+          num_numbers_(item.num_kv_heads * kv_.head_stride<Number>()) {}
 
     const Number* keys(int index) const { return group(kv_.keys, index); }
     const Number* values(int index) const { return group(kv_.values, index); }
@@ -295,7 +423,7 @@ class Context {
   private:
     const Number* group(void* cache, int index) const {
         const int64_t block = table_[index / groups_per_block_];
-        return kv_.group<Element>(cache, block * groups_per_block_ + index % groups_per_block_, kv_head_);
+        return kv_.group<Number>(cache, block * groups_per_block_ + index % groups_per_block_, kv_head_);
     }
 
     const LayerKv& kv_;
@@ -319,11 +447,13 @@ inline GroupRange groups_of(const Attention& call, const Item& item) {
 }
 
 // Computes one item. `next` is the item that this thread will probably process next, or null: its first keys are
-// prefetched while the last values of this one are added.
-template <class Element>
-void attend(const Attention& call, const Item& item, const Item* next, Workspace<Element>& work) {
+// prefetched while the last values of this one are added. The KV is stored as it is computed with, or as int8.
+template <class Output, class Element, class Stored>
+void attend_to(const Attention& call, const Item& item, const Item* next, Workspace<Element>& work) {
     using Number = typename Element::Number;
+    constexpr bool IS_INT8 = std::is_same_v<Stored, int8_t>, HAS_TILES = std::is_same_v<Element, BFloat16>;
     const LayerKv& kv = call.kv;
+    const int64_t head_stride = kv.head_stride<Stored>();
     const int dim = (int)kv.dim(), group_heads = (int)(call.num_heads / kv.num_kv_heads);
     const int first_token = call.query_starts[item.sequence];
     const int num_new = call.query_starts[item.sequence + 1] - first_token;
@@ -343,50 +473,59 @@ void attend(const Attention& call, const Item& item, const Item* next, Workspace
                               (first_token + token_of(row)) * call.query_token_stride +
                               head_of(row) * call.query_head_stride;
         std::memset(work.query[row], 0, round_up(dim, 2 * LANES) * sizeof(Number));
-        std::memcpy(work.query[row], query, kv.head_dim * sizeof(Number));
+        take_query<Element>(work, row, query, kv.head_dim);
         std::memset(work.output[row], 0, dim * sizeof(float));
         work.maximum[row] = MASKED;
         work.sum[row] = 0;
     }
 
-    const Context<Element> context(call, item);
+    const Context<Stored> context(call, item);
     const GroupRange range = groups_of(call, item);
-    const bool by_tiles = can_use_tiles<Element>(dim);
-    if (by_tiles) set_up_tiles(work, num_rows);
+    const bool by_tiles = HAS_TILES && can_use_tiles<Element>(dim);
+    if (by_tiles) set_up_tiles<Element>(work, num_rows);
     for (int start = range.first; start < range.end; start += CHUNK_GROUPS) {
         const int num_groups = std::min(CHUNK_GROUPS, range.end - start);
-        const Number *keys[CHUNK_GROUPS], *values[CHUNK_GROUPS];
+        const Stored *keys[CHUNK_GROUPS], *values[CHUNK_GROUPS];
         for (int i = 0; i < num_groups; ++i) {
             keys[i] = context.keys(start + i);
             values[i] = context.values(start + i);
         }
         context.prefetch_values(start, start + num_groups);
         for (int head = 0; head < item.num_kv_heads; ++head) {
-            const int64_t offset = head * LANES * dim;
-            if (by_tiles)
-                score_by_tiles<Element>(work, head * num_rows, num_rows, keys, offset, num_groups, dim);
-            else
-                some_at_a_time(num_rows, [&](int row, auto count) {
-                    score_rows<Element, count>(work, head * num_rows + row, keys, offset, num_groups, dim);
-                });
+            const int64_t offset = head * head_stride;
+            if constexpr (HAS_TILES)
+                if (by_tiles) {
+                    score_by_tiles<Element>(work, head * num_rows, num_rows, keys, offset, num_groups, dim);
+                    continue;
+                }
+            if constexpr (IS_INT8) gather_scales(work.key_scale, keys, offset + LANES * dim, num_groups);
+            some_at_a_time(num_rows, [&](int row, auto count) {
+                score_rows<Element, IS_INT8, count>(work, head * num_rows + row, keys, offset, num_groups, dim);
+            });
         }
-        for (int row = 0; row < all_rows; ++row)
-            weigh_row<Element>(work, row, num_groups, start * LANES, first_key_of(row), first_position + token_of(row),
-                               call);
+        for (int row = 0; row < all_rows; ++row) {
+            if constexpr (IS_INT8)
+                if (row % num_rows == 0)
+                    gather_scales(work.value_scale, values, row / num_rows * head_stride + LANES * dim, num_groups);
+            weigh_row<Element, IS_INT8>(work, row, num_groups, start * LANES, first_key_of(row),
+                                        first_position + token_of(row), call);
+        }
         if (start + num_groups < range.end) {
             context.prefetch_keys(start + num_groups, std::min(start + 2 * CHUNK_GROUPS, range.end));
         } else if (next != nullptr) {
             const GroupRange after = groups_of(call, *next);
-            Context<Element>(call, *next).prefetch_keys(after.first, std::min(after.first + CHUNK_GROUPS, after.end));
+            Context<Stored>(call, *next).prefetch_keys(after.first, std::min(after.first + CHUNK_GROUPS, after.end));
         }
         for (int head = 0; head < item.num_kv_heads; ++head) {
-            const int64_t offset = head * LANES * dim;
-            if (by_tiles)
-                weigh_values_by_tiles<Element>(work, head * num_rows, num_rows, values, offset, num_groups, dim);
-            else
-                some_at_a_time(num_rows, [&](int row, auto count) {
-                    value_rows<Element, count>(work, head * num_rows + row, values, offset, num_groups, dim);
-                });
+            const int64_t offset = head * head_stride;
+            if constexpr (HAS_TILES)
+                if (by_tiles) {
+                    weigh_values_by_tiles<Element>(work, head * num_rows, num_rows, values, offset, num_groups, dim);
+                    continue;
+                }
+            some_at_a_time(num_rows, [&](int row, auto count) {
+                value_rows<Element, count>(work, head * num_rows + row, values, offset, num_groups, dim);
+            });
         }
     }
 
@@ -394,9 +533,18 @@ void attend(const Attention& call, const Item& item, const Item* next, Workspace
         Number* output = static_cast<Number*>(call.outputs) + (first_token + token_of(row)) * call.output_token_stride +
                          head_of(row) * kv.head_dim;
         for (int d = 0; d < dim; d += WIDTH)
-            Element::put(&work.query[row][d], load(&work.output[row][d]) / work.sum[row]);
+            Output::put(&work.query[row][d], load(&work.output[row][d]) / work.sum[row]);
         std::memcpy(output, work.query[row], kv.head_dim * sizeof(Number));
     }
+}
+
+template <class Element>
+void attend(const Attention& call, const Item& item, const Item* next, Workspace<Element>& work) {
+    using Integers = std::conditional_t<Element::PAIR == 1, Element, Int16>;
+    if (call.kv.is_int8)
+        attend_to<Element, Integers, int8_t>(call, item, next, work);
+    else
+        attend_to<Element, Element, typename Element::Number>(call, item, next, work);
 }
 
 }  // namespace inflight

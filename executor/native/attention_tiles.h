@@ -141,9 +141,9 @@ void weigh_values_by_tiles(Workspace<Element>& work, int first, int num_rows,
             for (int d = 0; d < dim; d += WIDTH)
                 store(&work.output[row][d], load(&work.output[row][d]) * work.rescale[row]);
     if (num_rows <= FEW_ROWS)
-        add_groups(work, first, values, offset, num_groups, dim);
+        add_groups<Element>(work, first, values, offset, num_groups, dim);
     else
-        add_gathered(work, first, num_rows, values, offset, num_groups, dim);
+        add_gathered<Element>(work, first, num_rows, values, offset, num_groups, dim);
 }
 
 #else

@@ -69,7 +69,8 @@ class DecoderOf final : public Decoder {
             embed();
             for (int64_t index = 0; index < shape_.num_layers; ++index) {
                 const Layer<Element>& layer = decoder_.weights_.layers[index];
-                const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim};
+                const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
+                                 step_.is_int8[index] != 0};
                 norm(layer.input_norm, &kv);
                 project_qkv(layer, kv);
                 attend_all(kv, decoder_.windows_[index]);

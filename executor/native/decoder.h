@@ -36,6 +36,7 @@ struct DecoderStep {
     const int32_t *query_starts, *context_lengths, *block_tables, *table_rows;
     const int64_t* logit_rows;                     // [num_logits]
     void *const *keys, *const *values;             // [num_layers]
+    const int64_t* is_int8;                        // [num_layers], whether the KV is
     float* logits;                                 // [num_logits, vocabulary_size], or null
     int64_t* greedy_ids;                           // [num_logits], or null; one of the two is not
     const LogitsRow* const* processed;             // [num_logits], for a greedy step; or null, each and all

@@ -30,9 +30,9 @@ class InstructionSet:
 
 _V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_BF16 = _V4 | {"avx512_bf16"}
+_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
-_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 # Calls within the library are bound directly, which lets the compiler inline them, and two builds that are loaded at
 # once share nothing.

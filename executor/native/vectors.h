@@ -60,12 +60,24 @@ ALWAYS_INLINE Words round_to_bfloat16(Floats value) {
     return (value == value) ? rounded : (bits >> 16) | 0x40u;
 }
 
+ALWAYS_INLINE Floats as_floats(Floats sums) { return sums; }
+ALWAYS_INLINE Floats as_floats(Ints sums) { return __builtin_convertvector(sums, Floats); }
+// The magnitudes of numbers in the order of integers: a NaN is above all.
+ALWAYS_INLINE Ints magnitudes(Floats value) { return (Ints)value & 0x7fffffff; }
+
 struct Float32 {
     using Number = float;
     using Unit = float;
     using Vector = Floats;
+    using Sum = Floats;
     static constexpr int PAIR = 1;
     static ALWAYS_INLINE Vector load_units(const Number* from) { return load(from); }
+    static ALWAYS_INLINE Vector load_units(const int8_t* from) {
+        typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+        Bytes bytes;
+        std::memcpy(&bytes, from, sizeof bytes);
+        return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+    }
     static ALWAYS_INLINE Floats multiply_add(Floats sum, Unit unit, Vector units) { return sum + unit * units; }
     static ALWAYS_INLINE void put(Number* to, Floats value) { store(to, value); }
     static ALWAYS_INLINE float get(Number number) { return number; }
@@ -75,6 +87,7 @@ struct BFloat16 {
     using Number = uint16_t;
     using Unit = uint32_t;  // two numbers, the first in the low half
     using Vector = Words;
+    using Sum = Floats;
     static constexpr int PAIR = 2;
     static ALWAYS_INLINE Vector load_units(const Number* from) {
         return *reinterpret_cast<const UnalignedWords*>(from);
@@ -96,6 +109,42 @@ struct BFloat16 {
 #endif
     }
     static ALWAYS_INLINE float get(Number number) { return as_float((uint32_t)number << 16); }
+};
+
+// Integers of 16 bits, which are multiplied with int8. Their sums are exact, so they have no order.
+struct Int16 {
+    using Number = uint16_t;
+    using Unit = uint32_t;  // two numbers, the first in the low half
+    using Vector = Words;
+    using Sum = Ints;
+    static constexpr int PAIR = 2;
+    static constexpr float LARGEST = 32767;
+    static ALWAYS_INLINE Vector load_units(const int8_t* from) {
+        typedef int8_t Bytes __attribute__((vector_size(2 * WIDTH)));
+        typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
+        Bytes bytes;
+        std::memcpy(&bytes, from, sizeof bytes);
+        return (Vector)__builtin_convertvector(bytes, Shorts);
+    }
+    static ALWAYS_INLINE Ints multiply_add(Ints sum, Unit unit, Vector units) {
+#if defined(__AVX512VNNI__)
+        return (Ints)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32((int)unit), (__m512i)units);
+#elif defined(__AVX512BW__)
+        return sum + (Ints)_mm512_madd_epi16(_mm512_set1_epi32((int)unit), (__m512i)units);
+#elif defined(__AVX2__)
+        return sum + (Ints)_mm256_madd_epi16(_mm256_set1_epi32((int)unit), (__m256i)units);
+#else
+        const Ints low = (Ints)(units << 16) >> 16, high = (Ints)units >> 16;
+        return sum + (int16_t)unit * low + ((int32_t)unit >> 16) * high;
+#endif
+    }
+    // Rounds numbers of at most LARGEST to the nearest integers, even ones of two.
+    static ALWAYS_INLINE void put(Number* to, Floats value) {
+        typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+        const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+        const Halves halves = __builtin_convertvector((Words)(value + to_integer), Halves);
+        std::memcpy(to, &halves, sizeof halves);
+    }
 };
 
 // 2^x, 0 where that is too small to matter: x = n + r, a polynomial in r, n into the exponent. To about one unit in the
@@ -166,6 +215,16 @@ ALWAYS_INLINE float largest_of(Floats x) {
     return _mm512_reduce_max_ps((__m512)x);
 #else
     float largest = x[0];
+    for (int lane = 1; lane < WIDTH; ++lane) largest = x[lane] > largest ? x[lane] : largest;
+    return largest;
+#endif
+}
+
+ALWAYS_INLINE int32_t largest_of(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t largest = x[0];
     for (int lane = 1; lane < WIDTH; ++lane) largest = x[lane] > largest ? x[lane] : largest;
     return largest;
 #endif

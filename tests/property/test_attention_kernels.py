@@ -13,6 +13,7 @@ from torch import Tensor
 
 from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
 from executor.attention.cpu import CpuAttention
+from executor.attention.quantized import quantize
 from executor.attention.reference import ReferenceAttention
 from executor.native.library import NativeLibrary
 from executor.native.pool import NativePool
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.timeout(600)
 CPU = torch.device("cpu")
 # bfloat16 has 8 bits; outputs are averages of values around 1.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+# Of the values of a key, the first of which are far above the others in some models.
+MAGNITUDES = (0.0, 1e-38, 1e-28, 1e-3, 1.0, 300.0)
 
 specs = st.builds(
     lambda num_new, num_before: Spec(num_new, num_new + num_before), st.integers(1, 70), st.integers(0, 150)
@@ -58,10 +61,16 @@ def _one_seed_and_thread() -> Iterator[None]:
 
 
 def filled(
-    backend: AttentionBackend, shape: KvShape, case: PagedCase, keys: Tensor, values: Tensor, block_size: int
+    backend: AttentionBackend,
+    shape: KvShape,
+    case: PagedCase,
+    keys: Tensor,
+    values: Tensor,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> LayerKv:
     """The history of a case in a pool whose every number was NaN, as if a broken sequence had used it before."""
-    kv = backend.allocate(shape, case.num_blocks + 1, block_size, keys.dtype, CPU)
+    kv = backend.allocate(shape, case.num_blocks + 1, block_size, kv_dtype or keys.dtype, CPU)
     num_slots = (case.num_blocks + 1) * block_size
     poison = torch.full((1, shape.num_kv_heads, shape.head_dim), float("nan"), dtype=keys.dtype)
     everywhere = replace(case.history, slot_mapping=torch.arange(num_slots))
@@ -70,6 +79,7 @@ def filled(
     return kv
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["as it is", "int8 KV"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=examples(25), deadline=None)
 @given(
@@ -82,6 +92,7 @@ def filled(
 def test_cpu_kernels_equal_the_reference(
     cpu_attention: CpuAttention,
     dtype: torch.dtype,
+    is_int8: bool,
     several: list[Spec],
     shape: KvShape,
     group: int,
@@ -93,13 +104,105 @@ def test_cpu_kernels_equal_the_reference(
     keys, values = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
     queries = torch.randn(case.batch.num_tokens, shape.num_kv_heads * group, shape.head_dim).to(dtype)
 
+    kv_dtype = torch.int8 if is_int8 else dtype
     results = [
-        backend.attend(queries, filled(backend, shape, case, keys, values, block_size), case.batch, scoring)
+        backend.attend(queries, filled(backend, shape, case, keys, values, block_size, kv_dtype), case.batch, scoring)
         for backend in (cpu_attention, ReferenceAttention())
     ]
 
     assert results[0].shape == queries.shape
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE[dtype])
+
+
+def unpacked(kv: LayerKv, block_size: int, pair: int) -> tuple[Tensor, ...]:
+    """Keys, values `[num_slots, num_kv_heads, head_dim]` and their scales out of the layout of the C++ kernels."""
+    dim = -(-kv.shape.head_dim // 16) * 16
+    heads = kv.shape.num_kv_heads
+    keys, values = (cache[..., : 16 * dim] for cache in (kv.keys, kv.values))
+    scales = [cache[..., 16 * dim :].contiguous().view(torch.float32) for cache in (kv.keys, kv.values)]
+    keys = keys.unflatten(2, (dim // pair, 16, pair)).permute(0, 3, 1, 2, 4)
+    values = values.unflatten(2, (16 // pair, dim, pair)).permute(0, 2, 4, 1, 3)
+    numbers = [cache.reshape(-1, heads, dim)[..., : kv.shape.head_dim] for cache in (keys, values)]
+    return (*numbers, *(cache.transpose(1, 2).reshape(-1, heads) for cache in scales))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=examples(25), deadline=None)
+@given(shape=shapes, num_tokens=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_int8_kv_is_that_of_the_reference_bit_for_bit(
+    cpu_attention: CpuAttention, dtype: torch.dtype, shape: KvShape, num_tokens: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    case, size = make_case([Spec(num_tokens, num_tokens)], 16), (num_tokens, shape.num_kv_heads, shape.head_dim)
+    magnitudes = torch.tensor(MAGNITUDES)[torch.randint(len(MAGNITUDES), (2, *size[:2], 1), generator=generator)]
+    keys, values = (torch.randn(2, *size, generator=generator) * magnitudes).to(dtype)
+    # Halves of the scale are rounded to even numbers, and numbers that are none stay none.
+    keys[0, 0] = torch.arange(shape.head_dim) + 0.5
+    keys[0, 0, 0] = 127.0
+    values[-1, -1, -1] = torch.tensor([float("nan"), float("inf"), -float("inf")])[seed % 3]
+
+    kernels, reference = (
+        filled(backend, shape, case, keys, values, 16, torch.int8) for backend in (cpu_attention, ReferenceAttention())
+    )
+
+    written = case.history.slot_mapping
+    found = unpacked(kernels, 16, pair=1 if dtype == torch.float32 else 2)
+    wanted = (reference.keys, reference.values, *reference.scales)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours[written], theirs[written], rtol=0, atol=0, equal_nan=True)
+    assert not found[3][written[-1], -1].isfinite()
+
+
+def test_scale_of_int8_is_the_127th_part_of_the_largest_number() -> None:
+    numbers, scales = quantize(torch.tensor([[0.0, 0.0], [-254.0, 3.0], [1.0, 0.5]]))
+    assert numbers.tolist() == [[0, 0], [-127, 2], [127, 64]]
+    assert scales.tolist() == [0.0, 2.0, pytest.approx(1 / 127)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    num_context=st.integers(1, 400),
+    cuts=st.sets(st.integers(1, 399), max_size=6),
+    neighbours=st.integers(0, 9),
+    group=st.sampled_from([1, 3, 7]),
+    head_dim=st.sampled_from([16, 64, 80]),
+)
+def test_rows_of_int8_kv_do_not_depend_on_chunks_and_batch(
+    cpu_attention: CpuAttention,
+    dtype: torch.dtype,
+    num_context: int,
+    cuts: set[int],
+    neighbours: int,
+    group: int,
+    head_dim: int,
+) -> None:
+    """A token's attention is the same bit by bit in one chunk, in any chunks, and beside other sequences."""
+    shape = KvShape(2, head_dim)
+    keys, values = torch.randn(2, num_context, 2, head_dim).to(dtype)
+    queries = torch.randn(num_context, 2 * group, head_dim).to(dtype)
+    scoring = Scoring(0.2)
+    alone = make_case([Spec(num_context, num_context)], 16)
+    kv = filled(cpu_attention, shape, alone, keys, values, 16, torch.int8)
+    expected = cpu_attention.attend(queries, kv, alone.batch, scoring)
+
+    ends = [*sorted(cut for cut in cuts if cut < num_context), num_context]
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        # Single tokens are decodes, which come before chunks.
+        specs = [Spec(end - start, end), *[Spec(1, 1 + 37 * i) for i in range(neighbours)]]
+        case = make_case(specs, 16, seed=end)
+        place = 0 if end - start == 1 else neighbours
+        length = case.batch.query_starts.tolist()
+        rows = slice(length[place], length[place + 1])
+        history = case.history.query_starts.tolist()
+        own = slice(history[place], history[place + 1])
+        all_keys, all_values = torch.randn(2, case.history.num_tokens, 2, head_dim).to(dtype)
+        all_keys[own], all_values[own] = keys[:end], values[:end]
+        all_queries = torch.randn(case.batch.num_tokens, 2 * group, head_dim).to(dtype)
+        all_queries[rows] = queries[start:end]
+        kv = filled(cpu_attention, shape, case, all_keys, all_values, 16, torch.int8)
+        found = cpu_attention.attend(all_queries, kv, case.batch, scoring)[rows]
+        assert torch.equal(found, expected[start:end])
 
 
 def test_cpu_kernels_take_strided_views(cpu_attention: CpuAttention) -> None:

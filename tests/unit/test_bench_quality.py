@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from bench.engine import quality
-from bench.engine.quality import QualityReport, Result, agreement, cut, page_of, perplexity, values_of
+from bench.engine.quality import (
+    LongResult,
+    QualityReport,
+    Result,
+    agreement,
+    cut,
+    num_needles_found,
+    page_of,
+    perplexity,
+    values_of,
+)
 
 
 def test_perplexity_is_the_number_of_equally_likely_tokens() -> None:
@@ -40,6 +50,20 @@ def test_report_has_a_line_for_every_variant_and_path() -> None:
     report = QualityReport({"model": "tiny"}, math.e, (Result("bfloat16", "one by one", other),))
     row = "| bfloat16 | one by one | 2.8577 | +5.127% | 50.00% | 1 of 2 | 0.125 | 0.125 | 0.125 | 50.0% |"
     assert row in page_of(values_of(report)).markdown()
+
+
+def test_needle_is_found_if_every_digit_is_the_likeliest() -> None:
+    digits = list(range(20, 28))
+    needles = [[1, 2, *digits], [3, *digits], [4, 5, *digits]]
+    one_wrong = [*digits[:-1], 9]
+    assert num_needles_found(needles, [0, *digits, *one_wrong, 0, *digits]) == 2
+
+
+def test_report_has_a_line_for_every_variant_with_long_contexts() -> None:
+    same = agreement([1, 2], [0.5, 0.125], [1, 2], [-1.0, -1.0])
+    long = (LongResult("reference", same, 8, 8), LongResult("int8 KV", same, 7, 8))
+    markdown = page_of(values_of(QualityReport({}, math.e, (), long))).markdown()
+    assert "| int8 KV | chunks of 64 | 2.7183 | +0.000% | 100.00% | 0 of 2 | – | – | – | – | 7 of 8 |" in markdown
 
 
 def test_unknown_variant_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

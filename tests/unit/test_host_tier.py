@@ -40,6 +40,8 @@ PATHS: dict[str, dict[str, str]] = {
     "native-float32": {"dtype_name": "float32", "backend_name": "cpu"},
     "native-bfloat16": {"dtype_name": "bfloat16", "backend_name": "cpu"},
     "native-int8": {"dtype_name": "bfloat16", "backend_name": "cpu", "weight_dtype": "int8"},
+    "reference-int8-kv": {"dtype_name": "float32", "backend_name": "reference", "kv_cache_dtype": "int8"},
+    "native-int8-kv": {"dtype_name": "bfloat16", "backend_name": "cpu", "kv_cache_dtype": "int8"},
 }
 
 PROCESS: dict[str, Any] = {
@@ -74,7 +76,7 @@ def random_kv(backend: AttentionBackend, dtype: torch.dtype, block_size: int) ->
     """Any bits at all, those of not-a-number too."""
     kv = [backend.allocate(shape, NUM_BLOCKS + 1, block_size, dtype, torch.device("cpu")) for shape in SHAPES]
     generator = torch.Generator().manual_seed(0)
-    for tensor in (tensor for layer in kv for tensor in (layer.keys, layer.values)):
+    for tensor in (tensor for layer in kv for tensor in (layer.keys, layer.values, *layer.scales)):
         words = tensor.view(-1).view(torch.int16)
         words.copy_(torch.randint(-(2**15), 2**15, words.shape, generator=generator, dtype=torch.int16))
     return kv
@@ -86,10 +88,12 @@ def bits(kv: list[LayerKv]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("tier_class", [CpuHostTier, GpuHostTier])
 @pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_blocks_come_back_elsewhere_bit_for_bit(
     backend: AttentionBackend, dtype: torch.dtype, block_size: int, tier_class: Any
 ) -> None:
+    if dtype == torch.int8 and not backend.supports_int8_kv:
+        return
     kv = random_kv(backend, dtype, block_size)
     tier, before = tier_class(kv, 5), bits(kv)
 

@@ -1,0 +1,100 @@
+"""Steps on a CPU by type of the KV cache: `python -m bench.engine.kv_cache`.
+
+Computes steps of some shapes through native forward passes that differ only in the type of the KV cache, in turn: that
+of the model, and int8. Prints Markdown: the processor time of a step per thread, the wall time of its attention, both
+the least of the rounds, and the size of a block.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.engine.native_step import StepShape, batch_of, blocks_of
+from bench.engine.streams import timed
+from bench.report.table import Table
+from common.machine import num_usable_cores
+from common.model_source import resolve_model
+from executor.cpu.decoder import PARTS
+from executor.model.model import PagedModel
+from inflight.cli.doctor import processor
+
+KV_TYPES = ("auto", "int8")
+SHAPES = (
+    StepShape(1, 1, 300),
+    StepShape(32, 1, 300),
+    StepShape(32, 1, 1024),
+    StepShape(32, 1, 2048),
+    StepShape(1, 1, 2048),
+    StepShape(1, 512, 512),
+    StepShape(1, 512, 2048),
+)
+COLUMNS = ["step", "CPU ms", "int8", "times as fast", "attention ms", "int8", "times as fast"]
+
+
+def row_of(models: Sequence[PagedModel], shape: StepShape, rounds: int) -> list[str]:
+    """Returns the times of one shape; the models take turns."""
+    batch = batch_of(shape)
+    steps: list[list[float]] = [[] for _ in models]
+    attentions: list[list[float]] = [[] for _ in models]
+    turns = list(zip(models, steps, attentions, strict=True))
+    for index in range(rounds + 1):
+        for model, step, attention in turns if index % 2 else reversed(turns):
+            native = model.native
+            assert native is not None
+            before = native.part_seconds[PARTS.index("attention")]
+            step.append(timed(model, native, batch)[0])
+            attention.append(native.part_seconds[PARTS.index("attention")] - before)
+    row = [str(shape)]
+    for times in (steps, attentions):
+        plain, int8 = (min(of_model[1:]) * 1e3 for of_model in times)
+        row += [f"{plain:.2f}", f"{int8:.2f}", f"{plain / int8:.2f}"]
+    return row
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=10)
+    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(num_usable_cores())
+    models = [
+        PagedModel.load(
+            resolve_model(options.model),
+            dtype_name=options.dtype,
+            backend_name="cpu",
+            weight_dtype=options.weight_dtype,
+            kv_cache_dtype=kv_type,
+            instructions=options.cpu_isa,
+        )
+        for kv_type in KV_TYPES
+    ]
+    if any(model.native is None for model in models):
+        print("this model has no forward pass of our own", file=sys.stderr)
+        return 1
+    for model in models:
+        model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in SHAPES), BLOCK_SIZE)
+        _fill(model)
+    plain, int8 = models
+    print(f"- {processor().text}\n- {plain.dtype_name}, weights: {options.weight_dtype}; {plain.backend_reason}")
+    sizes = [model.kv_bytes_per_block(BLOCK_SIZE) for model in models]
+    print(
+        f"- a block of {BLOCK_SIZE} tokens: {sizes[0]} bytes, int8 {sizes[1]} bytes, {sizes[0] / sizes[1]:.3f} times\n"
+    )
+    rows = [row_of((plain, int8), shape, options.rounds) for shape in SHAPES]
+    print(Table(COLUMNS, rows).markdown())
+    return 0
+
+
+def _fill(model: PagedModel) -> None:
+    """Writes to the whole pool, so that the system provides its memory."""
+    for kv in model.kv:
+        for memory in (kv.keys, kv.values):
+            memory.fill_(1 if kv.is_int8 else 0.01)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A stream with calls and reasoning that breaks anywhere and is read on has the parts that it would have had at once."""
+"""A stream with calls and reasoning that breaks anywhere and is read on has the parts of one that did not break."""
 
 from __future__ import annotations
 

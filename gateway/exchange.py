@@ -25,9 +25,15 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 # nginx's status for a client that closed the connection; only metrics and the log contain it.
 CLIENT_CLOSED_REQUEST = 499
 
-ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"})
+ROUTES = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version"),
+        *("/health", "/ready", "/metrics"),
+    }
+)
 MODEL_ROUTE = "/v1/models/{id}"
 OTHER_ROUTE = "other"
+UNLOGGED_ROUTES = frozenset({"/health", "/ready", "/metrics", "/version"}) | {OTHER_ROUTE}
 
 
 class Exchange:
@@ -76,7 +82,7 @@ class Exchange:
         seconds = time.monotonic() - self._began_s
         status = self._status or CLIENT_CLOSED_REQUEST
         self._metrics.ended(self._route, status, seconds)
-        if self._route.startswith("/v1/"):
+        if self._route not in UNLOGGED_ROUTES:
             log.info("request %s %s %d %.3f s", self._request_id, self._route, status, seconds)
 
 

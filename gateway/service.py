@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from common.version import installed_version
 from gateway.answers import Chunks, encoded, model_object, whole_answer
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
 from gateway.bodies import parse_chat, parse_completion
@@ -23,6 +24,7 @@ from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
+from gateway.tokens.tokenize import parse_detokenize, tokenize_request, tokenized
 from inflight import AsyncClient
 from inflight.errors import InflightError
 
@@ -139,6 +141,32 @@ class GatewayService:
             if model.name == name:
                 return _json(encoded(model_object(model, self._began)))
         raise ApiError(404, f"model: there is no model {name[:100]!r}", param="model", code="model_not_found")
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`, as vLLM has it."""
+        metadata = _metadata(request)
+        asked = tokenize_request(await self._body(request))
+        try:
+            answer = await while_connected(request.receive, self._client.send_tokenize(asked, metadata=metadata))
+        except InflightError as error:
+            raise from_router(error, "prompt" if asked.HasField("text") else "messages") from None
+        # There may be as many token ids as in several prompts: streams go on meanwhile.
+        return _json(await asyncio.to_thread(lambda: encoded(tokenized(asked, answer))))
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`, as vLLM has it."""
+        metadata = _metadata(request)
+        body = parse_detokenize(await self._body(request))
+        work = self._client.detokenize(body.tokens, model=body.model, skip_special_tokens=False, metadata=metadata)
+        try:
+            text = await while_connected(request.receive, work)
+        except InflightError as error:
+            raise from_router(error, "tokens") from None
+        return _json(encoded({"prompt": text}))
+
+    async def version(self, request: Request) -> Response:
+        """`GET /version`, as vLLM has it."""
+        return _json(encoded({"version": installed_version()}))
 
     async def health(self, request: Request) -> Response:
         """`GET /health`: the process is alive."""

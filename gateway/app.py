@@ -82,6 +82,7 @@ class GatewayApp:
         service = self._service
         yield Route("/v1/chat/completions", _ApiCall(self, service.chat), methods=["POST"])
         yield Route("/v1/completions", _ApiCall(self, service.completion), methods=["POST"])
+        yield Route("/v1/responses", _ApiCall(self, service.responses), methods=["POST"])
         yield Route("/v1/models", _ApiCall(self, service.models), methods=["GET"])
         yield Route("/v1/models/{name:path}", _ApiCall(self, service.model), methods=["GET"])
         yield Route("/tokenize", _ApiCall(self, service.tokenize), methods=["POST"])

@@ -25,15 +25,16 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 # nginx's status for a client that closed the connection; only metrics and the log contain it.
 CLIENT_CLOSED_REQUEST = 499
 
-ROUTES = frozenset(
+UNLOGGED_ROUTES = frozenset({"/version", "/health", "/ready", "/metrics"})
+LOGGED_ROUTES = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version"),
-        *("/health", "/ready", "/metrics"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
+        *("/tokenize", "/detokenize"),
     }
 )
+ROUTES = LOGGED_ROUTES | UNLOGGED_ROUTES
 MODEL_ROUTE = "/v1/models/{id}"
 OTHER_ROUTE = "other"
-UNLOGGED_ROUTES = frozenset({"/health", "/ready", "/metrics", "/version"}) | {OTHER_ROUTE}
 
 
 class Exchange:
@@ -82,7 +83,7 @@ class Exchange:
         seconds = time.monotonic() - self._began_s
         status = self._status or CLIENT_CLOSED_REQUEST
         self._metrics.ended(self._route, status, seconds)
-        if self._route not in UNLOGGED_ROUTES:
+        if self._route in LOGGED_ROUTES or self._route == MODEL_ROUTE:
             log.info("request %s %s %d %.3f s", self._request_id, self._route, status, seconds)
 
 

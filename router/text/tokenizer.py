@@ -214,7 +214,8 @@ class TextModel:
 
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the name of each token in the vocabulary, which may write a space as another character."""
-        names: list[str] = self._tokenizer.convert_ids_to_tokens(list(token_ids))
+        names = self._tokenizer.convert_ids_to_tokens(list(token_ids))
+        assert isinstance(names, list)
         return names
 
     def token_bytes(self, token_id: int) -> bytes:

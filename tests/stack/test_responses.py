@@ -28,10 +28,10 @@ class City(BaseModel):
 
 async def test_openais_client_gets_a_response_whole_and_streamed(stack: LocalStack) -> None:
     async with run_gateway(*stack.router_addresses) as gateway, gateway.openai() as client:
-        whole = await client.responses.create(instructions="You answer briefly.", **GREEDY)
+        whole = await client.responses.create(instructions="Answer in one sentence.", **GREEDY)
         assert "Paris" in whole.output_text
-        assert (whole.status, whole.instructions) == ("completed", "You answer briefly.")
-        async with client.responses.stream(instructions="You answer briefly.", **GREEDY) as stream:
+        assert (whole.status, whole.instructions) == ("completed", "Answer in one sentence.")
+        async with client.responses.stream(instructions="Answer in one sentence.", **GREEDY) as stream:
             snapshots = [event.snapshot async for event in stream if event.type == "response.output_text.delta"]
             final = await stream.get_final_response()
         assert final.output_text == whole.output_text == snapshots[-1]

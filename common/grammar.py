@@ -30,7 +30,12 @@ PARSER_LIMITS: Final[dict[str, Any]] = {
 
 def canonical_grammar(member: str, grammar: Any) -> str:
     """Returns the text of a grammar. `member` is `json_schema` with a schema, or `lark_grammar` with a text."""
-    parts = {"grammars": [{member: grammar}]}
+    return canonical_grammars({member: grammar})
+
+
+def canonical_grammars(*grammars: dict[str, Any]) -> str:
+    """Returns the text of a grammar that refers to others by name, after the first."""
+    parts = {"grammars": list(grammars)}
     return json.dumps(parts, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 

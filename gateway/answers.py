@@ -12,7 +12,17 @@ from gateway.asking import Ask
 from gateway.errors import ApiError, from_end
 from gateway.event_ids import AnswerId
 from inflight.catalogue import Model
-from inflight.events import FinishReason, PositionLogprobs, Usage
+from inflight.events import (
+    ContentPart,
+    Finished,
+    FinishReason,
+    Part,
+    PositionLogprobs,
+    ReasoningPart,
+    ToolCall,
+    ToolCallPart,
+    Usage,
+)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,12 +35,14 @@ _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
 
 @dataclass(slots=True)
 class FinishedChoice:
-    """One complete choice."""
+    """One complete choice. `text` is without reasoning and calls if it has any."""
 
     text: str
     reason: FinishReason
     logprobs: Sequence[PositionLogprobs | None] = ()
     prompt: Sequence[PositionLogprobs | None] = ()
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +63,34 @@ class Chunks:
         more: dict[str, Any] = {"text": text} if self.ask.kind == "completion" else {"delta": {"content": text}}
         return self._chunk([{"index": index, **more, **_UNFINISHED, "logprobs": logprobs}])
 
-    def finished(self, index: int, reason: FinishReason) -> dict[str, Any]:
+    def parts(self, index: int, parts: Sequence[Part], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns a chunk with parts of a choice, and the log probabilities of its tokens."""
+        return self._chunk([{"index": index, "delta": self._delta(parts), **_UNFINISHED, "logprobs": logprobs}])
+
+    def finished(self, index: int, finished: Finished) -> dict[str, Any]:
         """Returns the last chunk of a choice. Raises `ApiError` for a reason that OpenAI's API does not have."""
-        end = {"logprobs": None, "finish_reason": openai_finish_reason(reason)}
-        empty: dict[str, Any] = {"text": ""} if self.ask.kind == "completion" else {"delta": {}}
-        return self._chunk([{"index": index, **empty, **end}])
+        reason = openai_finish_reason(finished.reason, finished.num_tool_calls)
+        end = {"logprobs": None, "finish_reason": reason}
+        if self.ask.kind == "completion":
+            return self._chunk([{"index": index, "text": "", **end}])
+        return self._chunk([{"index": index, "delta": self._delta(finished.parts), **end}])
+
+    def _delta(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Returns a chat's delta, with one entry for each call."""
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            match part:
+                case ContentPart():
+                    delta["content"] = delta.get("content", "") + part.text
+                case ReasoningPart():
+                    for name in self.ask.reasoning_fields:
+                        delta[name] = delta.get(name, "") + part.text
+                case ToolCallPart() if part.index in calls:
+                    calls[part.index]["function"]["arguments"] += part.arguments
+                case ToolCallPart():
+                    calls[part.index] = _begun_call(part)
+        return delta | {"tool_calls": list(calls.values())} if calls else delta
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """Returns the token counts, which are sent last if requested."""
@@ -86,6 +121,13 @@ class Chunks:
         return chunk | {"usage": None} if self.ask.include_usage else chunk
 
 
+def _begun_call(part: ToolCallPart) -> dict[str, Any]:
+    if not part.id:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
 _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
@@ -107,10 +149,24 @@ def whole_answer(
 
 def _whole_choice(ask: Ask, index: int, choice: FinishedChoice) -> dict[str, Any]:
     positions = [*choice.prompt, *choice.logprobs] if ask.echoes else choice.logprobs
-    end = {"logprobs": logprobs_of(ask, positions), "finish_reason": openai_finish_reason(choice.reason)}
+    reason = openai_finish_reason(choice.reason, len(choice.tool_calls))
+    end = {"logprobs": logprobs_of(ask, positions), "finish_reason": reason}
     if ask.kind == "completion":
         return {"index": index, "text": choice.text, **end, **_prompt_logprobs(ask, choice)}
-    return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
+    return {"index": index, "message": _message(ask, choice), **end}
+
+
+def _message(ask: Ask, choice: FinishedChoice) -> dict[str, Any]:
+    content = choice.text or (None if choice.tool_calls or choice.reasoning else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.reasoning:
+        message |= dict.fromkeys(ask.reasoning_fields, choice.reasoning)
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
 
 
 def logprobs_of(ask: Ask, positions: Sequence[PositionLogprobs | None], text_offset: int = 0) -> dict[str, Any] | None:
@@ -131,11 +187,12 @@ def _prompt_logprobs(ask: Ask, choice: FinishedChoice) -> dict[str, Any]:
     return {"prompt_logprobs": openai_logprobs.of_prompt(choice.prompt, ask.num_prompt_top)}
 
 
-def openai_finish_reason(reason: FinishReason) -> Literal["stop", "length"]:
+def openai_finish_reason(reason: FinishReason, num_tool_calls: int = 0) -> Literal["stop", "length", "tool_calls"]:
     """Returns OpenAI's name of the reason. Raises `ApiError` if there is none."""
     if reason not in _FINISH:
         raise from_end(reason)
-    return _FINISH[reason]
+    named = _FINISH[reason]
+    return "tool_calls" if named == "stop" and num_tool_calls else named
 
 
 def shown_usage(ask: Ask, usage: Usage) -> Usage:

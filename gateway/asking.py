@@ -14,6 +14,7 @@ from google.protobuf.message import Error as MessageError
 
 from gateway.bodies import ChatBody, Common, CompletionBody, Message
 from gateway.errors import refused
+from inflight.functions.wire import function_of, set_tool_choice
 from inflight.requests import PRIORITIES, Priority
 from inflight.v1 import inference_pb2, types_pb2
 
@@ -23,6 +24,10 @@ UNSTREAMED_INTERVAL = 16
 DEFAULT_COMPLETION_TOKENS = 16
 UINT64 = 2**64
 MAX_KEY_CHARACTERS = 100
+
+ReasoningField = Literal["reasoning_content", "reasoning"]
+# DeepSeek's name; the other one is that of newer versions of vLLM.
+DEFAULT_REASONING_FIELDS: tuple[ReasoningField, ...] = ("reasoning_content",)
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -38,6 +43,7 @@ class Defaults:
     max_choices: int
     priority: Priority | None = None
     resume_ttl_s: float = 0.0
+    reasoning_fields: tuple[ReasoningField, ...] = DEFAULT_REASONING_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Ask:
 
     `num_top` is the number of likeliest tokens per position; None: no log probabilities. `num_prompt_top` is the same
     for vLLM's `prompt_logprobs`. With `echoes` the answer begins with the prompt. With `drops_output` it has only that:
-    the router's requests generate at least one token.
+    the router's requests generate at least one token. `reasoning_fields` are the fields of messages with reasoning.
     """
 
     kind: Literal["chat", "completion"]
@@ -62,6 +68,7 @@ class Ask:
     num_prompt_top: int | None = None
     echoes: bool = False
     drops_output: bool = False
+    reasoning_fields: tuple[ReasoningField, ...] = DEFAULT_REASONING_FIELDS
 
     @property
     def scores_prompts(self) -> bool:
@@ -89,6 +96,7 @@ def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
     if body.logprobs:
         _set_logprobs(request, body.top_logprobs or 0)
     request.chat.messages.extend(_message(message) for message in body.messages)
+    _set_tools(request, body)
     if body.chat_template_kwargs:
         _set_template_variables(request, body.chat_template_kwargs)
     request.session_id = body.prompt_cache_key or ""
@@ -97,7 +105,8 @@ def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
     if body.safety_identifier:
         request.metadata["user"] = body.safety_identifier
     renamed = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    return _ask("chat", body, [request], defaults, key, renamed)
+    ask = _ask("chat", body, [request], defaults, key, renamed)
+    return replace(ask, reasoning_fields=defaults.reasoning_fields)
 
 
 def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
@@ -268,6 +277,7 @@ def _constraint_names(body: Common) -> dict[str, str]:
     names: dict[str, str] = {}
     for form in _forms(body):
         names[f"constraint.{form.field}"] = form.param
+        names["constraint"] = form.param
         if form.field == "choice":
             names["constraint.choice.choices"] = form.param
     return names
@@ -305,7 +315,21 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
             for call in message.tool_calls or ()
         ],
         tool_call_id=message.tool_call_id or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
     )
+
+
+def _set_tools(request: inference_pb2.GenerateRequest, body: ChatBody) -> None:
+    """Sets the tools, the choice among them, and that the answer comes in parts."""
+    request.output.parts = True
+    request.chat.reasoning_effort = body.reasoning_effort or ""
+    for tool in body.tools or ():
+        request.chat.functions.append(function_of(tool.model_dump()))
+    if body.tools and body.tool_choice is not None:
+        choice = body.tool_choice
+        set_tool_choice(request.tool_choice, choice if isinstance(choice, str) else choice.model_dump())
+    if body.tools and body.parallel_tool_calls is not None and not request.tool_choice.HasField("parallel"):
+        request.tool_choice.parallel = body.parallel_tool_calls
 
 
 def _set_template_variables(request: inference_pb2.GenerateRequest, variables: dict[str, Any]) -> None:

@@ -178,6 +178,49 @@ class ToolCall(Body):
     function: FunctionCall
 
 
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """OpenAI's form of a tool."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A function in `tool_choice`."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    """Functions in `tool_choice`, of which the model may or must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedToolChoice(Body):
+    """OpenAI's choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class Message(Body):
     """One message. Other fields of openai-python's answers are accepted if they are empty."""
 
@@ -186,6 +229,8 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -203,11 +248,26 @@ class ChatBody(Common):
     safety_identifier: Text | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Text | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: is allowed only with logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatBody:
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice: is allowed only with tools")
+        called: set[str] = set()
+        for number, message in enumerate(self.messages):
+            called.update(call.id for call in message.tool_calls or ())
+            if message.role == "tool" and message.tool_call_id not in called:
+                raise ValueError(f"messages[{number}].tool_call_id: is not the id of a call in an earlier message")
         return self
 
 
@@ -244,14 +304,10 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # about tool calls, which do not occur without tools
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
     "store": (False,),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

@@ -9,14 +9,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.answers import FinishedChoice, shown_usage
 from gateway.asking import Ask
 from gateway.event_ids import Place
 from gateway.logprobs import prompt_positions
 from inflight import AsyncClient, AsyncStream
-from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs, Prompt, Usage
+from inflight.events import (
+    Accepted,
+    Choice,
+    Delta,
+    Done,
+    Event,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    Prompt,
+    Usage,
+)
 from inflight.v1 import inference_pb2
 
 MAX_KEYS = 4
@@ -73,6 +84,8 @@ class Source:
 
     async def _collect(self, ask: Ask, request: inference_pb2.GenerateRequest) -> tuple[list[FinishedChoice], Usage]:
         texts: list[list[str]] = [[] for _ in range(ask.n)]
+        parted = [Choice() for _ in range(ask.n)]
+        has_parts = False
         logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(ask.n)]
         num_tokens = [0] * ask.n
         prompt: list[PositionLogprobs | None] = []
@@ -82,6 +95,8 @@ class Source:
                 match event:
                     case Accepted():
                         texts = [[] for _ in range(ask.n)]
+                        parted = [Choice() for _ in range(ask.n)]
+                        has_parts = event.has_parts
                         logprobs = [[] for _ in range(ask.n)]
                         num_tokens = [0] * ask.n
                         prompt.clear()
@@ -91,13 +106,23 @@ class Source:
                         num_tokens[choice] += event.num_tokens
                         if not (ask.drops_output and num_tokens[choice]):
                             texts[choice].append(event.text)
+                            parted[choice].take_parts(event.parts)
                             logprobs[choice].extend(event.logprobs)
                     case Finished():
                         reasons[event.choice] = event.reason
+                        parted[event.choice].take_parts(event.parts)
                     case Done():
                         parts = zip(map("".join, texts), reasons, logprobs, strict=True)
-                        return [FinishedChoice(*one, prompt) for one in parts], shown_usage(ask, event.usage)
+                        choices = [FinishedChoice(*one, prompt) for one in parts]
+                        if has_parts:
+                            choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]
+                        return choices, shown_usage(ask, event.usage)
         raise AssertionError("a stream without an error ends with Done")
+
+
+def divided(choice: FinishedChoice, parts: Choice) -> FinishedChoice:
+    """Returns a choice with its text divided into reasoning, content and calls."""
+    return replace(choice, text=parts.content, reasoning=parts.reasoning, tool_calls=parts.tool_calls)
 
 
 def _with_key(request: inference_pb2.GenerateRequest, number: int) -> inference_pb2.GenerateRequest:

@@ -116,6 +116,7 @@ _UNKNOWN = _Form(500, "server_error")
 _PARAMS = {
     "output.top_logprobs": "top_logprobs",
     "output.top_prompt_logprobs": "prompt_logprobs",
+    "chat.reasoning_effort": "reasoning_effort",
     "session_id": "prompt_cache_key",
     "idempotency_key": "Idempotency-Key",
     "deadlines.total": "timeout",
@@ -154,6 +155,10 @@ def from_end(reason: FinishReason) -> ApiError:
 def _param(field: str, prompt_param: str, renamed: dict[str, str]) -> str:
     if field in _PARAMS:
         return _PARAMS[field]
+    if field.startswith("chat.functions"):
+        return "tools" + field.removeprefix("chat.functions").replace("].", "].function.", 1)
+    if field.startswith("tool_choice."):
+        return "tool_choice"
     first = field.partition(".")[0].partition("[")[0]
     if first in _PROMPT_FIELDS:
         return prompt_param + field[len(first) :].removeprefix(".messages").removeprefix(".ids")

@@ -51,7 +51,9 @@ class GatewayService:
         self._settings = settings
         self._metrics = metrics
         self._began = int(time.time())
-        self._defaults = Defaults(settings.max_choices, settings.default_priority, settings.default_resume_ttl_s)
+        self._defaults = Defaults(
+            settings.max_choices, settings.default_priority, settings.default_resume_ttl_s, settings.reasoning_fields
+        )
         self._timeouts = WriteTimeouts(settings.heartbeat_s, settings.write_timeout_s)
 
     async def chat(self, request: Request) -> ASGIApp:

@@ -45,6 +45,11 @@ class GatewaySettings(ProcessSettings):
         description="seconds that a stream without resume_ttl_s continues after its client disconnects; 0: it is "
         "cancelled at once",
     )
+    reasoning_fields: tuple[Literal["reasoning_content", "reasoning"], ...] = Field(
+        ("reasoning_content",),
+        description="fields of messages and deltas that have the model's reasoning, comma-separated: "
+        "reasoning_content, as in DeepSeek's API, reasoning, as in newer versions of vLLM, or both",
+    )
     heartbeat_s: float = Field(
         10.0,
         gt=0,

@@ -23,7 +23,7 @@ from gateway.leaving import while_connected
 from gateway.logprobs import num_characters, prompt_positions
 from gateway.metrics import Metrics
 from inflight.errors import InflightError
-from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, Prompt, Queued, Usage
+from inflight.events import Accepted, Delta, Done, Event, Finished, Prompt, Queued, Usage
 
 # Of all choices together. A full queue blocks the readers of its choices, which the router's flow control notices.
 MAX_WAITING_EVENTS = 64
@@ -89,6 +89,8 @@ class EventStream:
         self._news: asyncio.Queue[SourceEvent] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._usages: dict[int, Usage] = {}
         self._prompt_tokens = [0] * len(places)
+        # All its prompts are of one kind.
+        self._has_parts = False
         self._has_opened = [bool(place.resume_token) for place in places]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,6 +167,7 @@ class EventStream:
                 yield f": queued, {queued.position} ahead\n\n".encode()
             case Accepted() as accepted:
                 self._name(source, accepted)
+                self._has_parts = accepted.has_parts
                 for index in source.indexes:
                     self._prompt_tokens[index] = accepted.prompt_tokens
                     yield from self._opening(index)
@@ -174,7 +177,7 @@ class EventStream:
             case Delta() as delta:
                 yield from self._text(source.first + delta.choice, delta)
             case Finished() as finished if not self._places[source.first + finished.choice].has_finished:
-                yield self._finished(source.first + finished.choice, finished.reason)
+                yield self._finished(source.first + finished.choice, finished)
             case Done() as done:
                 self._usages[source.first] = shown_usage(self._chunks.ask, done.usage)
 
@@ -194,9 +197,12 @@ class EventStream:
         logprobs = logprobs_of(self._chunks.ask, delta.logprobs, place.num_characters)
         place.num_tokens = delta.offset + delta.num_tokens
         place.num_characters += num_characters(delta.logprobs)
+        place.text_bytes += len(delta.text.encode())
         # Tokens without text have log probabilities, too.
-        if delta.text or logprobs:
-            place.text_bytes += len(delta.text.encode())
+        if self._has_parts:
+            if delta.parts or logprobs:
+                yield self._event(self._chunks.parts(index, delta.parts, logprobs))
+        elif delta.text or logprobs:
             yield self._event(self._chunks.text(index, delta.text, logprobs))
 
     def _name(self, source: ChoiceSource, event: Accepted | Queued) -> None:
@@ -211,8 +217,8 @@ class EventStream:
             if (opening := self._chunks.opening(index)) is not None:
                 yield self._event(opening)
 
-    def _finished(self, index: int, reason: FinishReason) -> bytes:
-        chunk = self._chunks.finished(index, reason)
+    def _finished(self, index: int, finished: Finished) -> bytes:
+        chunk = self._chunks.finished(index, finished)
         self._places[index].has_finished = True
         return self._event(chunk)
 

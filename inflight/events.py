@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import grpc
@@ -57,12 +57,13 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request has a seat."""
+    """The request has a seat. If parts were requested and it has none, all its text is content."""
 
     request_id: str
     resume_token: str
     prompt_tokens: int
     max_tokens: int
+    has_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,39 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningPart:
+    """More reasoning, without its tags."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPart:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPart:
+    """A call of a tool, or more of one. The first part of a call has its `id` and its `name`; `arguments` is more of
+    their JSON text."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+Part = ReasoningPart | ContentPart | ToolCallPart
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """More output. `offset` is the index of its first token among the choice's output tokens.
 
-    `logprobs` has one value for each token if they were requested; `None` if it is no longer known.
+    `logprobs` has one value for each token if they were requested; `None` if it is no longer known. `parts` are the
+    reasoning, content and calls that the text up to here completes, if the output has parts.
     """
 
     text: str
@@ -112,6 +142,7 @@ class Delta:
     num_tokens: int
     choice: int = 0
     logprobs: tuple[PositionLogprobs | None, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -120,13 +151,16 @@ class Delta:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A choice ended. `stop` or `stop_token_id` is what it matched. `constraint_unfinished`: the output does not
-    satisfy the request's constraint, such as JSON cut off by max_tokens."""
+    satisfy the request's constraint, such as JSON cut off by max_tokens. `parts` are the last ones of the output, if it
+    has parts."""
 
     choice: int
     reason: FinishReason
     stop: str | None = None
     stop_token_id: int | None = None
     constraint_unfinished: bool = False
+    parts: tuple[Part, ...] = ()
+    num_tool_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +211,19 @@ class Resumed:
 Event = Accepted | Queued | Started | Prompt | Delta | Finished | Done | Notice | Resumed
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 @dataclass(slots=True)
 class Choice:
-    """What one choice produced so far."""
+    """What one choice produced so far. `text` is the whole output; with `tools` or `want_parts` it is divided into
+    `reasoning`, `content` and `tool_calls`."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -187,6 +231,23 @@ class Choice:
     finish_reason: FinishReason | None = None
     logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     constraint_unfinished: bool = False
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def take_parts(self, parts: Sequence[Part]) -> None:
+        """Adds parts of the output."""
+        for part in parts:
+            match part:
+                case ReasoningPart():
+                    self.reasoning += part.text
+                case ContentPart():
+                    self.content += part.text
+                case ToolCallPart() if part.index < len(self.tool_calls):
+                    call = self.tool_calls[part.index]
+                    self.tool_calls[part.index] = replace(call, arguments=call.arguments + part.arguments)
+                case ToolCallPart():
+                    self.tool_calls.append(ToolCall(part.id, part.name, part.arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +269,21 @@ class Completion:
     def text(self) -> str:
         """The text."""
         return self.choices[0].text
+
+    @property
+    def content(self) -> str:
+        """The answer's text; with `tools` or `want_parts` without reasoning and calls."""
+        return self.choices[0].content
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning; empty unless `tools` or `want_parts` was set."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools."""
+        return tuple(self.choices[0].tool_calls)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -255,6 +331,7 @@ class Transcript:
         self.choices: list[Choice] = [Choice()]
         self.usage: Usage | None = None
         self.timing: Timing | None = None
+        self.has_parts = False
 
     def add(self, wire: inference_pb2.StreamEvent) -> Event | None:
         """Adds an event and returns its plain form; `None` for a kind that this version does not know."""
@@ -271,12 +348,14 @@ class Transcript:
             choice.token_ids.extend(event.token_ids)
             choice.num_tokens += event.num_tokens
             choice.logprobs.extend(event.logprobs)
+            choice.take_parts(event.parts)
             return
         match event:
             case Accepted():
                 self.request_id = event.request_id
                 self.resume_token = event.resume_token
                 self.prompt_tokens = event.prompt_tokens
+                self.has_parts = event.has_parts
             case Queued() if event.request_id is not None:
                 self.request_id = event.request_id
                 self.resume_token = event.resume_token
@@ -289,6 +368,9 @@ class Transcript:
                 choice = self._choice(event.choice)
                 choice.finish_reason = event.reason
                 choice.constraint_unfinished = event.constraint_unfinished
+                choice.take_parts(event.parts)
+                if not self.has_parts:
+                    choice.content = choice.text
             case Done():
                 self.usage = event.usage
                 self.timing = event.timing
@@ -322,7 +404,13 @@ def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
     match wire.WhichOneof("event"):
         case "accepted":
             accepted = wire.accepted
-            return Accepted(accepted.request_id, accepted.resume_token, accepted.prompt_tokens, accepted.max_tokens)
+            return Accepted(
+                accepted.request_id,
+                accepted.resume_token,
+                accepted.prompt_tokens,
+                accepted.max_tokens,
+                accepted.has_parts,
+            )
         case "queued":
             wait_s = _seconds(wire.queued.estimated_wait) if wire.queued.HasField("estimated_wait") else None
             return Queued(
@@ -364,7 +452,26 @@ def _delta(wire: inference_pb2.Delta) -> Delta:
         num_tokens=wire.num_tokens,
         choice=wire.choice,
         logprobs=decode_positions(wire.logprobs),
+        parts=decode_parts(wire.parts),
     )
+
+
+def decode_parts(wire: Sequence[inference_pb2.OutputPart]) -> tuple[Part, ...]:
+    """Returns the plain form of parts, without those of a kind that this version does not know."""
+    return tuple(part for one in wire if (part := _part(one)) is not None) if wire else ()
+
+
+def _part(wire: inference_pb2.OutputPart) -> Part | None:
+    match wire.WhichOneof("part"):
+        case "reasoning":
+            return ReasoningPart(wire.reasoning)
+        case "content":
+            return ContentPart(wire.content)
+        case "tool_call":
+            call = wire.tool_call
+            return ToolCallPart(call.index, call.id, call.name, call.arguments)
+        case _:
+            return None
 
 
 def decode_positions(wire: Sequence[types_pb2.PositionLogprobs]) -> tuple[PositionLogprobs | None, ...]:
@@ -380,6 +487,8 @@ def _finished(wire: inference_pb2.Finished) -> Finished:
         stop=wire.stop if matched == "stop" else None,
         stop_token_id=wire.stop_token_id if matched == "stop_token_id" else None,
         constraint_unfinished=wire.constraint_unfinished,
+        parts=decode_parts(wire.parts),
+        num_tool_calls=wire.num_tool_calls,
     )
 
 

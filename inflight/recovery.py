@@ -29,7 +29,7 @@ import grpc
 from common.errors import Reason
 from common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 from inflight.errors import InflightError
-from inflight.events import Choice, Delta, Event, Resumed, Transcript, decode_event, decode_positions
+from inflight.events import Choice, Delta, Event, Resumed, Transcript, decode_event, decode_parts, decode_positions
 from inflight.v1 import inference_pb2, types_pb2
 
 
@@ -80,7 +80,8 @@ class Received:
         if self.text_bytes is not None:
             self.text_bytes += len(text.encode())
         shown_ids = tuple(token_ids) if shows_token_ids else ()
-        return Delta(text, shown_ids, offset, num_tokens, wire.choice, decode_positions(logprobs))
+        parts = decode_parts(wire.parts)
+        return Delta(text, shown_ids, offset, num_tokens, wire.choice, decode_positions(logprobs), parts)
 
     def _num_repeated(self, wire: inference_pb2.Delta) -> int:
         """Returns how many of its tokens were received before."""
@@ -357,7 +358,9 @@ class Recovery:
 
     def _can_submit_again(self) -> bool:
         """Returns whether a new Generate can continue: after the received output, or with several choices, of which
-        `prior_output` holds none, from the beginning."""
+        `prior_output` holds none, from the beginning. Parts that were received cannot be cut off then."""
+        if self._has_choices and self.transcript.has_parts and any(one.num_tokens for one in self._received):
+            return False
         return self._request is not None and all(received.has_all_ids for received in self._received)
 
     def _submit_again(self) -> None:

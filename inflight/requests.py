@@ -15,10 +15,14 @@ from typing import Any, Literal, Protocol, TypedDict
 
 from google.protobuf.message import Message
 
+from inflight.functions.wire import Tool, ToolChoice, function_of, set_tool_choice
 from inflight.v1 import inference_pb2, types_pb2
 
-# One message of a conversation: `{"role": "user", "content": "…"}`; `content` may be a list of text parts.
-ChatMessage = Mapping[str, str | Sequence[str]]
+# One message of a conversation: `{"role": "user", "content": "…"}`; `content` may be a list of text parts. An
+# assistant's message may have `tool_calls` and `reasoning_content`, a tool's `tool_call_id`.
+ChatMessage = Mapping[str, Any]
+_OPTIONAL_MEMBERS = "optionally name, tool_calls, tool_call_id and reasoning_content"
+_MESSAGE_MEMBERS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 Chat = str | Sequence[ChatMessage]
 Priority = Literal["interactive", "standard", "batch"]
 
@@ -65,6 +69,11 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str
     choice: Sequence[str]
     max_whitespace: int
+    tools: Sequence[Tool]
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    reasoning_effort: str
+    want_parts: bool
     n: int
     best_of: int
     want_text: bool
@@ -136,6 +145,11 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "grammar": ("constraint", "grammar"),
     "choice": ("constraint", "choice", "choices"),
     "max_whitespace": ("constraint", "max_whitespace"),
+    "tools": ("chat", "functions"),
+    "tool_choice": ("tool_choice",),
+    "parallel_tool_calls": ("tool_choice", "parallel"),
+    "reasoning_effort": ("chat", "reasoning_effort"),
+    "want_parts": ("output", "parts"),
     "n": ("n",),
     "best_of": ("best_of",),
     "want_text": ("output", "text"),
@@ -204,6 +218,8 @@ def generate_request(
         request.token_ids.SetInParent()
         _assign(request.token_ids, "ids", token_ids, keyword="token_ids")
     for keyword, value in options.items():
+        if chat is None and value is not None and keyword in ("tools", "reasoning_effort"):
+            raise TypeError(f"{keyword} needs a chat")
         _set_option(request, keyword, value)
     return request
 
@@ -213,16 +229,31 @@ def chat_prompt(chat: Chat) -> inference_pb2.Chat:
     turns: Sequence[ChatMessage] = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     result = inference_pb2.Chat()
     for turn in turns:
-        unknown = set(turn) - {"role", "content", "name"}
-        if unknown or "role" not in turn:
-            raise ValueError(f"chat: a message has role, content and optionally name, not {sorted(turn)}")
+        if set(turn) - _MESSAGE_MEMBERS or "role" not in turn:
+            raise ValueError(f"chat: a message has role, content and {_OPTIONAL_MEMBERS}, not {sorted(turn)}")
         message = result.messages.add()
+        for call in turn.get("tool_calls") or ():
+            _add_call(message, call)
+        _assign(message, "tool_call_id", turn.get("tool_call_id") or "", keyword="chat")
+        _assign(message, "reasoning", turn.get("reasoning_content") or "", keyword="chat")
         _assign(message, "role", turn["role"], keyword="chat")
         _assign(message, "name", turn.get("name", ""), keyword="chat")
-        content = turn.get("content", "")
+        content = turn.get("content") or ""
         for text in (content,) if isinstance(content, str) else content:
             _assign(message.content.add(), "text", text, keyword="chat")
     return result
+
+
+def _add_call(message: inference_pb2.ChatMessage, call: Any) -> None:
+    """Adds a call of an assistant's message: a `ToolCall`, or an object in OpenAI's form."""
+    if isinstance(call, Mapping):
+        function = call.get("function", call)
+        call_id, name, arguments = call.get("id", ""), function.get("name"), function.get("arguments", "")
+    else:
+        call_id, name, arguments = call.id, call.name, call.arguments
+    made = message.tool_calls.add()
+    for field, value in (("id", call_id), ("name", name), ("arguments", arguments)):
+        _assign(made, field, value, keyword="chat")
 
 
 def tokenize_request(text: str | None, *, chat: Chat | None, model: str | None) -> inference_pb2.TokenizeRequest:
@@ -270,6 +301,9 @@ def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any
     owner: Message = request
     for parent in parents:
         owner = getattr(owner, parent)
+    if keyword in ("tools", "tool_choice"):
+        _set_tools(request, keyword, value)
+        return
     if keyword == "priority":
         if value not in PRIORITIES:
             raise ValueError(f"priority: {value!r} is not one of {', '.join(PRIORITIES)}")
@@ -283,6 +317,17 @@ def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any
             raise ValueError("choice: must be several texts, not one text")
         request.constraint.choice.SetInParent()
     _assign(owner, field, value, keyword=keyword)
+
+
+def _set_tools(request: inference_pb2.GenerateRequest, keyword: str, value: Any) -> None:
+    try:
+        if keyword == "tool_choice":
+            set_tool_choice(request.tool_choice, value)
+        else:
+            request.chat.functions.extend(map(function_of, value))
+            request.output.parts = True
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{keyword}: {error}") from None
 
 
 def _is_left_out(keyword: str, value: Any) -> bool:

@@ -21,6 +21,8 @@ from router.app import RouterApp, build_router
 from router.dispatch.pools import ModelRegistry
 from router.settings import RouterSettings
 from router.text.tokenizer import TextModel
+from router.tools.formats import FormatError, read_formats, with_added
+from router.tools.support import DETECTED, ToolSettings
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +46,31 @@ def _run_with_settings(argv: Sequence[str]) -> int:
 def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
     """Loads the tokenizer of every model, by name."""
     texts: dict[str, TextModel] = {}
+    tools = tool_settings(settings)
     for entry in settings.model:
         source = _source(entry)
         if source.name in texts:
             raise SettingError(f"model: {source.name} is listed twice; give one of them another name with name=source")
         texts[source.name] = TextModel(
-            load_tokenizer(source), allow_special_tokens_in_chat=settings.allow_special_tokens_in_chat
+            load_tokenizer(source),
+            allow_special_tokens_in_chat=settings.allow_special_tokens_in_chat,
+            tools=tools,
         )
     return texts
+
+
+def tool_settings(settings: RouterSettings) -> ToolSettings:
+    """Returns the settings about tools, with the table of formats. Raises `SettingError`."""
+    path = settings.tool_formats_file
+    try:
+        formats = with_added(() if path is None else read_formats(path))
+    except FormatError as error:
+        raise SettingError(f"--tool-formats-file (INFLIGHT_TOOL_FORMATS_FILE): {error}") from None
+    chosen = settings.tool_call_format
+    if chosen != DETECTED and chosen not in formats:
+        known = ", ".join((DETECTED, *formats))
+        raise SettingError(f"--tool-call-format (INFLIGHT_TOOL_CALL_FORMAT): is {chosen!r}; must be one of {known}")
+    return ToolSettings(formats, chosen, settings.tool_system_prompt)
 
 
 def _source(entry: str) -> ModelSource:

@@ -73,6 +73,19 @@ class RouterSettings(ProcessSettings):
         False,
         description="parse special tokens such as <|im_end|> in chat messages; by default they are plain text there",
     )
+    tool_call_format: str = Field(
+        "auto",
+        description="format in which the models write tool calls; auto: detected from each chat template; or hermes, "
+        "qwen3_coder, mistral, mistral_args, llama3_json, or a name from tool_formats_file",
+    )
+    tool_formats_file: Path | None = Field(
+        None, description="TOML file with further formats of tool calls, a table [formats.NAME] for each"
+    )
+    tool_system_prompt: bool = Field(
+        True,
+        description="describe tools in a system message if a model's chat template has no tools; otherwise requests "
+        "with tools are refused for such a model",
+    )
     max_attempts: int = Field(
         2,
         ge=1,

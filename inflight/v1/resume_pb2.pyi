@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RouterContext(_message.Message):
-    __slots__ = ("tenant", "request_id", "model", "stop", "include_stop", "wants_text", "wants_token_ids", "digest", "detach", "resume_ttl", "arrived_unix_ms", "operation", "echo", "num_choices", "num_sent_choices", "hides_logprobs", "stream_interval")
+    __slots__ = ("tenant", "request_id", "model", "stop", "include_stop", "wants_text", "wants_token_ids", "digest", "detach", "resume_ttl", "arrived_unix_ms", "operation", "echo", "num_choices", "num_sent_choices", "hides_logprobs", "stream_interval", "answer_format")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class RouterContext(_message.Message):
     NUM_SENT_CHOICES_FIELD_NUMBER: _ClassVar[int]
     HIDES_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FORMAT_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     request_id: str
     model: str
@@ -45,4 +46,5 @@ class RouterContext(_message.Message):
     num_sent_choices: int
     hides_logprobs: bool
     stream_interval: int
-    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: _Optional[bool] = ..., wants_text: _Optional[bool] = ..., wants_token_ids: _Optional[bool] = ..., digest: _Optional[bytes] = ..., detach: _Optional[bool] = ..., resume_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., arrived_unix_ms: _Optional[int] = ..., operation: _Optional[str] = ..., echo: _Optional[bool] = ..., num_choices: _Optional[int] = ..., num_sent_choices: _Optional[int] = ..., hides_logprobs: _Optional[bool] = ..., stream_interval: _Optional[int] = ...) -> None: ...
+    answer_format: str
+    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: _Optional[bool] = ..., wants_text: _Optional[bool] = ..., wants_token_ids: _Optional[bool] = ..., digest: _Optional[bytes] = ..., detach: _Optional[bool] = ..., resume_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., arrived_unix_ms: _Optional[int] = ..., operation: _Optional[str] = ..., echo: _Optional[bool] = ..., num_choices: _Optional[int] = ..., num_sent_choices: _Optional[int] = ..., hides_logprobs: _Optional[bool] = ..., stream_interval: _Optional[int] = ..., answer_format: _Optional[str] = ...) -> None: ...

@@ -26,6 +26,7 @@ from router.constraint.source import (
     MAX_CONSTRAINT_BYTES,
     MAX_REGEX_BYTES,
     MAX_WHITESPACE,
+    TOOLS,
     ConstraintError,
     ConstraintSource,
 )
@@ -38,6 +39,8 @@ MAX_WAITING_BYTES = 16 * MAX_CONSTRAINT_BYTES
 # Text of constraints, grammars and refusals that are remembered.
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 
+# Where the field is not named after the kind.
+_FIELDS = {"choice": "constraint.choice.choices", TOOLS: "chat.functions"}
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 
@@ -118,7 +121,7 @@ class Constraining:
         else:
             self._results.move_to_end(key)
         if isinstance(result, ConstraintError):
-            field = "constraint.choice.choices" if source.kind == "choice" else f"constraint.{source.kind}"
+            field = _FIELDS.get(source.kind, f"constraint.{source.kind}")
             raise invalid(*(FieldViolation(field, violation) for violation in result.violations))
         return result
 

@@ -14,6 +14,7 @@ from opentelemetry.trace import Tracer
 from common.grammar import grammar_hash
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
+from router.api.answering import answer_constraint, answer_format_of
 from router.api.constraining import Constraining
 from router.api.tokenizing import Tokenizing, check_rates, most_tokens
 from router.api.validation import fit_tokens, validate_generate
@@ -24,6 +25,7 @@ from router.lifecycle.events import End
 from router.request.errors import shut_out, unknown_tenant
 from router.request.executor_context import context_of
 from router.request.ids import (
+    call_id,
     choice_ids,
     choice_of,
     client_id,
@@ -48,6 +50,8 @@ from router.stream.request_stream import RequestStream
 from router.telemetry.events import RequestFacts, class_name
 from router.text.output import OutputText
 from router.text.tokenizer import TextModel
+from router.tools.formats import answer_format
+from router.tools.parser import AnswerParser
 
 # A gRPC deadline further away than this counts as no deadline.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
@@ -184,8 +188,12 @@ class RequestPreparation:
             sampling = await self._tokenizing.encode_bad_words(pool.text, spec.sampling, limits, names.tenant)
         spec = dataclasses.replace(spec, sampling=sampling)
         fitted = fit_tokens(prompt_ids, spec, limits)
-        grammar = None if spec.constraint is None else await self._constraining.grammar(spec.constraint, names.tenant)
+        answer = answer_format_of(spec, pool.text, prompt_ids)
+        constraint = answer_constraint(spec, pool.text, answer)
+        grammar = None if constraint is None else await self._constraining.grammar(constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
+        if spec.output.parts and (answer.tools or answer.reasoning):
+            context.answer_format = answer.to_json()
         prior_ids, end = _prior_output(fitted)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
         submits = _choices(_submit(fitted, names, context, grammar), spec.choices.generated)
@@ -224,6 +232,7 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
             prompt_tokens=len(submit.prompt_ids),
             sampling=submit.sampling,
             max_tokens=submit.stopping.max_tokens,
+            has_parts=bool(context.answer_format),
         ),
         new_text=functools.partial(_new_text, pool.text, context, submit.stopping.min_tokens),
         name_token=functools.partial(_name_token, pool.text),
@@ -240,6 +249,8 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
         digest=context.digest,
         choices=choices,
         stream_interval=context.stream_interval or 1,
+        new_parser=_new_parser(context),
+        call_id=functools.partial(call_id, submit.request_id),
     )
     facts = RequestFacts(
         model=pool.name,
@@ -297,7 +308,18 @@ def _ttl_s(context: resume_pb2.RouterContext) -> float | None:
 
 
 def _new_text(text: TextModel, context: resume_pb2.RouterContext, min_tokens: int) -> OutputText:
-    return OutputText(text.detokenizer(), stops=context.stop, include_stop=context.include_stop, min_tokens=min_tokens)
+    return OutputText(
+        text.detokenizer(shows_markers=bool(context.answer_format)),
+        stops=context.stop,
+        include_stop=context.include_stop,
+        min_tokens=min_tokens,
+    )
+
+
+def _new_parser(context: resume_pb2.RouterContext) -> Callable[[], AnswerParser] | None:
+    if not context.answer_format:
+        return None
+    return functools.partial(AnswerParser, answer_format(context.answer_format))
 
 
 def _name_token(text: TextModel, token: types_pb2.TokenLogprob) -> None:

@@ -22,6 +22,7 @@ from common.errors import FieldViolation, Reason, RequestError, invalid, not_imp
 from common.protocol import MAX_CHOICES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.constraining import constraint_source, constraint_violations
+from router.constraint.answer_grammar import ToolSchema
 from router.request.sampling import first_outside, outside_violation, resolve_sampling, sampling_violations
 from router.request.spec import (
     ChatPrompt,
@@ -35,6 +36,7 @@ from router.request.spec import (
     ResolvedStopping,
     TextPrompt,
     TokenPrompt,
+    ToolUse,
 )
 from router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
 from router.text.tokenizer import chat_violations
@@ -109,6 +111,7 @@ def validate_generate(
         _output_violations(request.output),
         _stopping_violations(request.stopping, limits),
         _constraint_violations(request),
+        _tool_violations(request),
         _choice_violations(request),
         _service_violations(request),
         _resuming_violations(request, limits),
@@ -141,6 +144,7 @@ def validate_generate(
         metadata=tuple(sorted(request.metadata.items())),
         choices=_choices(request),
         constraint=constraint_source(request.constraint) if request.HasField("constraint") else None,
+        tools=_tool_use(request),
     )
 
 
@@ -158,6 +162,7 @@ def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
         num_prompt_logprobs=output.top_prompt_logprobs if scores else None,
         echo=output.echo,
         stream_interval=output.stream_interval or 1,
+        parts=output.parts,
     )
 
 
@@ -339,6 +344,27 @@ def _constraint_violations(request: inference_pb2.GenerateRequest) -> Violations
         yield from constraint_violations(request.constraint)
 
 
+def _tool_violations(request: inference_pb2.GenerateRequest) -> Violations:
+    choice, functions = request.tool_choice, request.chat.functions
+    if request.output.parts and request.WhichOneof("prompt") != "chat":
+        yield FieldViolation("output.parts", "is allowed only with chat")
+    if request.output.parts and (request.output.echo or (request.output.HasField("text") and not request.output.text)):
+        yield FieldViolation("output.parts", "needs output.text, and no output.echo")
+    if choice.mode not in inference_pb2.ToolChoice.Mode.values():
+        yield FieldViolation("tool_choice.mode", f"is {choice.mode}, which is not a mode")
+    if choice.mode == inference_pb2.ToolChoice.MODE_REQUIRED and not functions:
+        yield FieldViolation("tool_choice.mode", "is MODE_REQUIRED, but chat.functions is empty")
+    if choice.names and choice.mode == inference_pb2.ToolChoice.MODE_NONE:
+        yield FieldViolation("tool_choice.names", "has functions to call, but the mode is MODE_NONE")
+    names = {function.name for function in functions}
+    for i, name in enumerate(choice.names):
+        if name not in names:
+            yield FieldViolation(f"tool_choice.names[{i}]", f"is {name[:64]!r}, which is not one of chat.functions")
+    if _tool_use(request) is not None and request.HasField("constraint"):
+        text = "is given together with functions that the model may call; set tool_choice.mode to MODE_NONE"
+        yield FieldViolation("constraint", text)
+
+
 def _choice_violations(request: inference_pb2.GenerateRequest) -> Violations:
     choices = _choices(request)
     for field, count in (("n", request.n), ("best_of", request.best_of)):
@@ -411,7 +437,32 @@ def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
         case "token_ids":
             return TokenPrompt("token_ids", tuple(request.token_ids.ids))
         case _:
-            return ChatPrompt("chat", request.chat)
+            return ChatPrompt("chat", _shown_chat(request))
+
+
+def _shown_chat(request: inference_pb2.GenerateRequest) -> inference_pb2.Chat:
+    """Returns the conversation without functions that the model may not call."""
+    if not request.chat.functions or request.tool_choice.mode != inference_pb2.ToolChoice.MODE_NONE:
+        return request.chat
+    shown = inference_pb2.Chat()
+    shown.CopyFrom(request.chat)
+    shown.ClearField("functions")
+    return shown
+
+
+def _tool_use(request: inference_pb2.GenerateRequest) -> ToolUse | None:
+    """Returns the functions that the model may call; None if it may call none."""
+    choice = request.tool_choice
+    if not request.chat.functions or choice.mode == inference_pb2.ToolChoice.MODE_NONE:
+        return None
+    allowed = set(choice.names) or {function.name for function in request.chat.functions}
+    schemas = (
+        ToolSchema(function.name, function.parameters, function.strict)
+        for function in request.chat.functions
+        if function.name in allowed
+    )
+    must_call = choice.mode == inference_pb2.ToolChoice.MODE_REQUIRED
+    return ToolUse(tuple(schemas), must_call, choice.parallel if choice.HasField("parallel") else True)
 
 
 def _resolve_stopping(stopping: types_pb2.StoppingParams) -> ResolvedStopping:

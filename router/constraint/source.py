@@ -10,8 +10,9 @@ import json
 import re
 from dataclasses import dataclass
 
-from common.grammar import canonical_grammar
+from common.grammar import canonical_grammar, canonical_grammars
 from common.protocol import MAX_GRAMMAR_BYTES
+from router.constraint.answer_grammar import ToolSchemaError, answer_lark, answer_rules
 from router.constraint.exclusive import with_any_of
 from router.constraint.json_schema import SchemaError, canonical_schema
 from router.constraint.json_text import JsonTextError, parse_json
@@ -21,6 +22,8 @@ MAX_WHITESPACE = 64
 MAX_CONSTRAINT_BYTES = 64 * 1024
 MAX_REGEX_BYTES = 4096
 MAX_CHOICES = 1000
+# The kind of a constraint that the router makes of a request's tools.
+TOOLS = "tools"
 
 # Texts, regular expressions, comments and the rest of a grammar.
 _LARK_PART = re.compile(r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\\n]|\\.)++/|(?://|#)[^\n]*|.', re.DOTALL)
@@ -47,32 +50,40 @@ class ConstraintError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ConstraintSource:
-    """A client's constraint. `kind` is its field of the protocol; `texts` has one text, the alternatives of a choice,
-    or none for `json_object`."""
+    """A client's constraint. `kind` is its field of the protocol, or `tools`; `texts` has one text, the alternatives of
+    a choice, or none for `json_object`. `reasoning` is the text of the rules of an answer that begins with reasoning,
+    which the constraint follows."""
 
     kind: str
     texts: tuple[str, ...]
     max_whitespace: int = DEFAULT_MAX_WHITESPACE
+    reasoning: str = ""
 
     def to_json(self) -> str:
         """Returns the text that a compiling process gets, which is also the key of its result."""
-        return json.dumps([self.kind, self.texts, self.max_whitespace], separators=(",", ":"))
+        return json.dumps([self.kind, self.texts, self.max_whitespace, self.reasoning], separators=(",", ":"))
+
+    @property
+    def simplified(self) -> ConstraintSource | None:
+        """The same without the parameters of tools that need not be enforced; None if there are none."""
+        rules = answer_rules(self.texts[0]).simplified if self.kind == TOOLS else None
+        return None if rules is None else ConstraintSource(TOOLS, (rules.to_json(),), self.max_whitespace)
 
 
 def source_of(text: str) -> ConstraintSource:
     """Returns the source that `to_json` wrote."""
-    kind, texts, max_whitespace = json.loads(text)
-    return ConstraintSource(kind, tuple(texts), max_whitespace)
+    kind, texts, max_whitespace, reasoning = json.loads(text)
+    return ConstraintSource(kind, tuple(texts), max_whitespace, reasoning)
 
 
 def canonical(source: ConstraintSource) -> str:
     """Returns the canonical grammar of a constraint. Raises `ConstraintError`."""
     try:
-        grammar = _grammar(source)
+        grammar = _after_reasoning(source) if source.reasoning else canonical_grammar(*_grammar(source))
         num_bytes = len(grammar.encode())
     except JsonTextError as error:
         raise ConstraintError([str(error)]) from None
-    except SchemaError as error:
+    except (SchemaError, ToolSchemaError) as error:
         raise ConstraintError(error.violations) from None
     except UnicodeEncodeError:
         raise ConstraintError(["has an unpaired surrogate, which no UTF-8 text has"]) from None
@@ -81,27 +92,39 @@ def canonical(source: ConstraintSource) -> str:
     return grammar
 
 
-def _grammar(source: ConstraintSource) -> str:
+def _grammar(source: ConstraintSource) -> tuple[str, object]:
+    """Returns the kind of a grammar and its content."""
     match source.kind:
         case "json_object":
-            return _json_grammar({"type": "object"}, source.max_whitespace)
+            return "json_schema", _json_grammar({"type": "object"}, source.max_whitespace)
         case "json_schema":
-            return _json_grammar(with_any_of(canonical_schema(parse_json(source.texts[0]))), source.max_whitespace)
+            schema = with_any_of(canonical_schema(parse_json(source.texts[0])))
+            return "json_schema", _json_grammar(schema, source.max_whitespace)
         case "choice":
-            return canonical_grammar("lark_grammar", _choice(source.texts))
+            return "lark_grammar", _choice(source.texts)
         case "regex":
-            return canonical_grammar("lark_grammar", f"start: /{_lark_regex(source.texts[0])}/")
+            return "lark_grammar", f"start: /{_lark_regex(source.texts[0])}/"
+        case "tools":
+            return "lark_grammar", answer_lark(answer_rules(source.texts[0]), _json_options(source.max_whitespace))
         case _:
-            return canonical_grammar("lark_grammar", _lark(source.texts[0]))
+            return "lark_grammar", _lark(source.texts[0])
 
 
-def _json_grammar(schema: dict[str, object], max_whitespace: int) -> str:
-    """Returns the grammar of a schema. llguidance bounds each run of whitespace by the pattern."""
+def _after_reasoning(source: ConstraintSource) -> str:
+    """Returns a grammar that the constraint's grammar is a part of."""
+    whole = answer_lark(answer_rules(source.reasoning), {}, "@constrained")
+    return canonical_grammars({"lark_grammar": whole}, {"name": "constrained", **dict([_grammar(source)])})
+
+
+def _json_grammar(schema: dict[str, object], max_whitespace: int) -> dict[str, object]:
+    return {**schema, "x-guidance": _json_options(max_whitespace)}
+
+
+def _json_options(max_whitespace: int) -> dict[str, object]:
+    """Returns llguidance's options for JSON. It bounds each run of whitespace by the pattern."""
     if max_whitespace:
-        options: dict[str, object] = {"whitespace_pattern": rf"[ \n\r\t]{{1,{max_whitespace}}}"}
-    else:
-        options = {"whitespace_flexible": False}
-    return canonical_grammar("json_schema", {**schema, "x-guidance": options})
+        return {"whitespace_pattern": rf"[ \n\r\t]{{1,{max_whitespace}}}"}
+    return {"whitespace_flexible": False}
 
 
 def _choice(texts: tuple[str, ...]) -> str:

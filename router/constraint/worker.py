@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -24,7 +25,7 @@ import llguidance
 
 from common.grammar import PARSER_LIMITS
 from router.constraint.process import LENGTH_BYTES, OUT_OF_MEMORY
-from router.constraint.source import ConstraintError, canonical, source_of
+from router.constraint.source import TOOLS, ConstraintError, ConstraintSource, canonical, source_of
 
 # Processor time for one constraint.
 MAX_COMPILE_S = 2.0
@@ -34,6 +35,8 @@ MAX_MEMORY_BYTES = 256 * 1024 * 1024
 PROBED_STEPS = 64
 # Processor time for these steps. With a model's vocabulary a step costs more, and each token needs one.
 MAX_PROBE_S = 0.5
+# As `router.constraint.answer_grammar` writes it; in a text of JSON the quotes before it would be escaped.
+_TOKEN_ID = re.compile(r"<\[\d+\]>")
 
 
 class Compiler:
@@ -45,8 +48,22 @@ class Compiler:
 
     def compile(self, source: str) -> str:
         """Returns the canonical grammar of a constraint. Raises `ConstraintError`."""
-        grammar = canonical(source_of(source))
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        constraint = source_of(source)
+        try:
+            return self._compile(constraint)
+        except ConstraintError:
+            simplified = constraint.simplified
+            if simplified is None:
+                raise
+            return self._compile(simplified)
+
+    def _compile(self, constraint: ConstraintSource) -> str:
+        grammar = canonical(constraint)
+        checked = grammar
+        if constraint.kind == TOOLS or constraint.reasoning:
+            # Ids of the model's special tokens, which this vocabulary does not have.
+            checked = _TOKEN_ID.sub(f"<[{self._tokenizer.eos_token - 1}]>", grammar)
+        matcher = llguidance.LLMatcher(self._tokenizer, checked, log_level=0, limits=self._limits)
         _check(matcher)
         if warnings := matcher.get_grammar_warnings():
             raise ConstraintError([f"cannot be enforced: {readable(warning)}" for warning in warnings])

@@ -22,6 +22,8 @@ from router.store.types import DEFAULT_TENANT
 
 _ID_BYTES = 16
 _SEED_BYTES = 8
+_CALL_ID_BYTES = 10
+_CALL_ID_CHARACTERS = 9
 MAX_PREFIXES = 12
 
 
@@ -48,6 +50,13 @@ def choice_of(ledger_id: str) -> int:
 def tenant_of(ledger_id: str) -> str:
     """Returns the tenant of a ledger id."""
     return ledger_id.rpartition("/")[0] or DEFAULT_TENANT
+
+
+def call_id(ledger_id: str, index: int) -> str:
+    """Returns the id of a tool call of a choice, the same from every router: nine letters and digits, which the chat
+    templates of Mistral's models require."""
+    digest = _hash(b"call", ledger_id, str(index), size=_CALL_ID_BYTES).digest()
+    return base64.b32encode(digest).decode().lower()[:_CALL_ID_CHARACTERS]
 
 
 def keyed_request_id(tenant: str, key: str) -> str:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inflight.v1 import inference_pb2, types_pb2
+from router.constraint.answer_grammar import ToolSchema
 from router.constraint.source import ConstraintSource
 from router.text.output import OutputText
+from router.tools.parser import AnswerParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Delivery:
     `echoes`: the text begins with that of `prompt_ids`. `stream_interval` is the number of tokens per event.
     `unattended_s` None: until its end; 0: not at all. `kept_s` is how long the output is kept after the end; None: for
     the default time. `digest` is that of a request that may be repeated.
+    `new_parser` None: the output is not divided into parts. `call_id` returns the id of a call by its index.
     """
 
     accepted: inference_pb2.Accepted
@@ -66,6 +69,8 @@ class Delivery:
     digest: bytes = b""
     choices: ChoiceCounts = ChoiceCounts()
     stream_interval: int = 1
+    new_parser: Callable[[], AnswerParser] | None = None
+    call_id: Callable[[int], str] = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,16 @@ class OutputFlags:
     num_prompt_logprobs: int | None = None
     echo: bool = False
     stream_interval: int = 1
+    parts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The functions that the model may call; `must_call`: at least one, `may_repeat`: several."""
+
+    functions: tuple[ToolSchema, ...]
+    must_call: bool
+    may_repeat: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +236,7 @@ class GenerateSpec:
     metadata: tuple[tuple[str, str], ...]
     choices: ChoiceCounts
     constraint: ConstraintSource | None = None
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

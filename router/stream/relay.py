@@ -22,6 +22,7 @@ from router.request.errors import beyond_output, output_lost
 from router.request.ids import choice_of
 from router.request.spec import BEGINNING, Delivery, ReadPosition
 from router.store.types import Queued
+from router.stream.parts import ReasoningCount, wire_parts
 from router.stream.request_stream import UNKNOWN_LOGPROBS, News, RequestStream
 from router.text.output import TextStep
 
@@ -138,6 +139,9 @@ class Relay:
         self._stream = stream
         self._reading = stream.reading
         self._text = self._reading.new_text()
+        self._parser = None if self._reading.new_parser is None else self._reading.new_parser()
+        self._unsent_parts: list[inference_pb2.OutputPart] = []
+        self._reasoning = None if self._reading.new_parser is None else ReasoningCount(self._reading.new_parser())
         self._write = write
         self._place = place
         # Bytes of the text that the client has. None: unknown until all its tokens have passed through the text.
@@ -389,6 +393,9 @@ class Relay:
         delta.offset, delta.num_tokens = first, last - first
         if reading.wants_text:
             delta.text = self._unsent_text
+        if self._unsent_parts:
+            delta.parts.extend(self._unsent_parts)
+            self._unsent_parts = []
         if reading.wants_token_ids:
             delta.token_ids.extend(self._stream.output_ids[first:last])
         if reading.wants_logprobs:
@@ -408,10 +415,27 @@ class Relay:
                     self._reading.name_token(token)
 
     def _feed(self, offset: int, token_ids: list[int], is_stop_token: bool) -> TextStep:
-        return self._text.feed(offset, token_ids, last_is_stop_token=is_stop_token and bool(token_ids))
+        if self._reasoning is None or self._reasoning.is_over or not token_ids:
+            return self._text.feed(offset, token_ids, last_is_stop_token=is_stop_token and bool(token_ids))
+        text, num_tokens = "", 0
+        last = len(token_ids) - 1
+        for i, token_id in enumerate(token_ids):
+            step = self._text.feed(offset + i, [token_id], last_is_stop_token=is_stop_token and i == last)
+            text, num_tokens = text + step.text, num_tokens + step.num_tokens
+            self._reasoning.take(step.num_tokens, step.text)
+            if step.matched is not None:
+                return TextStep(text, num_tokens, step.matched)
+        return TextStep(text, num_tokens, None)
 
     def _unread(self, text: str) -> str:
-        """Returns the part of the next piece of text that the client does not have."""
+        """Returns the part of the next piece of text that the client does not have, and divides it into parts."""
+        unread = self._cut_known(text)
+        if self._parser is not None:
+            self._parser.feed(text[: len(text) - len(unread)])
+            self._unsent_parts += wire_parts(self._parser.feed(unread), self._reading.call_id)
+        return unread
+
+    def _cut_known(self, text: str) -> str:
         if self._num_bytes_known == 0:
             return text
         encoded = text.encode()
@@ -436,11 +460,15 @@ class Relay:
         """Sends the end. Only the executor knows that a constraint is satisfied; None: it has not said so."""
         finished.constraint_unfinished = self._reading.is_constrained and constraint_unfinished is not False
         self._end_name = types_pb2.FinishReason.Name(finished.reason)
+        if self._parser is not None:
+            finished.parts.extend(wire_parts(self._parser.finish(), self._reading.call_id))
+            finished.num_tool_calls = self._parser.num_calls
         await self._send(inference_pb2.StreamEvent(finished=finished))
         usage = types_pb2.Usage(
             prompt_tokens=self._reading.accepted.prompt_tokens,
             cached_tokens=self._stream.num_cached_tokens,
             output_tokens=self._text.num_tokens,
+            reasoning_tokens=0 if self._reasoning is None else self._reasoning.num_tokens,
         )
         await self._send(inference_pb2.StreamEvent(done=inference_pb2.Done(usage=usage, timing=self._timing())))
 

@@ -26,6 +26,12 @@ def count_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViol
         yield FieldViolation(f"{field}.tools", f"has {num_tools} tools; at most {MAX_TOOLS} are allowed")
     elif _have_more_values(chat.tools):
         yield FieldViolation(f"{field}.tools", f"have more than {MAX_VALUES} values, which is the limit")
+    if len(chat.functions) > MAX_TOOLS:
+        text = f"has {len(chat.functions)} functions; at most {MAX_TOOLS} are allowed"
+        yield FieldViolation(f"{field}.functions", text)
+    elif has_more_values(b",".join(one.parameters.encode() for one in chat.functions), MAX_VALUES):
+        text = f"have more than {MAX_VALUES} values in their parameters, which is the limit"
+        yield FieldViolation(f"{field}.functions", text)
     if _have_more_values([chat.template_kwargs]):
         yield FieldViolation(f"{field}.template_kwargs", f"has more than {MAX_VALUES} values, which is the limit")
 

@@ -14,8 +14,8 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 8192
 MAX_TOOL_CALLS = 4096
 MAX_TOOLS = 512
-# Each of `tools`, `template_kwargs` and the arguments of all tool calls together: the objects, lists, strings, numbers,
-# booleans and nulls within them.
+# Each of `tools`, the parameters of `functions`, `template_kwargs` and the arguments of all tool calls together: the
+# objects, lists, strings, numbers, booleans and nulls within them.
 MAX_VALUES = 10_000
 
 # Ids of a prompt or of the output that a client brings; more than any model's context.
@@ -30,6 +30,8 @@ REQUEST_WIRE_LIMITS = WireLimits(
         "inflight.v1.ChatMessage.content": MAX_CONTENT_PARTS,
         "inflight.v1.ChatMessage.tool_calls": MAX_TOOL_CALLS,
         "inflight.v1.Chat.tools": MAX_TOOLS,
+        "inflight.v1.Chat.functions": MAX_TOOLS,
+        "inflight.v1.ToolChoice.names": MAX_TOOLS,
         "google.protobuf.Struct.fields": 2 * MAX_VALUES,
         "google.protobuf.ListValue.values": 2 * MAX_VALUES,
     }

@@ -20,7 +20,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -159,6 +159,15 @@ class TokenPieces:
     visible: tuple[bytes, ...]
     max_stripped_spaces: int
     utf8_errors: str
+
+    def showing(self, token_ids: frozenset[int]) -> TokenPieces:
+        """Returns a table in which these special tokens are visible."""
+        if not token_ids:
+            return self
+        visible = list(self.visible)
+        for token_id in token_ids:
+            visible[token_id] = self.pieces[token_id]
+        return replace(self, visible=tuple(visible))
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

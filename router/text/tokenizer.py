@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import FieldViolation, invalid
 from inflight.v1 import inference_pb2
+from router.constraint.json_text import JsonTextError, parse_json
 from router.text.chat_counts import count_violations
 from router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
 from router.text.count_limits import MAX_VIOLATIONS
@@ -32,6 +34,14 @@ from router.text.detokenizer import (
 from router.text.marking import MarkedText, Marker, TemplateInput
 from router.text.roles import USUAL_ROLES, Messages, role_violations, supported_roles, written_prompts
 from router.text.token_bound import read_bound
+from router.tools.support import (
+    ToolSettings,
+    ToolSupport,
+    find_support,
+    markers_of,
+    template_function,
+    with_tool_prompt,
+)
 
 ENCODE_IN_THREAD_CHARACTERS = 2048
 # No word begins or ends with it, so that tokens of words do not contain it.
@@ -39,6 +49,9 @@ LINE_END = "\n"
 MAX_UTF8_BYTES = 4
 # Characters of a template's error; templates may quote whole messages.
 MAX_COMPLAINT_CHARACTERS = 300
+# Tokens of a prompt in which the tag at its end is found.
+NUM_END_TOKENS = 16
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 # Characters of a name in the path of a violation.
 MAX_NAME_CHARACTERS = 100
 
@@ -72,7 +85,13 @@ class TextModel:
     """The text side of a model. `allow_special_tokens_in_chat` lets the texts of conversations contain control
     tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens_in_chat: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        allow_special_tokens_in_chat: bool = False,
+        tools: ToolSettings | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._special_token_ids = special_token_ids(tokenizer)
         self._pieces = read_pieces(tokenizer)
@@ -89,6 +108,32 @@ class TextModel:
         if templates and not allow_special_tokens_in_chat:
             texts = [token.content for token in controls.values()]
             self._marker = Marker(texts, templates, equivalents(tokenizer, controls.values()))
+        self._support = find_support(templates, self._probe_tools, tools or ToolSettings())
+        self._marker_ids = self._special_markers()
+        self._marked_pieces = self._pieces and self._pieces.showing(frozenset(self._marker_ids.values()))
+
+    def _special_markers(self) -> dict[str, int]:
+        """Returns the ids of the markers of calls and reasoning that are special tokens, which text leaves out."""
+        named = {self._tokenizer.convert_ids_to_tokens(token_id): token_id for token_id in self._special_token_ids}
+        return {marker: named[marker] for marker in markers_of(self._support) if marker in named}
+
+    @property
+    def support(self) -> ToolSupport:
+        """What the model supports of tools and reasoning."""
+        return self._support
+
+    @property
+    def marker_ids(self) -> Mapping[str, int]:
+        """The markers of calls and reasoning that are special tokens, with their ids."""
+        return self._marker_ids
+
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Returns whether a prompt ends within reasoning, which its template has opened."""
+        reasoning = self._support.reasoning
+        if reasoning is None:
+            return False
+        end = self.decode(prompt_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
+        return end.rstrip().endswith(reasoning.begin)
 
     @property
     def vocabulary_size(self) -> int:
@@ -183,9 +228,7 @@ class TextModel:
         wrong = itertools.chain(chat_violations(chat, field), role_violations(chat, self._roles, field))
         if violations := tuple(itertools.islice(wrong, MAX_VIOLATIONS)):
             raise invalid(*violations)
-        given = TemplateInput(
-            template_messages(chat), template_tools(chat), plain_struct(chat.template_kwargs), add_generation_prompt
-        )
+        given = self._template_input(chat, field, add_generation_prompt)
         try:
             text = self._apply_template(given)
             return MarkedText(text) if self._marker is None else self._marker.mark(given, text, self._apply_template)
@@ -206,6 +249,30 @@ class TextModel:
         )
         assert isinstance(rendered, str)
         return rendered
+
+    def _template_input(self, chat: inference_pb2.Chat, field: str, add_generation_prompt: bool) -> TemplateInput:
+        """Returns what the template gets. Raises `RequestError` for what it has no place for."""
+        support = self._support
+        messages, tools = template_messages(chat), template_tools(chat)
+        effort = support.effort_variables(chat.reasoning_effort)
+        if effort is None:
+            text = f"is {chat.reasoning_effort[:40]!r}, but the model's chat template has no such choice"
+            raise invalid(FieldViolation(f"{field}.reasoning_effort", text))
+        if chat.functions and support.tools is None:
+            text = "the router does not know in which format the model calls tools; its operator can set it"
+            if not support.in_template:
+                text = "the model's chat template has no tools, and this router writes no system message about them"
+            raise invalid(FieldViolation(f"{field}.functions", text))
+        if chat.functions:
+            functions = [template_function(one.name, one.description, one.parameters) for one in chat.functions]
+            if support.in_template:
+                tools = functions
+            elif support.tools is not None:
+                messages = with_tool_prompt(messages, functions, support.tools)
+        return TemplateInput(messages, tools, plain_struct(chat.template_kwargs) | effort, add_generation_prompt)
+
+    def _probe_tools(self, messages: Messages, tools: list[Any]) -> str:
+        return self._apply_template(TemplateInput(messages, tools, {}))
 
     def _probe(self, messages: Messages) -> str:
         rendered = self._tokenizer.apply_chat_template(messages, tokenize=False)
@@ -237,11 +304,15 @@ class TextModel:
         detokenizer = PieceDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.flush()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """Returns a detokenizer for one choice."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, shows_markers: bool = False) -> IncrementalDetokenizer:
+        """Returns a detokenizer for one choice. With `shows_markers` the text has the markers of calls and reasoning,
+        even if they are special tokens."""
         if self._pieces is not None:
-            return PieceDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
+            pieces = self._marked_pieces if shows_markers and self._marked_pieces else self._pieces
+            return PieceDetokenizer(pieces, skip_special_tokens=skip_special_tokens)
         skipped = self._special_token_ids if skip_special_tokens else frozenset()
+        if shows_markers and self._marker_ids:
+            skipped, skip_special_tokens = skipped - set(self._marker_ids.values()), False
         return WindowDetokenizer(lambda ids: self._decode_whole(ids, skip_special_tokens), skipped)
 
     def _decode_whole(self, token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -278,9 +349,35 @@ def chat_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViola
         yield from _struct_violations(tool, f"{field}.tools[{i}]")
         if not tool.fields:
             yield FieldViolation(f"{field}.tools[{i}]", "is empty; must be a JSON schema of a function")
+    yield from _function_violations(chat, field)
     yield from _struct_violations(chat.template_kwargs, f"{field}.template_kwargs")
     for name in sorted(RESERVED_VARIABLES & set(chat.template_kwargs.fields)):
         yield FieldViolation(f"{field}.template_kwargs.{name}", "is reserved; the router sets it by itself")
+
+
+def _function_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViolation]:
+    if chat.functions and chat.tools:
+        yield FieldViolation(f"{field}.tools", f"is given together with {field}.functions; give one of them")
+    names: set[str] = set()
+    for i, function in enumerate(chat.functions):
+        path = f"{field}.functions[{i}]"
+        if not _FUNCTION_NAME.fullmatch(function.name):
+            yield FieldViolation(f"{path}.name", "must be 1 to 128 characters of [A-Za-z0-9_.-]")
+        elif function.name in names:
+            yield FieldViolation(f"{path}.name", f"is {function.name}, the name of an earlier one")
+        names.add(function.name)
+        if function.parameters:
+            yield from _parameter_violations(function.parameters, f"{path}.parameters")
+
+
+def _parameter_violations(parameters: str, field: str) -> Iterator[FieldViolation]:
+    try:
+        schema = parse_json(parameters)
+    except JsonTextError as error:
+        yield FieldViolation(field, str(error))
+        return
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        yield FieldViolation(field, "must be the JSON schema of an object")
 
 
 def template_messages(chat: inference_pb2.Chat) -> list[dict[str, Any]]:
@@ -351,6 +448,8 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
         made["name"] = message.name
     if message.tool_call_id:
         made["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        made["reasoning_content"] = message.reasoning
     if message.tool_calls:
         made["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return made

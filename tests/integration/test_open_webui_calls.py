@@ -25,8 +25,16 @@ CHATS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "t1 t2"}]}], "stream_options": None},
     {
         "messages": MESSAGES,
-        "temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 40, "frequency_penalty": 0.1,
-        "presence_penalty": 0.1, "repetition_penalty": 1.1, "seed": 7, "stop": ["t4t4"], "logit_bias": {"1": 5},
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "top_k": 40,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.1,
+        "repetition_penalty": 1.1,
+        "seed": 7,
+        "stop": ["t4t4"],
+        "logit_bias": {"1": 5},
     },
 )
 TASKS = (

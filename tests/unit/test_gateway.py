@@ -78,7 +78,7 @@ def test_parameters_become_the_routers_fields() -> None:
         session_id="s",
         truncate_prompt_tokens=9,
         metadata={"user": "u", "a": "b"},
-        output=inference_pb2.OutputOptions(stream_interval=UNSTREAMED_INTERVAL),
+        output=inference_pb2.OutputOptions(stream_interval=UNSTREAMED_INTERVAL, parts=True),
     )
     message = inference_pb2.ChatMessage(role="user", content=[inference_pb2.ContentPart(text="hi")])
     expected.chat.messages.append(message)
@@ -229,7 +229,10 @@ def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed
         ({"stream_interval": 8}, "stream_interval"),
         ({"stream": True, "stream_interval": 0}, "stream_interval"),
         ({"stream": True, "stream_interval": 1025}, "stream_interval"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "tool", "content": "1", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),

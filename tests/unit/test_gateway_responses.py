@@ -16,7 +16,7 @@ from gateway.errors import ApiError
 from gateway.event_ids import AnswerId
 from gateway.responses.bodies import REFUSED, UNSUPPORTED, Names, ResponsesBody, chat_body, parse_responses
 from gateway.responses.form import ResponseForm
-from inflight.events import FinishReason, Usage
+from inflight.events import Finished, FinishReason, Usage
 from inflight.v1 import inference_pb2
 
 ANSWER = AnswerId("chatcmpl-12ab", 1700000000)
@@ -174,7 +174,7 @@ def streamed(texts: list[str], reason: FinishReason, **fields: Any) -> list[dict
     chunks = Chunks(ask, ANSWER)
     opening = chunks.opening(0)
     assert opening is not None
-    made = [opening, *(chunks.text(0, text) for text in texts), chunks.finished(0, reason), chunks.usage([USAGE])]
+    made = [opening, *(chunks.text(0, text) for text in texts), chunks.finished(0, Finished(0, reason)), chunks.usage([USAGE])]
     return events_of(b"".join(form.event(chunk, "id") for chunk in made) + form.end())
 
 

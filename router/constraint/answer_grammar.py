@@ -1,0 +1,261 @@
+"""Grammars of whole answers in llguidance's Lark: reasoning, then tool calls in a model's format or a constraint.
+
+The same table of formats drives the parser (`router.tools.parser`). Text is free until a call begins; from there on the
+call names a tool and its arguments satisfy that tool's schema. Markers that are special tokens of the model are written
+by id, because no text matches them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.constraint.exclusive import with_any_of
+from router.constraint.json_schema import SchemaError, canonical_schema
+from router.constraint.json_text import JsonTextError, parse_json
+from router.tools.formats import AnswerFormat, ReasoningFormat, ToolFormat, answer_format
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# Between reasoning and what follows it.
+MAX_SPACE_AFTER_REASONING = 8
+_ESCAPED = {character: "\\" + character for character in r"\.+*?()|[]{}^$/"} | {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
+_IN_TAG = re.compile(r"[^<>\n]+")
+
+
+class ToolSchemaError(Exception):
+    """Parameters of tools that cannot be enforced. Each text names the tool."""
+
+    def __init__(self, violations: list[str]) -> None:
+        super().__init__("; ".join(violations))
+        self.violations = violations
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """A tool: its name and its parameters as the text of a JSON schema, empty for none. Parameters that cannot be
+    enforced are refused if it `is_strict`, and are any object otherwise."""
+
+    name: str
+    parameters: str = ""
+    is_strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """The form of an answer. Without `tools` it is reasoning and then something else.
+
+    `must_call`: nothing but calls follows the reasoning. `may_repeat`: there may be several calls. `token_ids` are the
+    ids of the markers that are special tokens.
+    """
+
+    answer: AnswerFormat
+    tools: tuple[ToolSchema, ...] = ()
+    must_call: bool = False
+    may_repeat: bool = True
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Returns the rules as text, for a compiling process."""
+        parts = [
+            self.answer.to_json(),
+            [[tool.name, tool.parameters, tool.is_strict] for tool in self.tools],
+            self.must_call,
+            self.may_repeat,
+            dict(self.token_ids),
+        ]
+        return json.dumps(parts, separators=(",", ":"))
+
+    @property
+    def simplified(self) -> AnswerRules | None:
+        """The same without the parameters of tools that are not strict; None if all are."""
+        if all(tool.is_strict for tool in self.tools):
+            return None
+        any_object = json.dumps(ANY_OBJECT)
+        tools = tuple(tool if tool.is_strict else ToolSchema(tool.name, any_object) for tool in self.tools)
+        return AnswerRules(self.answer, tools, self.must_call, self.may_repeat, self.token_ids)
+
+
+def answer_rules(text: str) -> AnswerRules:
+    """Returns the rules that `to_json` wrote."""
+    answer, tools, must_call, may_repeat, token_ids = json.loads(text)
+    schemas = tuple(ToolSchema(*tool) for tool in tools)
+    return AnswerRules(answer_format(answer), schemas, must_call, may_repeat, token_ids)
+
+
+def answer_lark(rules: AnswerRules, options: dict[str, object], body: str = "") -> str:
+    """Returns the grammar. `options` are llguidance's for JSON, `body` is a rule in place of tool calls. Raises
+    `ToolSchemaError`."""
+    return _Writer(rules, options).write(body)
+
+
+class _Writer:
+    def __init__(self, rules: AnswerRules, options: dict[str, object]) -> None:
+        self._rules = rules
+        self._options = options
+        self._lines: list[str] = []
+
+    def write(self, body: str) -> str:
+        if not body:
+            self._tools()
+            body = "calls" if self._rules.must_call else "answer"
+        reasoning = self._rules.answer.reasoning
+        if reasoning is None:
+            return "\n".join([f"start: {body}", *self._lines])
+        self._reasoning(reasoning)
+        begin = self._marker(reasoning.begin)
+        whole = f"think space {body}" if self._rules.answer.in_reasoning else f"({begin} think space)? {body}"
+        return "\n".join([f"start: {whole}", *self._lines])
+
+    def _reasoning(self, reasoning: ReasoningFormat) -> None:
+        self._until("think", reasoning.end)
+        self._lines.append(f"space: /[ \\n\\r\\t]{{0,{MAX_SPACE_AFTER_REASONING}}}/")
+
+    def _until(self, rule: str, marker: str, other_than: str = "") -> None:
+        """Adds a rule of text up to and including a marker."""
+        if marker in self._rules.token_ids:
+            self._lines += [f"{rule}: {rule.upper()} {self._marker(marker)}", f"{rule.upper()}: /(?s:.*)/{other_than}"]
+        else:
+            name = rule.upper()
+            self._lines += [f"{rule}[lazy]: {name}", f"{name}: /(?s:.*){_regex(marker)}/{other_than}"]
+
+    def _marker(self, marker: str) -> str:
+        token_id = self._rules.token_ids.get(marker)
+        return _literal(marker) if token_id is None else f"<[{token_id}]>"
+
+    @property
+    def _format(self) -> ToolFormat:
+        assert self._rules.answer.tools is not None
+        return self._rules.answer.tools
+
+    def _tools(self) -> None:
+        """Adds the rules `calls`, of calls alone, and `answer`, of text that may end in calls."""
+        tools, violations = self._format, []
+        for number, tool in enumerate(self._rules.tools):
+            try:
+                self._lines += self._body(number, tool)
+            except ToolSchemaError as error:
+                violations += error.violations
+        if violations:
+            raise ToolSchemaError(violations)
+        self._lines.append(f"body: {' | '.join(f'body_{i}' for i in range(len(self._rules.tools)))}")
+        begin = "" if tools.is_bare else self._marker(tools.begin)
+        if tools.layout == "list":
+            more = ' (", " body)*' if self._rules.may_repeat else ""
+            after_begin = _join(f'"[" body{more} "]"', self._end())
+        else:
+            separator = _literal(tools.separator) if tools.separator else ""
+            more = f" ({_join(separator, begin, 'body')})*" if self._rules.may_repeat else ""
+            after_begin = f"body{more}"
+        self._lines.append(f"calls: {_join(begin, after_begin)}")
+        if not self._rules.must_call:
+            self._free(after_begin)
+
+    def _free(self, after_begin: str) -> None:
+        other_than = ""
+        reasoning = self._rules.answer.reasoning
+        if (
+            reasoning is not None
+            and not self._rules.answer.in_reasoning
+            and reasoning.begin not in (self._rules.token_ids)
+        ):
+            # Otherwise the reasoning could be taken for text.
+            other_than = f" & ~/(?s:{_regex(reasoning.begin)}.*)/"
+        if self._format.is_bare:
+            self._lines += ["answer: calls | FREE", f"FREE: /(?s:\\s*([^{{\\s].*)?)/{other_than}"]
+            return
+        self._lines.append(f"answer: FREE | trigger {after_begin}")
+        if self._format.begin in self._rules.token_ids:
+            self._lines.append(f"FREE: /(?s:.*)/{other_than}")
+        else:
+            marker = _regex(self._format.begin)
+            self._lines.append(f"FREE: /(?s:.*)/ & ~/(?s:.*{marker}.*)/{other_than}")
+        self._until("trigger", self._format.begin, other_than)
+
+    def _end(self) -> str:
+        return self._marker(self._format.end) if self._format.end else ""
+
+    def _body(self, number: int, tool: ToolSchema) -> Iterator[str]:
+        """Yields the rules of a call after its beginning. Raises `ToolSchemaError`."""
+        tools, rule = self._format, f"body_{number}"
+        schema = _schema(tool)
+        if tools.layout == "parameters":
+            yield from self._parameters(rule, tool, schema)
+            return
+        if tools.layout == "named":
+            whole = _join(_literal(tool.name), self._marker(tools.middle), f"args_{number}", self._end())
+        else:
+            head = f'{{"{tools.name_key}": {json.dumps(tool.name)}, "{tools.arguments_key}": '
+            padding, end = (tools.padding, self._end()) if tools.layout == "object" else ("", "")
+            whole = _join(_literal(padding + head), f"args_{number}", _literal("}" + padding), end)
+        yield f"{rule}: {whole}"
+        yield f"args_{number}: {self._json(schema)}"
+
+    def _json(self, schema: dict[str, Any]) -> str:
+        return "%json " + json.dumps({**schema, "x-guidance": self._options}, ensure_ascii=False, separators=(",", ":"))
+
+    def _parameters(self, rule: str, tool: ToolSchema, schema: dict[str, Any]) -> Iterator[str]:
+        properties = schema.get("properties", {})
+        required = schema.get("required", [])
+        wrong = [name for name in properties if not _IN_TAG.fullmatch(name)]
+        if wrong:
+            raise ToolSchemaError(
+                [f"{tool.name}: a parameter's name has <, > or a line end, which its format cannot write"]
+            )
+        parts = []
+        for number, (name, one) in enumerate(properties.items()):
+            part = f"{rule}_p{number}"
+            parts.append(part if name in required else f"{part}?")
+            yield from self._parameter(part, name, one, schema.get("$defs"))
+        head, padding = f"{self._format.padding}<function={tool.name}>\n", self._format.padding
+        yield f"{rule}: {_join(_literal(head), *parts, _literal('</function>' + padding), self._end())}"
+
+    def _parameter(self, rule: str, name: str, schema: Any, defs: Any) -> Iterator[str]:
+        head, end = _literal(f"<parameter={name}>\n"), "\n</parameter>\n"
+        values = schema.get("enum") if isinstance(schema, dict) else None
+        if isinstance(schema, dict) and schema.get("type") == "string" and values is None:
+            yield f"{rule}: {head} {rule}_text"
+            yield f"{rule}_text[lazy]: /(?s:.*){_regex(end)}/"
+        elif values and all(isinstance(value, str) and "\n" not in value for value in values):
+            yield f"{rule}: {head} ({' | '.join(map(_literal, values))}) {_literal(end)}"
+        else:
+            whole = schema if isinstance(schema, dict) else {}
+            yield f"{rule}: {head} {rule}_json {_literal(end)}"
+            yield f"{rule}_json: {self._json({**whole, '$defs': defs} if defs else whole)}"
+
+
+def _schema(tool: ToolSchema) -> dict[str, Any]:
+    """Returns the canonical schema of a tool's arguments. Raises `ToolSchemaError`."""
+    if not tool.parameters:
+        return NO_PARAMETERS
+    try:
+        schema = parse_json(tool.parameters)
+    except JsonTextError as error:
+        raise ToolSchemaError([f"{tool.name}: parameters: {error}"]) from None
+    if not isinstance(schema, dict):
+        raise ToolSchemaError([f"{tool.name}: parameters: must be a JSON schema, which is an object"])
+    if schema.get("type", "object") != "object":
+        raise ToolSchemaError([f"{tool.name}: parameters: must be a schema of an object"])
+    try:
+        return with_any_of(canonical_schema({**schema, "type": "object"}))
+    except SchemaError as error:
+        if not tool.is_strict:
+            return ANY_OBJECT
+        raise ToolSchemaError([f"{tool.name}: parameters {violation}" for violation in error.violations]) from None
+
+
+def _literal(text: str) -> str:
+    """Returns a string of Lark, which has JSON's escapes."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(text: str) -> str:
+    """Returns a regular expression that matches a text, as it stands between slashes."""
+    return "".join(_ESCAPED.get(character, character) for character in text)
+
+
+def _join(*parts: str) -> str:
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,597 @@
+"""The incremental parser of answers: text in, reasoning, content and tool calls out.
+
+A pure state machine. What it has returned after a text is a function of that text alone, however it was cut, so that
+the parser of a resumed stream is rebuilt by feeding the text so far. Work and memory are in proportion to the text.
+Invariants: the arguments of a call are passed on as they were written; a call has its name before any arguments, and
+`{}` if it has none; a call that breaks off before its name is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from router.tools.formats import AnswerFormat, ToolFormat
+
+# A longer name or key is none.
+MAX_NAME_CHARACTERS = 256
+_SPACE = re.compile(r"\s*")
+_STRING_PART = re.compile(r'["\\]')
+_VALUE_PART = re.compile(r'["{}\[\]]')
+_SCALAR_END = re.compile(r"[\s,}\]]")
+NO_ARGUMENTS = "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """More content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call with its complete name. Calls count from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnds:
+    """A call is complete."""
+
+    index: int
+
+
+Part = Reasoning | Content | CallBegins | Arguments | CallEnds
+
+# What a state returns: the next state, or None if it needs more text.
+State = Callable[[], "State | None"]
+
+
+class AnswerParser:
+    """Parses one answer. `feed` takes every piece of its text, `finish` ends it."""
+
+    def __init__(self, answer: AnswerFormat) -> None:
+        self._answer = answer
+        self._format = answer.tools
+        self._text = ""
+        self._at = 0
+        # The beginning of a call that may still turn out to be content.
+        self._mark = 0
+        self._parts: list[Part] = []
+        self.num_calls = 0
+        self._names_call = False
+        self._buffered = ""
+        self._has_arguments = False
+        self._name = ""
+        self._key = ""
+        self._keeps_space = True
+        self._may_reason = answer.reasoning is not None
+        self._may_be_bare = self._format is not None and self._format.is_bare
+        self._depth = 0
+        self._is_string = False
+        self._emits = False
+        self._after_value: State = self._lead
+        self._num_parameters = 0
+        self._drops_newline = False
+        self._state: State = self._reasoning_lead if answer.in_reasoning else self._lead
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+        return self._state in (self._reasoning, self._reasoning_lead)
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may still begin."""
+        return self._may_reason and self._state == self._lead
+
+    def feed(self, text: str) -> list[Part]:
+        """Takes more text and returns the parts that it completes."""
+        self._text += text
+        while (following := self._state()) is not None:
+            self._state = following
+        kept = min(self._at, self._mark) if self._is_tentative else self._at
+        self._text, self._at, self._mark = self._text[kept:], self._at - kept, self._mark - kept
+        return self._taken()
+
+    def finish(self) -> list[Part]:
+        """Ends the answer and returns what was held back."""
+        if self._is_tentative and not (self._state == self._item and self.num_calls):
+            self._say(self._text[self._mark :])
+        elif self._names_call:
+            self._end_call()
+        elif self.is_reasoning:
+            self._parts.append(Reasoning(self._text[self._at :]))
+        elif self._state == self._lead and not self._keeps_space:
+            self._say(self._text[self._at :].lstrip())
+        elif self._state not in (self._call_end, self._list_end, self._bare_separator, self._item):
+            self._say(self._text[self._at :])
+        self._text, self._at, self._names_call = "", 0, False
+        self._state = self._ended
+        return self._taken()
+
+    def _ended(self) -> State | None:
+        return None
+
+    def _taken(self) -> list[Part]:
+        parts, self._parts = list(_merged(self._parts)), []
+        return parts
+
+    # Text outside calls ----------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._parts.append(Content(text))
+
+    def _reasoning_lead(self) -> State | None:
+        self._skip_space()
+        return self._reasoning if self._at < len(self._text) else None
+
+    def _reasoning(self) -> State | None:
+        assert self._answer.reasoning is not None
+        found, end = self._find((self._answer.reasoning.end,))
+        if self._at < end:
+            self._parts.append(Reasoning(self._text[self._at : end]))
+        self._at = end
+        if found is None:
+            return None
+        self._at += len(found)
+        self._keeps_space = False
+        return self._lead
+
+    def _lead(self) -> State | None:
+        """At the beginning of the answer, or after reasoning or a call: whitespace may belong to what follows."""
+        end = self._end_of_space()
+        if end == len(self._text):
+            return None
+        rest = self._text[end : end + 1]
+        if self._may_reason and self._answer.reasoning is not None:
+            begin = self._answer.reasoning.begin
+            if self._text.startswith(begin, end):
+                self._may_reason, self._at = False, end + len(begin)
+                return self._reasoning_lead
+            if begin.startswith(self._text[end:]):
+                return None
+        self._may_reason = False
+        if self._may_be_bare and rest == "{":
+            self._may_be_bare = False
+            return self._begin_call(end, end)
+        for marker in self._call_markers():
+            if self._text.startswith(marker, end):
+                return self._begin_call(end, end + len(marker))
+            if marker.startswith(self._text[end:]):
+                return None
+        if not self._keeps_space:
+            self._at = end
+        self._may_be_bare = False
+        return self._content
+
+    def _content(self) -> State | None:
+        found, end = self._find(self._call_markers())
+        self._say(self._text[self._at : end])
+        self._at = end
+        return None if found is None else self._begin_call(end, end + len(found))
+
+    def _call_markers(self) -> tuple[str, ...]:
+        return () if self._format is None else (self._format.begin,)
+
+    def _find(self, markers: Iterable[str]) -> tuple[str | None, int]:
+        """Returns the first marker and where it begins, or None and where text begins that may become one."""
+        ends = []
+        for marker in markers:
+            at = self._text.find(marker, self._at)
+            if at >= 0:
+                return marker, at
+            ends.append(len(self._text) - _num_held(self._text, marker, self._at))
+        return None, min(ends, default=len(self._text))
+
+    def _end_of_space(self) -> int:
+        found = _SPACE.match(self._text, self._at)
+        assert found is not None
+        return found.end()
+
+    def _skip_space(self) -> None:
+        self._at = self._end_of_space()
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _tools(self) -> ToolFormat:
+        assert self._format is not None
+        return self._format
+
+    @property
+    def _is_tentative(self) -> bool:
+        """Whether a call has begun whose name is not complete."""
+        return self._mark >= 0 and self._in_call and not self._names_call
+
+    _in_call = False
+
+    def _begin_call(self, mark: int, body: int) -> State:
+        """Begins a call, or a list of calls, whose marker is at `mark`."""
+        self._mark, self._at = mark, body
+        self._may_be_bare = False
+        match self._tools.layout:
+            case "object":
+                return self._next_call(self._object)
+            case "list":
+                self._in_call = True
+                return self._list
+            case "named":
+                return self._next_call(self._named)
+            case _:
+                return self._next_call(self._function)
+
+    def _next_call(self, state: State) -> State:
+        self._in_call, self._names_call, self._has_arguments = True, False, False
+        self._buffered = self._name = ""
+        return state
+
+    def _broken(self) -> State:
+        """The text since the mark is no call: it is content. After the name there is only an end of the call."""
+        if self._names_call:
+            self._end_call()
+        else:
+            self._say(self._text[self._mark : self._at])
+        self._in_call, self._keeps_space = False, True
+        return self._content
+
+    def _set_name(self, name: str) -> None:
+        self._names_call = True
+        self._parts.append(CallBegins(self.num_calls, name))
+        if self._buffered:
+            self._argue(self._buffered)
+            self._buffered = ""
+
+    def _argue(self, text: str) -> None:
+        if not text:
+            return
+        self._has_arguments = True
+        if self._names_call:
+            self._parts.append(Arguments(self.num_calls, text))
+        else:
+            self._buffered += text
+
+    def _end_call(self) -> None:
+        if not self._has_arguments:
+            self._parts.append(Arguments(self.num_calls, NO_ARGUMENTS))
+        self._parts.append(CallEnds(self.num_calls))
+        self.num_calls += 1
+        self._in_call = self._names_call = False
+        self._keeps_space = False
+
+    def _expect(self, text: str, following: State) -> State | None:
+        """Skips whitespace and takes `text`; anything else breaks the call."""
+        self._skip_space()
+        if self._text.startswith(text, self._at):
+            self._at += len(text)
+            return following
+        if text.startswith(self._text[self._at :]):
+            return None
+        return self._broken
+
+    # Objects {"name": …, "arguments": …} and lists of them ------------------------------------------------------------
+
+    def _list(self) -> State | None:
+        return self._expect("[", self._item)
+
+    def _item(self) -> State | None:
+        """At an element of the list of calls, or its end."""
+        self._skip_space()
+        if self._at == len(self._text):
+            return None
+        if self._text[self._at] == "]":
+            self._at += 1
+            self._in_call = False
+            return self._list_end if self._tools.end else self._lead
+        if self._text[self._at] == ",":
+            self._at += 1
+            return self._item
+        self._mark = self._at if self.num_calls else self._mark
+        return self._next_call(self._object)
+
+    def _list_end(self) -> State | None:
+        return self._optional(self._tools.end, self._lead)
+
+    def _object(self) -> State | None:
+        return self._expect("{", self._object_key)
+
+    def _object_key(self) -> State | None:
+        self._skip_space()
+        if self._at == len(self._text):
+            return None
+        character = self._text[self._at]
+        if character == ",":
+            self._at += 1
+            return self._object_key
+        if character == "}":
+            self._at += 1
+            return self._object_end
+        return self._key_string if character == '"' else self._broken
+
+    def _key_string(self) -> State | None:
+        key = self._whole_string()
+        if key is None:
+            return self._broken if self._is_too_long() else None
+        self._key = key
+        return self._colon
+
+    def _colon(self) -> State | None:
+        return self._expect(":", self._object_value)
+
+    def _object_value(self) -> State | None:
+        self._skip_space()
+        if self._at == len(self._text):
+            return None
+        if self._key == self._tools.name_key and not self._names_call:
+            return self._name_string if self._text[self._at] == '"' else self._broken
+        return self._value(self._object_key, emits=self._key == self._tools.arguments_key and not self._has_arguments)
+
+    def _name_string(self) -> State | None:
+        name = self._whole_string()
+        if name is None:
+            return self._broken if self._is_too_long() else None
+        if not name:
+            return self._broken
+        self._set_name(name)
+        return self._object_key
+
+    def _object_end(self) -> State | None:
+        if not self._names_call:
+            return self._broken
+        self._end_call()
+        if self._tools.layout == "list":
+            self._in_call = True
+            self._mark = self._at
+            return self._item
+        if self._tools.is_bare:
+            return self._bare_separator
+        return self._call_end if self._tools.end else self._lead
+
+    def _call_end(self) -> State | None:
+        return self._optional(self._tools.end, self._lead)
+
+    def _optional(self, marker: str, following: State) -> State | None:
+        """Skips whitespace and a marker; without the marker, content follows."""
+        end = self._end_of_space()
+        if self._text.startswith(marker, end):
+            self._at = end + len(marker)
+            return following
+        return None if marker.startswith(self._text[end:]) else following
+
+    def _bare_separator(self) -> State | None:
+        """After a call of a format without an end: a semicolon or a comma leads to the next."""
+        end = self._end_of_space()
+        if end == len(self._text):
+            return None
+        if self._text[end] not in ";,":
+            return self._lead
+        mark, self._at = end, end + 1
+        self._mark = mark
+        return self._next_call(self._object)
+
+    def _whole_string(self) -> str | None:
+        """Takes a JSON string if it is complete."""
+        end = self._at + 1
+        while (found := _STRING_PART.search(self._text, end)) is not None:
+            if found[0] == '"' and found.end() - self._at > MAX_NAME_CHARACTERS:
+                return None
+            if found[0] == '"':
+                raw = self._text[self._at : found.end()]
+                try:
+                    value: str = json.loads(raw, strict=False)
+                    value.encode()
+                except ValueError:
+                    value = ""
+                self._at = found.end()
+                return value
+            end = found.end() + 1
+        return None
+
+    def _is_too_long(self, marker: str = "") -> bool:
+        """Returns whether no name can be complete any more. Then it skips as much of the text as a name may have."""
+        if len(self._text) - self._at <= MAX_NAME_CHARACTERS + len(marker):
+            return False
+        self._at = self._at + MAX_NAME_CHARACTERS
+        return True
+
+    # JSON values -----------------------------------------------------------------------------------------------------
+
+    def _value(self, following: State, *, emits: bool) -> State:
+        """Begins to take a JSON value, as arguments if it `emits`."""
+        self._after_value, self._emits = following, emits
+        self._depth, self._is_string = 0, False
+        return self._scalar if self._text[self._at] not in '"{[' else self._nested
+
+    def _scalar(self) -> State | None:
+        found = _SCALAR_END.search(self._text, self._at)
+        end = len(self._text) if found is None else found.start()
+        self._take_value(end)
+        return None if found is None else self._after_value
+
+    def _nested(self) -> State | None:
+        """Takes a string, an object or a list."""
+        at = self._at
+        while True:
+            if self._is_string:
+                found = _STRING_PART.search(self._text, at)
+                if found is not None and found[0] == "\\":
+                    if found.end() == len(self._text):
+                        # The escaped character is still to come.
+                        self._take_value(found.start())
+                        return None
+                    at = found.end() + 1
+                    continue
+            else:
+                found = _VALUE_PART.search(self._text, at)
+            if found is None:
+                self._take_value(len(self._text))
+                return None
+            at = found.end()
+            if found[0] == '"':
+                self._is_string = not self._is_string
+            else:
+                self._depth += 1 if found[0] in "{[" else -1
+            if self._depth <= 0 and not self._is_string:
+                self._take_value(at)
+                return self._after_value
+
+    def _take_value(self, end: int) -> None:
+        if self._emits:
+            self._argue(self._text[self._at : end])
+        self._at = end
+
+    # A name, a marker and arguments ----------------------------------------------------------------------------------
+
+    def _named(self) -> State | None:
+        name = self._until(self._tools.middle)
+        if name is None:
+            return self._broken if self._is_too_long(self._tools.middle) else None
+        if not name.strip():
+            return self._broken
+        self._set_name(name.strip())
+        return self._named_arguments
+
+    def _named_arguments(self) -> State | None:
+        self._skip_space()
+        if self._at == len(self._text):
+            return None
+        if self._text[self._at] != "{":
+            return self._broken
+        return self._value(self._named_end, emits=True)
+
+    def _named_end(self) -> State | None:
+        self._end_call()
+        return self._call_end if self._tools.end else self._lead
+
+    def _until(self, marker: str) -> str | None:
+        """Takes the text before a marker, and the marker, if that is complete."""
+        at = self._text.find(marker, self._at, self._at + MAX_NAME_CHARACTERS + len(marker))
+        if at < 0:
+            return None
+        text, self._at = self._text[self._at : at], at + len(marker)
+        return text
+
+    # <function=f><parameter=key>value</parameter></function> ----------------------------------------------------------
+
+    def _function(self) -> State | None:
+        return self._expect("<function=", self._function_name)
+
+    def _function_name(self) -> State | None:
+        name = self._until(">")
+        if name is None:
+            return self._broken if self._is_too_long(">") else None
+        if not name.strip():
+            return self._broken
+        self._name, self._num_parameters = name.strip(), 0
+        self._set_name(self._name)
+        return self._parameter
+
+    def _parameter(self) -> State | None:
+        self._skip_space()
+        rest = self._text[self._at : self._at + len("</function>")]
+        if rest == "</function>":
+            self._at += len(rest)
+            self._argue("}" if self._num_parameters else NO_ARGUMENTS)
+            self._end_call()
+            return self._call_end
+        if rest.startswith("<parameter="):
+            self._at += len("<parameter=")
+            return self._parameter_name
+        if "</function>".startswith(rest) or "<parameter=".startswith(rest):
+            return None
+        return self._broken
+
+    def _parameter_name(self) -> State | None:
+        key = self._until(">")
+        if key is None:
+            return self._broken if self._is_too_long(">") else None
+        self._key = key.strip()
+        self._argue(f"{', ' if self._num_parameters else '{'}{json.dumps(self._key, ensure_ascii=False)}: ")
+        self._num_parameters += 1
+        self._drops_newline = True
+        if self._key not in self._answer.texts.get(self._name, ()):
+            return self._parameter_value
+        self._argue('"')
+        return self._parameter_text
+
+    def _parameter_value(self) -> State | None:
+        """Takes a value of another type than text, as a whole: it is JSON, or else text."""
+        at = self._text.find("</parameter>", self._at)
+        if at < 0:
+            return None
+        text = self._text[self._at : at].strip()
+        self._at = at + len("</parameter>")
+        self._argue(text if _is_json(text) else json.dumps(text, ensure_ascii=False))
+        return self._parameter
+
+    def _parameter_text(self) -> State | None:
+        """Takes a text, without the line ends next to its tags."""
+        if self._drops_newline:
+            if self._at == len(self._text):
+                return None
+            self._at += self._text[self._at] == "\n"
+            self._drops_newline = False
+        found, end = self._find(("\n</parameter>", "</parameter>"))
+        plain = self._text.find("</parameter>", self._at)
+        if found is not None and plain < end:
+            found, end = "</parameter>", plain
+        self._argue(json.dumps(self._text[self._at : end], ensure_ascii=False)[1:-1])
+        self._at = end
+        if found is None:
+            return None
+        self._at += len(found)
+        self._argue('"')
+        return self._parameter
+
+
+def _num_held(text: str, marker: str, start: int) -> int:
+    """Returns the length of the longest suffix of `text[start:]` that is a proper prefix of a marker."""
+    most = min(len(marker) - 1, len(text) - start)
+    return next((size for size in range(most, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _merged(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yields the parts, with neighbours of one kind made one."""
+    last: Part | None = None
+    for part in parts:
+        if isinstance(last, Content) and isinstance(part, Content):
+            last = Content(last.text + part.text)
+        elif isinstance(last, Reasoning) and isinstance(part, Reasoning):
+            last = Reasoning(last.text + part.text)
+        elif isinstance(last, Arguments) and isinstance(part, Arguments) and last.index == part.index:
+            last = Arguments(last.index, last.text + part.text)
+        else:
+            if last is not None:
+                yield last
+            last = part
+    if last is not None:
+        yield last

@@ -1,0 +1,215 @@
+"""The incremental parser of tool calls and reasoning: formats, cuts, broken answers."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from router.tools.formats import FORMATS, THINK, AnswerFormat, ToolFormat, answer_format
+from router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning
+
+BY_NAME = {one.name: one for one in FORMATS}
+Calls = Sequence[tuple[str, str]]
+
+
+def written(tools: ToolFormat, calls: Calls) -> str:
+    """Calls as a model writes them."""
+    match tools.layout:
+        case "object":
+            texts = [
+                f'{"" if tools.is_bare else tools.begin}{tools.padding}{{"{tools.name_key}": {json.dumps(name)}, '
+                f'"{tools.arguments_key}": {arguments}}}{tools.padding}{tools.end}'
+                for name, arguments in calls
+            ]
+            return tools.separator.join(texts)
+        case "list":
+            items = [f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls]
+            return f"{tools.begin}[{', '.join(items)}]{tools.end}"
+        case "named":
+            return "".join(f"{tools.begin}{name}{tools.middle}{arguments}{tools.end}" for name, arguments in calls)
+        case _:
+            return tools.separator.join(
+                f"{tools.begin}\n<function={name}>\n{_parameters(arguments)}</function>\n{tools.end}"
+                for name, arguments in calls
+            )
+
+
+def _parameters(arguments: str) -> str:
+    return "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n</parameter>\n"
+        for key, value in json.loads(arguments).items()
+    )
+
+
+def read(answer: AnswerFormat, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Returns reasoning, content and calls, and checks the order of the parts."""
+    parser = AnswerParser(answer)
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+    return added_up(parts)
+
+
+def added_up(parts: Sequence[Part]) -> tuple[str, str, list[tuple[str, str]]]:
+    reasoning, content = "", ""
+    calls: list[tuple[str, str]] = []
+    is_open = False
+    for part in parts:
+        match part:
+            case Reasoning(text):
+                reasoning += text
+            case Content(text):
+                assert not is_open
+                content += text
+            case CallBegins(index, name):
+                assert not is_open
+                assert index == len(calls)
+                calls.append((name, ""))
+                is_open = True
+            case Arguments(index, text):
+                assert is_open
+                assert index == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+            case CallEnds(index):
+                assert is_open
+                assert index == len(calls) - 1
+                is_open = False
+    return reasoning, content, calls
+
+
+ARGUMENTS = (
+    "{}",
+    '{"city": "Zürich \\"x\\" \\\\ {[", "days": 3}',
+    '{"text": "line\\nline", "list": [1, {"a": "]}"}], "on": true, "none": null}',
+    '{"emoji": "🚌 \\ud83d\\ude8c", "x": "</tool_call>"}',
+    '{"q": "a < b", "deep": {"a": {"b": {"c": []}}}, "f": -1.5e3}',
+)
+
+
+def random_answers(number: int, seed: int) -> Iterator[tuple[AnswerFormat, str, str, str, list[tuple[str, str]]]]:
+    """Answers in every format, with what they mean: format, text, reasoning, content, calls."""
+    chance = random.Random(seed)
+    for i in range(number):
+        tools = FORMATS[i % len(FORMATS)]
+        calls = [(f"tool_{chance.randrange(9)}", chance.choice(ARGUMENTS)) for _ in range(chance.randrange(4))]
+        reasoning = chance.choice(("", "", "I think < it </thin is ünsure"))
+        content = chance.choice(("", "Let me look: ", "a <tool is not [TOOL a call\n"))
+        if tools.is_bare and calls:
+            content = ""
+        if tools.layout == "parameters":
+            calls = [(name, arguments) for name, arguments in calls if "</tool_call>" not in arguments]
+        texts = {name: tuple(k for k, v in json.loads(args).items() if isinstance(v, str)) for name, args in calls}
+        answer = AnswerFormat(tools, THINK, texts=texts)
+        text = (f"<think>\n{reasoning}</think>\n\n" if reasoning else "") + content
+        yield answer, text + (written(tools, calls) if calls else ""), reasoning, content, calls
+
+
+def test_cut_anywhere_an_answer_has_the_same_calls() -> None:
+    for answer, text, reasoning, content, calls in random_answers(200, seed=1):
+        whole = read(answer, [text])
+        assert whole[:2] == (reasoning, content), text
+        if answer.tools is not None and answer.tools.layout == "parameters":
+            # Fragments are made of tags, so their spelling is the parser's.
+            assert [(name, json.loads(args)) for name, args in whole[2]] == [(n, json.loads(a)) for n, a in calls]
+        else:
+            assert whole[2] == calls, text
+        assert read(answer, list(text)) == whole
+        for cut in range(1, len(text), 3):
+            assert read(answer, [text[:cut], text[cut:]]) == whole
+        assert read(answer, byte_pieces(text)) == whole
+
+
+def byte_pieces(text: str) -> list[str]:
+    """The text as a decoder of single bytes returns it, which holds back half a character."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    return [decoder.decode(bytes([byte])) for byte in text.encode()]
+
+
+def test_parts_of_a_text_do_not_depend_on_how_it_was_cut() -> None:
+    """So that a resumed stream can drop exactly what its client has."""
+    for answer, text, *_ in random_answers(25, seed=2):
+        one_by_one = AnswerParser(answer)
+        said: list[Part] = []
+        for size, character in enumerate(text, start=1):
+            said += one_by_one.feed(character)
+            if size % 7 == 0:
+                assert spelled(said) == spelled(AnswerParser(answer).feed(text[:size])), text[:size]
+
+
+def spelled(parts: Sequence[Part]) -> str:
+    """The parts as one text, in which neighbours of one kind are one."""
+    out, last = "", None
+    for part in parts:
+        kind = type(part)
+        if kind is not last or kind in (CallBegins, CallEnds):
+            out += f"\0{kind.__name__}:"
+        out += part.name if isinstance(part, CallBegins) else "" if isinstance(part, CallEnds) else part.text
+        last = kind
+    return out
+
+
+@pytest.mark.parametrize("tools", FORMATS, ids=lambda one: one.name)
+def test_call_without_parameters_has_an_empty_object(tools: ToolFormat) -> None:
+    assert read(AnswerFormat(tools), [written(tools, [("now", "{}")])]) == ("", "", [("now", "{}")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "now"}\n</tool_call>',
+        '<tool_call>{"arguments": {}, "name": "now"}</tool_call>',
+        '<tool_call>\n{"id": [1, {"a": "}"}], "name": "now"}\n',
+        '<tool_call>\n{"name": "now", "argu',
+    ],
+)
+def test_other_members_and_orders_are_read(text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(AnswerFormat(BY_NAME["hermes"]), pieces) == ("", "", [("now", "{}")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>no</tool_call>",
+        '<tool_call>{"x": 1}</tool_call>',
+        "<tool_call>",
+        '<tool_call>{"na',
+        "<tool_c",
+        " \n",
+    ],
+)
+def test_text_that_is_no_call_is_content(text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(AnswerFormat(BY_NAME["hermes"]), pieces) == ("", text, [])
+
+
+def test_too_long_name_is_content_however_it_is_cut() -> None:
+    for size in (250, 255, 256, 257, 300):
+        for tools in FORMATS:
+            text = written(tools, [("n" * size, '{"a": 1}')])
+            assert read(AnswerFormat(tools), [text]) == read(AnswerFormat(tools), list(text))
+
+
+def test_reasoning_opened_by_the_prompt_ends_at_its_tag() -> None:
+    answer = AnswerFormat(BY_NAME["hermes"], THINK, in_reasoning=True)
+    text = 'hm <tool_call> no\n</think>\n\nYes.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
+    assert read(answer, list(text)) == ("hm <tool_call> no\n", "Yes.", [("f", '{"a": 1}')])
+    assert read(answer, ["never ", "ends"]) == ("never ends", "", [])
+    assert read(answer, ["ends in </thin"]) == ("ends in </thin", "", [])
+
+
+def test_bare_object_that_is_no_call_is_content() -> None:
+    answer = AnswerFormat(BY_NAME["llama3_json"])
+    for text in ('{"answer": 42}', "{x}", 'Say {"name": "f", "parameters": {}}'):
+        assert read(answer, list(text)) == ("", text, [])
+    marked = '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
+    assert read(answer, list(marked)) == ("", "", [("f", '{"a": 1}'), ("g", "{}")])
+
+
+def test_format_survives_being_stored() -> None:
+    for tools in FORMATS:
+        answer = AnswerFormat(tools, THINK, True, {"f": ("a", "b")})
+        text = written(tools, [("f", '{"a": "x"}')]) + "</think>" + written(tools, [("f", '{"a": "x"}')])
+        assert read(answer_format(answer.to_json()), [text]) == read(answer, [text])

@@ -25,7 +25,7 @@ SAME_IN_CHATS = frozenset(
         *("top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
         *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "logit_bias"),
         *("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "stream_interval", "priority"),
-        *("structured_outputs", "chat_template_kwargs"),
+        *("structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
     }
 )
 # OpenAI's parameters that this system does not implement, each with the values that have no effect.
@@ -36,13 +36,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "image": (),
     "max_tool_calls": (),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # about tool calls, which do not occur without tools
     "prompt": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncation": ("disabled",),
 }
 # The same, with what the caller can do instead.
@@ -110,12 +106,19 @@ class FunctionCallOutputItem(_Item):
     output: str | list[TextPart]
 
 
+class ReasoningPart(Body):
+    """A text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class ReasoningItem(_Item):
-    """Reasoning of an earlier response. Models do not get it again."""
+    """Reasoning of an earlier response, for chat templates that show it."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
-    content: list[Any] | None = None
+    content: list[ReasoningPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -143,6 +146,75 @@ Item = Annotated[
     | Annotated[UnknownItem, Tag("[unknown]")],
     Discriminator(_tag),
 ]
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as a tool of a chat."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class NamedTool(Body):
+    """A function in `tool_choice`."""
+
+    type: Literal["function"]
+    name: str
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as that of a chat."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Body):
+    """Functions in `tool_choice`, of which the model may or must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as that of a chat."""
+        tools = [tool.of_chat() for tool in self.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class UnknownChoice(Body):
+    """A choice that is refused for its type."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function", "allowed_tools"]
+
+
+def _choice_tag(choice: Any) -> str:
+    if not isinstance(choice, dict):
+        return "[mode]"
+    return {"function": "[function]", "allowed_tools": "[allowed]"}.get(str(choice.get("type")), "[unknown]")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
+    | Annotated[NamedTool, Tag("[function]")]
+    | Annotated[AllowedTools, Tag("[allowed]")]
+    | Annotated[UnknownChoice, Tag("[unknown]")],
+    Discriminator(_choice_tag),
+]
+
+
+class Reasoning(Body):
+    """OpenAI's `reasoning`. There are no summaries: the reasoning itself is returned."""
+
+    effort: Text | None = None
+    summary: None = None
+    generate_summary: None = None
 
 
 class TextFormat(Body):
@@ -190,6 +262,9 @@ class ResponsesBody(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    reasoning: Reasoning | None = None
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -213,24 +288,29 @@ class Names:
         return replace(
             error,
             text=_CHAT_NAMES.sub(self._own_name, error.text),
-            param=None if error.param is None else _CHAT_NAMES.sub(self._own_name, error.param, count=1),
+            param=None if error.param is None else _CHAT_NAMES.sub(self._own_name, error.param),
         )
 
     def _own_name(self, found: re.Match[str]) -> str:
         if found["message"] and int(found["message"]) < len(self.of_messages):
             return self.of_messages[int(found["message"])]
-        return _OWN_NAMES[found[0].partition("[")[0]]
+        if found["tool"]:
+            return f"{found['tool']}]"
+        return _OWN_NAMES["messages" if found[0].startswith("messages") else found[0]]
 
 
 _OWN_NAMES = {
     "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    ".tool_call_id": ".call_id",
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
 _CHAT_NAMES = re.compile(
-    r"\b(?:messages(?:\[(?P<message>\d{1,9})\])?|max_completion_tokens|response_format(?:\.json_schema(?:\.schema)?)?)"
+    r"\b(?:messages(?:\[(?P<message>\d{1,9})\])?|max_completion_tokens|response_format(?:\.json_schema(?:\.schema)?)?"
+    r"|reasoning_effort)|(?<=\])\.tool_call_id|(?<=tools\[)(?P<tool>\d{1,9})\]\.function"
 )
 
 
@@ -251,6 +331,7 @@ def parse_responses(raw: bytes) -> ResponsesBody:
 def chat_body(body: ResponsesBody) -> tuple[ChatBody, Names]:
     """Returns the chat that a response is. Raises `ApiError`."""
     messages, names = _messages(body)
+    choice = body.tool_choice
     chat: dict[str, Any] = {
         **body.shared,
         "model": body.model,
@@ -262,6 +343,9 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, Names]:
         "stream": body.stream,
         "stream_options": {"include_usage": True} if body.stream else None,
         "resume_ttl_s": 0.0,
+        "tools": None if body.tools is None else [tool.of_chat() for tool in body.tools],
+        "tool_choice": choice.of_chat() if isinstance(choice, NamedTool | AllowedTools) else choice,
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
     }
     try:
         return validated(ChatBody, chat), names
@@ -277,6 +361,7 @@ def _response_format(asked: TextFormat | None) -> dict[str, Any] | None:
 
 
 def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], Names]:
+    """Returns the messages of the chat and their names."""
     messages: list[dict[str, Any]] = []
     names: list[str] = []
     if body.instructions is not None:
@@ -286,24 +371,35 @@ def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], Names]:
         messages.append({"role": "user", "content": body.input})
         names.append("input")
         return messages, Names(tuple(names))
+    reasoning: dict[str, str] = {}
     for number, item in enumerate(body.input):
-        match item:
-            case MessageItem():
-                message = {"role": item.role, "content": _content(item.content)}
-            case FunctionCallOutputItem():
-                message = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
-            case FunctionCallItem():
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-                # Text and calls of one answer are one message.
-                if messages and messages[-1]["role"] == "assistant":
-                    messages[-1].setdefault("tool_calls", []).append(call)
-                    continue
-                message = {"role": "assistant", "tool_calls": [call]}
-            case _:
-                continue
+        if isinstance(item, ReasoningItem):
+            reasoning = {"reasoning_content": "".join(part.text for part in item.content or ())}
+            continue
+        message = _message(item)
+        if message["role"] == "assistant":
+            message |= reasoning
+        reasoning = {}
+        # Text and calls of one answer are one message.
+        if isinstance(item, FunctionCallItem) and messages and messages[-1]["role"] == "assistant":
+            calls = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
+            messages[-1] = message | messages[-1] | {"tool_calls": calls}
+            continue
         messages.append(message)
         names.append(f"input[{number}]")
     return messages, Names(tuple(names))
+
+
+def _message(item: MessageItem | FunctionCallItem | FunctionCallOutputItem | UnknownItem) -> dict[str, Any]:
+    match item:
+        case MessageItem():
+            return {"role": item.role, "content": _content(item.content)}
+        case FunctionCallItem():
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            return {"role": "assistant", "tool_calls": [call]}
+        case FunctionCallOutputItem():
+            return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+    raise AssertionError("an item of another type is refused")
 
 
 def _content(content: str | list[TextPart]) -> str | list[dict[str, str]]:

@@ -12,12 +12,11 @@ from gateway.bodies import MAX_PROMPT_VALUES, Body, ChatBody, TokenId, read_json
 from inflight.v1 import inference_pb2
 
 # Parameters of a chat, which are checked as such.
-_OF_CHATS = ("messages", "chat_template_kwargs")
+_OF_CHATS = ("messages", "tools", "chat_template_kwargs")
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "mm_processor_kwargs": (),
-    "tools": ([],),
 }
 
 
@@ -27,6 +26,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Any = None
+    tools: Any = None
     chat_template_kwargs: Any = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -38,7 +38,7 @@ class TokenizeBody(Body):
             raise ValueError("prompt: give exactly one of prompt and messages")
         if self.messages is not None and self.add_special_tokens:
             raise ValueError("add_special_tokens: is allowed only with prompt; the chat template writes special tokens")
-        for name in ("add_generation_prompt", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
             if self.prompt is not None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: is allowed only with messages")
         return self

@@ -57,6 +57,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/tokenize", {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     ("/tokenize", {"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
     ("/tokenize", {"messages": HI, "chat_template": "x"}, "chat_template"),
+    ("/tokenize", {"prompt": "t1", "tools": []}, "tools"),
+    ("/tokenize", {"messages": HI, "tools": [{"type": "web_search"}]}, "tools[0].type"),
     ("/tokenize", {"messages": HI, "continue_final_message": True}, "continue_final_message"),
     ("/tokenize", {"prompt": ["t1"]}, "prompt"),
     ("/tokenize", {"prompt": "t1", "foo": 1}, "foo"),

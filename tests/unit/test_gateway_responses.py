@@ -16,10 +16,20 @@ from gateway.errors import ApiError
 from gateway.event_ids import AnswerId
 from gateway.responses.bodies import REFUSED, UNSUPPORTED, Names, ResponsesBody, chat_body, parse_responses
 from gateway.responses.form import ResponseForm
-from inflight.events import Finished, FinishReason, Usage
+from inflight.events import (
+    Choice,
+    ContentPart,
+    Finished,
+    FinishReason,
+    Part,
+    ReasoningPart,
+    ToolCallPart,
+    Usage,
+)
 from inflight.v1 import inference_pb2
 
 ANSWER = AnswerId("chatcmpl-12ab", 1700000000)
+F = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=4, reasoning_tokens=0)
 
 
@@ -114,8 +124,16 @@ def test_what_has_no_effect_is_taken() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.name"),
+        ({"tools": [F], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0].call_id"),
+        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"input": None}, "input"),
         ({"input": 5}, "input"),
@@ -155,6 +173,9 @@ def test_errors_about_a_chat_name_the_parameters_of_this_api() -> None:
     assert restored("messages") == ("input", "input: is wrong")
     assert restored("max_completion_tokens")[0] == "max_output_tokens"
     assert restored("response_format.json_schema.schema")[0] == "text.format.schema"
+    assert restored("reasoning_effort")[0] == "reasoning.effort"
+    assert restored("tools[3].function.parameters") == ("tools[3].parameters", "tools[3].parameters: is wrong")
+    assert restored("messages[2].tool_call_id")[0] == "input[3].call_id"
     assert restored("temperature")[0] == "temperature"
 
 
@@ -167,26 +188,27 @@ def events_of(sent: bytes) -> list[dict[str, Any]]:
     return events
 
 
-def streamed(texts: list[str], reason: FinishReason, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a stream with these pieces of text."""
-    (ask, names), form = asked(stream=True, **fields), ResponseForm(parsed(stream=True, **fields), Names(()))
-    assert names
+def streamed(parts: list[Part], reason: FinishReason, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream with these parts."""
+    (ask, _), form = asked(stream=True, **fields), ResponseForm(parsed(stream=True, **fields), Names(()))
     chunks = Chunks(ask, ANSWER)
     opening = chunks.opening(0)
     assert opening is not None
-    made = [opening, *(chunks.text(0, text) for text in texts), chunks.finished(0, Finished(0, reason)), chunks.usage([USAGE])]
+    num_calls = len({part.index for part in parts if isinstance(part, ToolCallPart)})
+    finished = chunks.finished(0, Finished(0, reason, num_tool_calls=num_calls))
+    made = [opening, *(chunks.parts(0, [part]) for part in parts), finished, chunks.usage([USAGE])]
     return events_of(b"".join(form.event(chunk, "id") for chunk in made) + form.end())
 
 
 def test_chunks_become_the_events_of_a_response() -> None:
-    events = streamed(["Hel", "lo"], FinishReason.STOP_TOKEN)
+    events = streamed([ContentPart("Hel"), ContentPart("lo")], FinishReason.STOP_TOKEN)
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
         "output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip
     assert [event["sequence_number"] for event in events] == list(range(10))
     assert {event["response"]["id"] for event in events if "response" in event} == {"resp_12ab"}
-    assert {event["item_id"] for event in events if "item_id" in event} == {"msg_12ab"}
+    assert {event["item_id"] for event in events if "item_id" in event} == {"msg_12ab_0"}
     assert events[6]["text"] == "Hello"
     done = events[-1]["response"]
     assert (done["status"], done["store"], done["incomplete_details"]) == ("completed", False, None)
@@ -196,7 +218,7 @@ def test_chunks_become_the_events_of_a_response() -> None:
 
 
 def test_response_that_is_cut_off_is_incomplete() -> None:
-    events = streamed(["Hel"], FinishReason.LENGTH, max_output_tokens=1)
+    events = streamed([ContentPart("Hel")], FinishReason.LENGTH, max_output_tokens=1)
     assert events[-1]["type"] == "response.incomplete"
     response = events[-1]["response"]
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -216,14 +238,90 @@ def test_error_in_the_middle_of_a_stream_is_a_failed_response() -> None:
     assert last["response"]["output"][0]["content"][0]["text"] == "Hel"
 
 
-@given(st.lists(st.text(max_size=3), max_size=4), st.sampled_from([FinishReason.STOP_STRING, FinishReason.LENGTH]))
-def test_whole_response_is_the_one_that_its_stream_ends_with(texts: list[str], reason: FinishReason) -> None:
-    ask, _ = asked()
-    chat = whole_answer(ask, ANSWER, [FinishedChoice("".join(texts), reason)], [USAGE])
-    whole = ResponseForm(parsed(), Names(())).whole(chat)
-    streamed_one = streamed(texts, reason)[-1]["response"]
-    assert whole == streamed_one
-    assert whole["output"][0]["content"][0]["text"] == "".join(texts)
+def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+    parts: list[Part] = [
+        ReasoningPart("h"), ReasoningPart("m"), ContentPart("I look."), ToolCallPart(0, "call_1", "f", ""),
+        ToolCallPart(0, "", "", '{"a'), ToolCallPart(0, "", "", '":1}'), ToolCallPart(1, "call_2", "g", "{}"),
+    ]  # fmt: skip
+    events = streamed(parts, FinishReason.STOP_TOKEN, tools=[F, {**F, "name": "g"}])
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    reasoning, message, first, second = events[-1]["response"]["output"]
+    assert reasoning == {
+        "id": "rs_12ab_0", "type": "reasoning", "status": "completed", "summary": [],
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }  # fmt: skip
+    assert message["content"][0]["text"] == "I look."
+    assert first == {
+        "id": "fc_12ab_2", "type": "function_call", "status": "completed", "call_id": "call_1", "name": "f",
+        "arguments": '{"a":1}',
+    }  # fmt: skip
+    assert (second["call_id"], second["name"], second["arguments"]) == ("call_2", "g", "{}")
+    assert events[-1]["response"]["tools"][0] == F
+
+
+def test_tools_are_those_of_a_chat() -> None:
+    def chosen(choice: Any) -> inference_pb2.GenerateRequest:
+        return asked(tools=[F], tool_choice=choice, parallel_tool_calls=False, reasoning={"effort": "low"})[0].requests[
+            0
+        ]
+
+    chat = {
+        "model": "m", "messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "low",
+        "tools": [{"type": "function", "function": {k: v for k, v in F.items() if k != "type"}}],
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    named = {"type": "function", "name": "f"}
+    in_chat = {"type": "function", "function": {"name": "f"}}
+    choices: tuple[tuple[Any, Any], ...] = (
+        (None, None), ("none", "none"), ("required", "required"), (named, in_chat),
+        ({"type": "allowed_tools", "mode": "required", "tools": [named]},
+         {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [in_chat]}}),
+    )  # fmt: skip
+    for own, of_chat in choices:
+        body = parse_chat(json.dumps({**chat, "tool_choice": of_chat}).encode())
+        assert ask_chat(body, Defaults(max_choices=4), "").requests == (chosen(own),)
+
+
+def test_reasoning_goes_with_the_message_behind_it() -> None:
+    reasoning = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    for items in ([reasoning, {"role": "assistant", "content": "A"}, call], [reasoning, call]):
+        (message,) = asked(input=items)[0].requests[0].chat.messages
+        assert (message.reasoning, message.tool_calls[0].name) == ("hm", "f")
+
+
+def joined(pieces: list[list[str]]) -> list[Part]:
+    """Reasoning, content and calls of these pieces."""
+    reasoning, content, *calls = pieces
+    parts: list[Part] = [*map(ReasoningPart, reasoning), *map(ContentPart, content)]
+    for index, call in enumerate(calls):
+        parts.append(ToolCallPart(index, f"call_{index}", "f", ""))
+        parts += [ToolCallPart(index, "", "", piece) for piece in call]
+    return parts
+
+
+PIECES = st.lists(st.lists(st.text(min_size=1, max_size=3), max_size=3), min_size=2, max_size=4)
+
+
+@given(PIECES, st.sampled_from([FinishReason.STOP_STRING, FinishReason.LENGTH]))
+def test_whole_response_is_the_one_that_its_stream_ends_with(pieces: list[list[str]], reason: FinishReason) -> None:
+    parts = joined(pieces)
+    choice = Choice()
+    choice.take_parts(tuple(parts))
+    ask, _ = asked(tools=[F])
+    finished = FinishedChoice(choice.content, reason, reasoning=choice.reasoning, tool_calls=list(choice.tool_calls))
+    whole = ResponseForm(parsed(tools=[F]), Names(())).whole(whole_answer(ask, ANSWER, [finished], [USAGE]))
+    assert whole == streamed(parts, reason, tools=[F])[-1]["response"]
 
 
 NAMES = st.sampled_from(

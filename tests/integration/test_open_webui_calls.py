@@ -55,7 +55,7 @@ def chatting_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def data_of(answer: httpx2.Response) -> list[dict[str, Any]]:
+def read_events(answer: httpx2.Response) -> list[dict[str, Any]]:
     """The events as Open WebUI reads them: lines that begin with `data:`, up to `[DONE]`."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data:").strip() for line in answer.text.splitlines() if line.startswith("data:")]
@@ -76,7 +76,7 @@ async def test_calls_of_a_chat_are_answered_in_the_form_that_open_webui_reads(
 
         for chat in CHATS:
             body = {"stream": True, "model": pool, "max_tokens": 8, **chat}
-            chunks = data_of(await http.post("/chat/completions", json=body))
+            chunks = read_events(await http.post("/chat/completions", json=body))
             text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk["choices"])
             assert text
             reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]]
@@ -90,7 +90,7 @@ async def test_calls_of_a_chat_are_answered_in_the_form_that_open_webui_reads(
             assert answer["choices"][0]["message"]["content"]
 
         body = {"stream": True, "model": pool, "max_output_tokens": 8, "instructions": "t3", "input": ITEMS}
-        events = data_of(await http.post("/responses", json=body))
+        events = read_events(await http.post("/responses", json=body))
         deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
         assert events[-1]["type"] in ("response.completed", "response.incomplete")
         assert "".join(deltas) == events[-1]["response"]["output"][0]["content"][0]["text"]

@@ -12,6 +12,9 @@ from router.request.spec import GenerateSpec
 from router.text.tokenizer import TextModel
 from router.tools.formats import AnswerFormat
 
+# As most models write JSON in calls: a space behind a colon or a comma.
+MAX_WHITESPACE_IN_ARGUMENTS = 1
+
 
 def answer_format_of(spec: GenerateSpec, text: TextModel, prompt_ids: Sequence[int]) -> AnswerFormat:
     """Returns how the answer to a prompt is divided into reasoning, content and calls."""
@@ -38,7 +41,7 @@ def answer_constraint(spec: GenerateSpec, text: TextModel, answer: AnswerFormat)
     """Returns what constrains the answer: the tools that it may call, or the request's constraint, which begins after
     the reasoning."""
     if spec.tools is not None:
-        return ConstraintSource(TOOLS, (_rules(spec, text, answer).to_json(),))
+        return ConstraintSource(TOOLS, (_rules(spec, text, answer).to_json(),), MAX_WHITESPACE_IN_ARGUMENTS)
     if spec.constraint is None or answer.reasoning is None:
         return spec.constraint
     return dataclasses.replace(spec.constraint, reasoning=_rules(spec, text, answer).to_json())

@@ -143,7 +143,8 @@ class Constraining:
         try:
             return self._ask(source)
         except ConstraintError as error:
-            return error
+            simplified = source.simplified
+            return error if simplified is None else self._compile(simplified)
         except CompilerFailedError:
             raise RequestError(Reason.INTERNAL, "the constraint could not be compiled") from None
         except CompilerLostError:

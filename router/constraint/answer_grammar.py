@@ -18,8 +18,12 @@ from router.constraint.json_schema import SchemaError, canonical_schema
 from router.constraint.json_text import JsonTextError, parse_json
 from router.tools.formats import AnswerFormat, ReasoningFormat, ToolFormat, answer_format
 
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
+ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# Keywords by which arguments may have more members than `properties` lists. Without them a call has only these.
+_OTHER_PROPERTIES = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"}
+)
 # Between reasoning and what follows it.
 MAX_SPACE_AFTER_REASONING = 8
 _ESCAPED = {character: "\\" + character for character in r"\.+*?()|[]{}^$/"} | {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
@@ -75,7 +79,7 @@ class AnswerRules:
         if all(tool.is_strict for tool in self.tools):
             return None
         any_object = json.dumps(ANY_OBJECT)
-        tools = tuple(tool if tool.is_strict else ToolSchema(tool.name, any_object) for tool in self.tools)
+        tools = tuple(tool if tool.is_strict else ToolSchema(tool.name, any_object, True) for tool in self.tools)
         return AnswerRules(self.answer, tools, self.must_call, self.may_repeat, self.token_ids)
 
 
@@ -192,7 +196,7 @@ class _Writer:
             padding, end = (tools.padding, self._end()) if tools.layout == "object" else ("", "")
             whole = _join(_literal(padding + head), f"args_{number}", _literal("}" + padding), end)
         yield f"{rule}: {whole}"
-        yield f"args_{number}: {self._json(schema)}"
+        yield f"args_{number}: {_literal('{}') if schema == NO_PARAMETERS else self._json(schema)}"
 
     def _json(self, schema: dict[str, Any]) -> str:
         return "%json " + json.dumps({**schema, "x-guidance": self._options}, ensure_ascii=False, separators=(",", ":"))
@@ -239,8 +243,9 @@ def _schema(tool: ToolSchema) -> dict[str, Any]:
         raise ToolSchemaError([f"{tool.name}: parameters: must be a JSON schema, which is an object"])
     if schema.get("type", "object") != "object":
         raise ToolSchemaError([f"{tool.name}: parameters: must be a schema of an object"])
+    own = {"type": "object"} if _OTHER_PROPERTIES & set(schema) else {"type": "object", "additionalProperties": False}
     try:
-        return with_any_of(canonical_schema({**schema, "type": "object"}))
+        return with_any_of(canonical_schema({**schema, **own}))
     except SchemaError as error:
         if not tool.is_strict:
             return ANY_OBJECT

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.grammar import canonical_grammar, canonical_grammars
 from common.protocol import MAX_GRAMMAR_BYTES
@@ -67,7 +67,7 @@ class ConstraintSource:
     def simplified(self) -> ConstraintSource | None:
         """The same without the parameters of tools that need not be enforced; None if there are none."""
         rules = answer_rules(self.texts[0]).simplified if self.kind == TOOLS else None
-        return None if rules is None else ConstraintSource(TOOLS, (rules.to_json(),), self.max_whitespace)
+        return None if rules is None else replace(self, texts=(rules.to_json(),))
 
 
 def source_of(text: str) -> ConstraintSource:

@@ -25,7 +25,7 @@ import llguidance
 
 from common.grammar import PARSER_LIMITS
 from router.constraint.process import LENGTH_BYTES, OUT_OF_MEMORY
-from router.constraint.source import TOOLS, ConstraintError, ConstraintSource, canonical, source_of
+from router.constraint.source import TOOLS, ConstraintError, canonical, source_of
 
 # Processor time for one constraint.
 MAX_COMPILE_S = 2.0
@@ -49,15 +49,6 @@ class Compiler:
     def compile(self, source: str) -> str:
         """Returns the canonical grammar of a constraint. Raises `ConstraintError`."""
         constraint = source_of(source)
-        try:
-            return self._compile(constraint)
-        except ConstraintError:
-            simplified = constraint.simplified
-            if simplified is None:
-                raise
-            return self._compile(simplified)
-
-    def _compile(self, constraint: ConstraintSource) -> str:
         grammar = canonical(constraint)
         checked = grammar
         if constraint.kind == TOOLS or constraint.reasoning:

@@ -41,6 +41,8 @@ class ReasoningCount:
 
     def take(self, num_tokens: int, text: str) -> None:
         """Takes a token with the text that it completes."""
+        if self.is_over:
+            return
         self._num_taken += num_tokens
         self._parser.feed(text)
         if self._parser.is_reasoning:

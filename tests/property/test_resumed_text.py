@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 from hypothesis import given, settings
@@ -15,6 +16,8 @@ from router.store.types import Demand
 from router.stream.relay import Relay, TimedWriter
 from router.stream.request_stream import RequestStream
 from router.text.output import OutputText
+from router.tools.formats import AnswerFormat
+from router.tools.parser import AnswerParser
 from tests import text_models
 from tests.examples import examples
 from tests.text_models import text_model
@@ -36,6 +39,7 @@ class Stage:
         prompt_ids: Sequence[int] = (),
         interval: int = 1,
         needs_task: bool = True,
+        answer: AnswerFormat | None = None,
     ) -> None:
         self.ids = ids
         self._needs_task = needs_task
@@ -52,6 +56,8 @@ class Stage:
             prompt_ids=prompt_ids,
             echoes=bool(prompt_ids),
             stream_interval=interval,
+            new_parser=None if answer is None else functools.partial(AnswerParser, answer),
+            call_id="call{}".format,
         )
         self.stream = RequestStream(Demand("r", 2, 1), executor_pb2.Submit(), 0.0, reading=reading)
         self.stream.accept()

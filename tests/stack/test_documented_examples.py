@@ -31,6 +31,7 @@ PAGES = {
     "docs/responses.md": {"python"},
     "docs/kserve.md": {"python"},
     "docs/recipes.md": {"bash", "python"},
+    "docs/tools.md": {"python"},
 }
 # Where examples run that import a package of others; all others run where the tests do.
 ENVIRONMENTS = {
@@ -49,6 +50,7 @@ ASKING = re.compile(r"inflight generate|curl \S*/v1/(chat/)?completions")
 ANSWERS = {
     "What is the capital of": ("Paris",),
     "The capital of France is": ("Paris",),
+    "What is the weather in": ("get_weather",),
     "Name three fruits": ("Bananas", "Oranges", "Grapes"),
 }
 

@@ -15,8 +15,10 @@ from common.grammar import grammar_hash
 from common.protocol import PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.api.constraining import Constraining
+from router.constraint.answer_grammar import AnswerRules, ToolSchema
 from router.constraint.process import TOO_LARGE, TOO_LONG, CompilerTimeoutError, CompilingProcess
-from router.constraint.source import ConstraintError, ConstraintSource
+from router.constraint.source import TOOLS, ConstraintError, ConstraintSource
+from router.tools.formats import FORMATS, AnswerFormat
 from tests.cluster import token_request
 from tests.scripted_store import CallContext, ScriptedRouter, accepts, placement, settled, steps
 
@@ -104,6 +106,20 @@ async def test_costly_constraint_is_refused_once_and_others_go_on(processes: lis
     assert TOO_LONG in str(await refusal(constraining, ConstraintSource("json_schema", (COSTLY,))))
     assert len(CountedProcess.asked) == 2
     assert await constraining.grammar(schema({"type": "boolean"}), "t")
+
+
+async def test_costly_parameters_of_a_tool_are_any_object_unless_it_is_strict(processes: list[CountedProcess]) -> None:
+    def tools(is_strict: bool) -> ConstraintSource:
+        parameters = json.dumps({"properties": {"x": json.loads(COSTLY)}})
+        rules = AnswerRules(AnswerFormat(FORMATS[0]), (ToolSchema("f", parameters, is_strict),))
+        return ConstraintSource(TOOLS, (rules.to_json(),))
+
+    constraining = Constraining(CountedProcess)
+    grammar = json.loads(await constraining.grammar(tools(False), "t"))["grammars"][0]["lark_grammar"]
+    assert "multipleOf" not in grammar
+    refused = await refusal(constraining, tools(True))
+    assert [violation.field for violation in refused.violations] == ["chat.functions"]
+    assert TOO_LONG in str(refused)
 
 
 async def test_killed_process_is_replaced(processes: list[CountedProcess]) -> None:

@@ -39,10 +39,11 @@ def written(tools: ToolFormat, calls: Calls) -> str:
 
 
 def _parameters(arguments: str) -> str:
-    return "".join(
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n</parameter>\n"
+    values = {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in json.loads(arguments).items()
-    )
+    }
+    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
 
 
 def read(answer: AnswerFormat, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:

@@ -39,6 +39,16 @@ SUPPORTED = frozenset(
         "chat.messages.tool_calls.name",
         "chat.messages.tool_calls.arguments",
         "chat.messages.tool_call_id",
+        "chat.messages.reasoning",
+        "chat.functions.name",
+        "chat.functions.description",
+        "chat.functions.parameters",
+        "chat.functions.strict",
+        "chat.reasoning_effort",
+        "tool_choice.mode",
+        "tool_choice.names",
+        "tool_choice.parallel",
+        "output.parts",
         "chat.tools",
         "chat.template_kwargs",
         "sampling.temperature",
@@ -96,6 +106,11 @@ SUPPORTED = frozenset(
 # Values of fields for which the sample of their type does not do.
 SAMPLES: dict[str, Any] = {
     "chat.messages.tool_calls.arguments": '{"x": 1}',
+    "chat.functions.name": "g",
+    "chat.functions.parameters": '{"type": "object"}',
+    "tool_choice.mode": inference_pb2.ToolChoice.MODE_REQUIRED,
+    "tool_choice.names": "f",
+    "tool_choice.parallel": False,
     "output.text": False,
     "best_of": 2,
     "n": 2,
@@ -166,10 +181,12 @@ def set_message(field: Any, value: Any) -> None:
 def request_for(path: str) -> inference_pb2.GenerateRequest:
     """The smallest sound request beside which one field of this path makes sense."""
     request = inference_pb2.GenerateRequest()
-    if path.startswith("chat."):
+    if path.startswith(("chat.", "tool_choice.", "output.parts")):
         message = request.chat.messages.add(role="user")
         if ".tool_calls" in path:
             message.tool_calls.add(name="f")
+        if path.startswith(("chat.functions", "tool_choice.")):
+            request.chat.functions.extend(inference_pb2.Function(name=name) for name in ("f", "h"))
     elif path not in ("text_bytes", "token_ids.ids"):
         request.text = "hi"
     if path == "constraint.max_whitespace":
@@ -183,7 +200,9 @@ def meaning(request: inference_pb2.GenerateRequest) -> tuple[object, ...]:
     others = tuple(getattr(spec, name) for name in spec.__slots__ if name != "prompt")
     if isinstance(spec.prompt, ChatPrompt):
         chat = spec.prompt.chat
-        return (template_messages(chat), template_tools(chat), plain_struct(chat.template_kwargs), *others)
+        functions = [function.SerializeToString() for function in chat.functions]
+        variables = (plain_struct(chat.template_kwargs), chat.reasoning_effort)
+        return (template_messages(chat), template_tools(chat), functions, *variables, *others)
     return (spec.prompt, *others)
 
 

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
+import pytest_asyncio
 
+from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.bfcl import CATEGORIES, Case, NotFetchedError, fetched_cases
 from tests.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_CASES = 12
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
+    """With blocks for long descriptions of functions."""
+    async with LocalStack(StackOptions(run_dir=tmp_path_factory.mktemp("bfcl") / "run")) as running:
+        yield running
 
 
 def some_cases(category: str) -> list[Case]:

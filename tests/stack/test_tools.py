@@ -50,7 +50,7 @@ async def test_required_call_is_valid_whole_and_in_pieces(stack: LocalStack) -> 
         message = whole.choices[0].message
         assert whole.choices[0].finish_reason == "tool_calls"
         assert message.content is None
-        (call,) = message.tool_calls or ()
+        (call,) = message.tool_calls or []
         assert call.type == "function"
         check(call.function.name, call.function.arguments)
         async with client.chat.completions.stream(tool_choice="required", **ASKED) as stream:
@@ -58,7 +58,7 @@ async def test_required_call_is_valid_whole_and_in_pieces(stack: LocalStack) -> 
             final = (await stream.get_final_completion()).choices[0]
         assert "tool_calls.function.arguments.delta" in kinds
         assert final.finish_reason == "tool_calls"
-        (streamed,) = final.message.tool_calls or ()
+        (streamed,) = final.message.tool_calls or []
         assert streamed.function.name == call.function.name
         assert json.loads(streamed.function.arguments) == json.loads(call.function.arguments)
 
@@ -69,7 +69,7 @@ async def test_named_allowed_and_forbidden_tools_are_what_is_called(stack: Local
         allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
         for choice in (named, allowed):
             answer = await client.chat.completions.create(tool_choice=choice, **ASKED)
-            (call,) = answer.choices[0].message.tool_calls or ()
+            (call,) = answer.choices[0].message.tool_calls or []
             assert (call.function.name, call.function.arguments) == ("get_time", "{}")
         none = await client.chat.completions.create(tool_choice="none", **{**ASKED, "max_completion_tokens": 8})
         assert none.choices[0].message.tool_calls is None

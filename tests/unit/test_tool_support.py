@@ -1,0 +1,199 @@
+"""What the router finds out about tools and reasoning of a model, and the prompts that it makes of tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import RequestError
+from common.settings import SettingError
+from inflight.v1 import inference_pb2
+from router.main import tool_settings
+from router.settings import RouterSettings
+from router.text.tokenizer import TextModel
+from router.tools.formats import FormatError, read_formats, with_added
+from router.tools.support import ToolSettings
+from tests import chat_models
+from tests.chat_models import chat_model
+
+HERMES = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools> Use <tool_call>.{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n{% elif reasoning_effort == 'high' %}<think>\n{% endif %}{% endif %}"
+)
+PARAMETERS = '{"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}'
+
+
+def templated(template: str, **settings: Any) -> TextModel:
+    tokenizer = chat_models.copied(chat_models.qwen_3())
+    tokenizer.chat_template = template
+    return TextModel(tokenizer, tools=ToolSettings(**settings))
+
+
+def asked(text: str = "hi", **fields: Any) -> inference_pb2.Chat:
+    chat = inference_pb2.Chat(**fields)
+    chat.messages.add(role="user").content.add(text=text)
+    chat.functions.add(name="f.g", description="Does it.", parameters=PARAMETERS)
+    return chat
+
+
+def refusal(model: TextModel, chat: inference_pb2.Chat) -> tuple[str, str]:
+    with pytest.raises(RequestError) as caught:
+        model.encode_chat(chat)
+    (violation,) = caught.value.violations
+    return violation.field, violation.description
+
+
+def test_template_with_tools_gets_them_in_the_order_of_the_client() -> None:
+    model = templated(HERMES)
+    assert model.support.in_template
+    assert model.support.tools is not None
+    assert model.support.tools.name == "hermes"
+    prompt = model.render_chat(asked())
+    assert '"name": "f.g"' in prompt
+    assert prompt.index('"b"') < prompt.index('"a"')
+
+
+def test_template_without_tools_gets_a_system_message() -> None:
+    model = chat_model(chat_models.smollm2)
+    assert not model.support.in_template
+    prompt = model.render_chat(asked())
+    assert prompt.startswith("<|im_start|>system\nYou may call functions")
+    assert '{"type": "function", "function": {"name": "f.g"' in prompt
+    assert '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>' in prompt
+    # behind the client's own
+    chat = asked()
+    chat.messages.insert(
+        0, inference_pb2.ChatMessage(role="system", content=[inference_pb2.ContentPart(text="Be kind.")])
+    )
+    assert "<|im_start|>system\nBe kind.\n\nYou may call" in model.render_chat(chat)
+
+
+def test_calls_and_results_are_text_for_a_template_without_tools() -> None:
+    chat = asked()
+    turn = chat.messages.add(role="assistant")
+    turn.tool_calls.add(id="c", name="f.g", arguments='{"b": 1}')
+    chat.messages.add(role="tool", tool_call_id="c").content.add(text="42")
+    prompt = chat_model(chat_models.smollm2).render_chat(chat)
+    call = '<tool_call>\n{"name": "f.g", "arguments": {"b": 1}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{call}<|im_end|>" in prompt
+    assert "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>" in prompt
+
+
+def test_model_without_tools_or_of_an_unknown_format_refuses_them() -> None:
+    tokenizer = chat_models.smollm2()
+    silent = TextModel(tokenizer, tools=ToolSettings(writes_prompt=False))
+    field, text = refusal(silent, asked())
+    assert field == "chat.functions"
+    assert "no tools" in text
+    field, text = refusal(chat_model(chat_models.mistral), asked())
+    assert field == "chat.functions"
+    assert "in which format" in text
+    chosen = TextModel(chat_models.mistral(), tools=ToolSettings(chosen="mistral"))
+    assert chosen.support.in_template
+    assert chosen.encode_chat(asked())
+
+
+def test_markers_that_are_special_tokens_are_in_the_text_of_parsed_answers() -> None:
+    tokenizer = chat_models.copied(chat_models.qwen_3())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    tokenizer.chat_template = HERMES.replace("<tool_call>", "[TOOL_CALLS]")
+    model = TextModel(tokenizer)
+    assert model.support.tools is not None
+    assert model.support.tools.name == "mistral"
+    ids = tokenizer("a[TOOL_CALLS]b<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert model.marker_ids == {"[TOOL_CALLS]": tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")}
+    assert model.detokenizer().push(ids) == "ab"
+    assert model.detokenizer(shows_markers=True).push(ids) == "a[TOOL_CALLS]b"
+
+
+def test_reasoning_that_the_prompt_opens_is_noticed() -> None:
+    model = templated(HERMES)
+    assert model.support.reasoning is not None
+    assert not model.opens_reasoning(model.encode_chat(asked()))
+    assert model.opens_reasoning(model.encode_chat(asked(reasoning_effort="high")))
+    assert not model.opens_reasoning(model.encode_chat(asked(reasoning_effort="none")))
+    assert model.render_chat(asked(reasoning_effort="none")).endswith("<think>\n\n</think>\n")
+    assert not model.opens_reasoning(model.encode_chat(asked(text="<think>")))
+
+
+def test_effort_is_refused_by_templates_without_it() -> None:
+    smollm2 = chat_model(chat_models.smollm2)
+    assert smollm2.encode_chat(asked(reasoning_effort="none")) == smollm2.encode_chat(asked())
+    assert refusal(smollm2, asked(reasoning_effort="low"))[0] == "chat.reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    ("functions", "field"),
+    [
+        ([{"name": ""}], "chat.functions[0].name"),
+        ([{"name": 'a"b'}], "chat.functions[0].name"),
+        ([{"name": "a\nb"}], "chat.functions[0].name"),
+        ([{"name": "a" * 129}], "chat.functions[0].name"),
+        ([{"name": "a"}, {"name": "a"}], "chat.functions[1].name"),
+        ([{"name": "a", "parameters": "{"}], "chat.functions[0].parameters"),
+        ([{"name": "a", "parameters": "[]"}], "chat.functions[0].parameters"),
+        ([{"name": "a", "parameters": '{"type": "string"}'}], "chat.functions[0].parameters"),
+        ([{"name": "a", "parameters": '{"a": ' * 500 + "1" + "}" * 500}], "chat.functions[0].parameters"),
+        ([{"name": "a", "parameters": '{"x": [' + "0," * 10_000 + "0]}"}], "chat.functions"),
+        ([{"name": f"a{i}"} for i in range(513)], "chat.functions"),
+    ],
+)
+def test_wrong_functions_are_refused_by_name(functions: list[dict[str, str]], field: str) -> None:
+    chat = asked()
+    del chat.functions[:]
+    chat.functions.extend(inference_pb2.Function(**one) for one in functions)
+    assert refusal(chat_model(chat_models.smollm2), chat)[0] == field
+
+
+FUNCTIONARY = """
+[formats.functionary]
+layout = "named"
+begin = "<function="
+middle = ">"
+end = "</function>"
+detect = ["<function="]
+"""
+
+
+def test_formats_of_a_file_are_detected_first(tmp_path: Path) -> None:
+    path = tmp_path / "formats.toml"
+    path.write_text(FUNCTIONARY)
+    settings = tool_settings(RouterSettings(tool_formats_file=path))
+    model = templated(HERMES.replace("<tool_call>", "<function=x>"), formats=settings.formats)
+    assert model.support.tools is not None
+    assert model.support.tools.name == "functionary"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("x", "is not TOML"),
+        ("", "must have tables"),
+        ("[formats.a]\nlayout = 'odd'\nbegin = 'x'", r"formats\.a\.layout"),
+        ("[formats.a]\nlayout = 'object'\nbegin = ''", r"formats\.a\.begin"),
+        ("[formats.a]\nlayout = 'named'\nbegin = 'x'", r"formats\.a\.middle"),
+        ("[formats.a]\nlayout = 'object'\nbegin = 3", r"formats\.a\.begin"),
+        ("[formats.a]\nlayout = 'object'\nbegin = 'x'\ncolour = 'red'", "has colour"),
+        ("[formats.a]\nlayout = 'list'\nbegin = 'x'\nis_bare = true", r"formats\.a\.is_bare"),
+    ],
+)
+def test_wrong_formats_are_refused_with_the_reason(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "formats.toml"
+    path.write_text(text)
+    with pytest.raises(FormatError, match=complaint):
+        read_formats(path)
+    with pytest.raises(SettingError, match="--tool-formats-file"):
+        tool_settings(RouterSettings(tool_formats_file=path))
+
+
+def test_format_must_be_in_the_table(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"--tool-call-format .*'odd'; must be one of auto, .*hermes"):
+        tool_settings(RouterSettings(tool_call_format="odd"))
+    assert tool_settings(RouterSettings(tool_call_format="mistral")).chosen == "mistral"
+    assert set(with_added(())) == set(tool_settings(RouterSettings()).formats)
+    with pytest.raises(FormatError, match="cannot read"):
+        read_formats(tmp_path / "absent")

@@ -272,6 +272,11 @@ class ResponsesBody(Body):
         return self.model_extra or {}
 
     @property
+    def text_format(self) -> TextFormat | None:
+        """The form of the output, if one is requested."""
+        return None if self.text is None else self.text.format
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the log probabilities of the output's tokens are requested."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
@@ -308,9 +313,11 @@ _OWN_NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
+# The word "messages" is a parameter only where the text about one begins.
 _CHAT_NAMES = re.compile(
-    r"\b(?:messages(?:\[(?P<message>\d{1,9})\])?|max_completion_tokens|response_format(?:\.json_schema(?:\.schema)?)?"
-    r"|reasoning_effort)|(?<=\])\.tool_call_id|(?<=tools\[)(?P<tool>\d{1,9})\]\.function"
+    r"(?:^|(?<=; ))messages(?:\[(?P<message>\d{1,9})\])?"
+    r"|\b(?:max_completion_tokens|response_format(?:\.json_schema(?:\.schema)?)?|reasoning_effort)"
+    r"|(?<=\])\.tool_call_id|(?<=tools\[)(?P<tool>\d{1,9})\]\.function"
 )
 
 
@@ -337,7 +344,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, Names]:
         "model": body.model,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        "response_format": _response_format(body.text and body.text.format),
+        "response_format": _response_format(body.text_format),
         "logprobs": body.wants_logprobs,
         "top_logprobs": body.top_logprobs,
         "stream": body.stream,

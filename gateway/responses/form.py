@@ -60,11 +60,11 @@ class _Item:
 
     def shown(self, status: Status, *, is_new: bool = False) -> dict[str, Any]:
         """Returns the item; a new one has no part yet."""
-        item = {"id": self.item_id, "type": self.kind, "status": status}
+        item: dict[str, Any] = {"id": self.item_id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             return item | {"call_id": self.call["id"], "name": self.call["name"], "arguments": self.text}
-        content = [] if is_new else [self.part()]
-        return item | ({"role": "assistant"} if self.kind == "message" else {"summary": []}) | {"content": content}
+        item |= {"content": [] if is_new else [self.part()]}
+        return item | {"role": "assistant"} if self.kind == "message" else item | {"summary": []}
 
     def end(self) -> dict[str, Any]:
         """Returns the fields of the event with the whole text."""
@@ -216,7 +216,9 @@ class ResponseForm:
 def _asked(body: ResponsesBody) -> dict[str, Any]:
     """Returns the parameters that a response repeats. What was left out is the model's default, which has no number
     here."""
-    text_format = body.text and body.text.format
+    text_format = {"type": "text"}
+    if body.text_format is not None:
+        text_format = body.text_format.model_dump(by_alias=True, exclude_none=True)
     choice = body.tool_choice or "auto"
     repeated = ("prompt_cache_key", "safety_identifier", "service_tier", "temperature", "top_p", "user")
     return {
@@ -230,11 +232,7 @@ def _asked(body: ResponsesBody) -> dict[str, Any]:
         "previous_response_id": None,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "store": False,
-        "text": {
-            "format": {"type": "text"}
-            if text_format is None
-            else text_format.model_dump(by_alias=True, exclude_none=True)
-        },
+        "text": {"format": text_format},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
@@ -254,4 +252,5 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sent(event: dict[str, Any]) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + encoded(event) + b"\n\n"
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\ndata: " + encoded(event) + b"\n\n"

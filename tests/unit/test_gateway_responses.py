@@ -171,6 +171,8 @@ def test_errors_about_a_chat_name_the_parameters_of_this_api() -> None:
 
     assert restored("messages[2].role") == ("input[3].role", "input[3].role: is wrong")
     assert restored("messages") == ("input", "input: is wrong")
+    several = ApiError(400, "messages: have 9 messages; messages[0].role: is wrong", param="messages")
+    assert names.restored(several).text == "input: have 9 messages; instructions.role: is wrong"
     assert restored("max_completion_tokens")[0] == "max_output_tokens"
     assert restored("response_format.json_schema.schema")[0] == "text.format.schema"
     assert restored("reasoning_effort")[0] == "reasoning.effort"

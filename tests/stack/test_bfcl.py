@@ -17,7 +17,7 @@ from tests.bfcl import CATEGORIES, Case, NotFetchedError, fetched_cases
 from tests.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
-NUM_CASES = 12
+NUM_CASES = 6
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -43,7 +43,7 @@ async def answer(client: openai.AsyncOpenAI, case: Case, seed: int) -> Any:
         tool_choice="required",
         temperature=0.7,
         seed=seed,
-        max_completion_tokens=160,
+        max_completion_tokens=100,
     )
     return completion.choices[0]
 

@@ -56,9 +56,9 @@ async def test_every_call_names_a_function_and_its_arguments_are_valid(stack: Lo
     num_valid = 0
     for case, choice in zip(cases, choices, strict=True):
         calls = choice.message.tool_calls or []
-        assert choice.message.content is None
         assert choice.finish_reason in ("tool_calls", "length")
-        # A call that the limit cuts off is not valid JSON yet.
+        # What the limit cuts off is a call that is not valid JSON yet, or the beginning of a tag.
+        assert choice.message.content is None or choice.finish_reason == "length"
         for call in calls if choice.finish_reason == "tool_calls" else calls[:-1]:
             assert case.is_valid(call.function.name, json.loads(call.function.arguments)), (case.name, call)
             num_valid += 1

@@ -75,12 +75,14 @@ class AnswerParser:
         self._format = answer.tools
         self._text = ""
         self._at = 0
+        # How far the text after `_at` has been searched, by a state that waits for the end of spaces or of a value.
+        self._num_seen = 0
         # The beginning of a call that may still turn out to be content.
         self._mark = 0
         self._parts: list[Part] = []
         self.num_calls = 0
         self._names_call = False
-        self._buffered = ""
+        self._buffered: list[str] = []
         self._has_arguments = False
         self._name = ""
         self._key = ""
@@ -107,11 +109,17 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Part]:
         """Takes more text and returns the parts that it completes."""
-        self._text += text
+        # A local name, so that a text that is held back is extended in place.
+        held, self._text = self._text, ""
+        held += text
+        self._text = held
+        del held
         while (following := self._state()) is not None:
             self._state = following
         kept = min(self._at, self._mark) if self._is_tentative else self._at
-        self._text, self._at, self._mark = self._text[kept:], self._at - kept, self._mark - kept
+        if kept:
+            self._text, self._at, self._mark = self._text[kept:], self._at - kept, self._mark - kept
+            self._num_seen = max(0, self._num_seen - kept)
         return self._taken()
 
     def finish(self) -> list[Part]:
@@ -206,8 +214,10 @@ class AnswerParser:
         return None, min(ends, default=len(self._text))
 
     def _end_of_space(self) -> int:
-        found = _SPACE.match(self._text, self._at)
+        found = _SPACE.match(self._text, max(self._at, self._num_seen))
         assert found is not None
+        if found.end() == len(self._text):
+            self._num_seen = found.end()
         return found.end()
 
     def _skip_space(self) -> None:
@@ -244,7 +254,7 @@ class AnswerParser:
 
     def _next_call(self, state: State) -> State:
         self._in_call, self._names_call, self._has_arguments = True, False, False
-        self._buffered = self._name = ""
+        self._buffered, self._name = [], ""
         return state
 
     def _broken(self) -> State:
@@ -259,9 +269,8 @@ class AnswerParser:
     def _set_name(self, name: str) -> None:
         self._names_call = True
         self._parts.append(CallBegins(self.num_calls, name))
-        if self._buffered:
-            self._argue(self._buffered)
-            self._buffered = ""
+        self._argue("".join(self._buffered))
+        self._buffered = []
 
     def _argue(self, text: str) -> None:
         if not text:
@@ -270,7 +279,7 @@ class AnswerParser:
         if self._names_call:
             self._parts.append(Arguments(self.num_calls, text))
         else:
-            self._buffered += text
+            self._buffered.append(text)
 
     def _end_call(self) -> None:
         if not self._has_arguments:
@@ -537,8 +546,9 @@ class AnswerParser:
 
     def _parameter_value(self) -> State | None:
         """Takes a value of another type than text, as a whole: it is JSON, or else text."""
-        at = self._text.find("</parameter>", self._at)
+        at = self._text.find("</parameter>", max(self._at, self._num_seen - len("</parameter>")))
         if at < 0:
+            self._num_seen = len(self._text)
             return None
         text = self._text[self._at : at].strip()
         self._at = at + len("</parameter>")

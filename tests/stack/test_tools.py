@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,8 +14,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from inflight import AsyncClient, FinishReason, InflightError, ToolCallPart
+from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
+from inflight.local.state import read_state
 from tests.gateways import run_gateway
+from tests.stack.conftest import EXECUTOR_ARGS
 
 MODEL = "SmolLM2-135M-Instruct"
 WEATHER: dict[str, Any] = {
@@ -130,6 +136,32 @@ async def test_parts_of_a_resumed_stream_continue_within_the_arguments(stack: Lo
                     assert isinstance(part, ToolCallPart)
                     name, arguments = name + part.name, arguments + part.arguments
             assert (name, arguments) == (whole.name, whole.arguments)
+
+
+async def test_killed_executor_in_the_middle_of_arguments_changes_nothing(stack: LocalStack, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {
+        "chat": QUESTION, "tools": TOOLS, "tool_choice": "get_weather", "temperature": 1, "seed": 3, "max_tokens": 100,
+    }  # fmt: skip
+    async with AsyncClient(*stack.router_addresses) as client:
+        whole = await client.complete(**asked)
+    options = StackOptions(executors=2, executor_args=EXECUTOR_ARGS, run_dir=tmp_path / "run")
+    async with LocalStack(options) as failing, AsyncClient(*failing.router_addresses) as client:
+        stream = client.generate(**asked)
+        has_killed = False
+        async for delta in stream:
+            if not has_killed and any(isinstance(part, ToolCallPart) and part.arguments for part in delta.parts):
+                state = read_state(tmp_path / "run")
+                assert state is not None
+                killed = next(one for one in state.processes if one.name == stream.transcript.executor_id)
+                os.kill(killed.pid, signal.SIGKILL)
+                has_killed = True
+        assert has_killed
+        assert stream.timing is not None
+        assert stream.timing.migrations == 1
+        assert stream.transcript.result().text == whole.text
+        (call,), (same,) = whole.tool_calls, stream.transcript.choices[0].tool_calls
+        assert (same.name, same.arguments) == (call.name, call.arguments)
+        check(call.name, call.arguments)
 
 
 async def test_unusable_tools_are_refused_by_name(stack: LocalStack) -> None:

@@ -214,3 +214,26 @@ def test_format_survives_being_stored() -> None:
         answer = AnswerFormat(tools, THINK, True, {"f": ("a", "b")})
         text = written(tools, [("f", '{"a": "x"}')]) + "</think>" + written(tools, [("f", '{"a": "x"}')])
         assert read(answer_format(answer.to_json()), [text]) == read(answer, [text])
+
+
+@pytest.mark.parametrize(
+    ("tools", "begin", "more"),
+    [
+        ("hermes", "", " "),
+        ("hermes", "<tool_call>", " "),
+        ("hermes", "", "<tool_cal"),
+        ("hermes", '<tool_call>{"x": ', "["),
+        ("hermes", '<tool_call>{"x": "', "\\\\"),
+        ("hermes", '<tool_call>{"arguments": ["', "a"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ', "["),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>", "1"),
+        ("mistral", "[TOOL_CALLS][", '{"name":"f","arguments":{}},'),
+        ("hermes", "<think>", "</thin"),
+    ],
+)
+def test_long_text_that_is_never_complete_is_what_it_is_at_once(tools: str, begin: str, more: str) -> None:
+    """A text that is never complete ends the test in time, and is what it is at once."""
+    text = begin + more * (40_000 // len(more))
+    parser = AnswerParser(AnswerFormat(BY_NAME[tools], THINK))
+    parts = [part for start in range(0, len(text), 4) for part in parser.feed(text[start : start + 4])]
+    assert added_up(parts + parser.finish()) == read(AnswerFormat(BY_NAME[tools], THINK), [text])

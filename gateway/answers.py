@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from gateway import logprobs as openai_logprobs
 from gateway.asking import Ask
-from gateway.errors import from_end
+from gateway.errors import ApiError, from_end
 from gateway.event_ids import AnswerId
 from inflight.catalogue import Model
 from inflight.events import (
@@ -23,6 +23,8 @@ from inflight.events import (
     ToolCallPart,
     Usage,
 )
+
+DONE = b"data: [DONE]\n\n"
 
 _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP_TOKEN: "stop",
@@ -225,3 +227,47 @@ def model_object(model: Model, created: int) -> dict[str, Any]:
 def encoded(value: Any) -> bytes:
     """Encodes a value as JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class Form(Protocol):
+    """How the answer to one request is written: as a chat or completion, or in the form of another API."""
+
+    def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Returns the body for a whole answer."""
+
+    def event(self, chunk: dict[str, Any], name: str) -> bytes:
+        """Returns the events for a chunk; `name` is the event's id."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the event for an error in the middle of a stream, which it ends."""
+
+    def refusal(self, error: ApiError) -> ApiError:
+        """Returns the error to raise before anything was sent."""
+
+    def end(self) -> bytes:
+        """Returns what follows the last event of a complete stream."""
+
+
+class OwnForm:
+    """Chats and completions as they are."""
+
+    def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer."""
+        return answer
+
+    def event(self, chunk: dict[str, Any], name: str) -> bytes:
+        """Returns the chunk as an event."""
+        event_id = f"id: {name}\n".encode() if name else b""
+        return event_id + b"data: " + encoded(chunk) + b"\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the error as an event."""
+        return self.event(error.body(), "")
+
+    def refusal(self, error: ApiError) -> ApiError:
+        """Returns the error."""
+        return error
+
+    def end(self) -> bytes:
+        """Returns OpenAI's mark of the end."""
+        return DONE

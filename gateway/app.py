@@ -82,8 +82,12 @@ class GatewayApp:
         service = self._service
         yield Route("/v1/chat/completions", _ApiCall(self, service.chat), methods=["POST"])
         yield Route("/v1/completions", _ApiCall(self, service.completion), methods=["POST"])
+        yield Route("/v1/responses", _ApiCall(self, service.responses), methods=["POST"])
         yield Route("/v1/models", _ApiCall(self, service.models), methods=["GET"])
         yield Route("/v1/models/{name:path}", _ApiCall(self, service.model), methods=["GET"])
+        yield Route("/tokenize", _ApiCall(self, service.tokenize), methods=["POST"])
+        yield Route("/detokenize", _ApiCall(self, service.detokenize), methods=["POST"])
+        yield Route("/version", service.version, methods=["GET"])
         yield Route("/health", service.health)
         yield Route("/ready", self._ready)
         yield metrics_route(self._metrics.registry)

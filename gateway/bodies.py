@@ -23,7 +23,7 @@ MAX_INT32 = 2**31 - 1
 # Of all lists and objects of a body together, without lists of token ids that have limits of their own: parsing a body
 # blocks all streams.
 MAX_VALUES = 2**14
-ID_LISTS = frozenset({"prompt", "allowed_token_ids"})
+ID_LISTS = frozenset({"prompt", "tokens", "allowed_token_ids"})
 # Of all lists of a prompt together; more than any model's context.
 MAX_PROMPT_VALUES = 2**20
 
@@ -33,11 +33,13 @@ Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 Text = Annotated[str, Field(max_length=1024)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """An object of a body. Unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -45,7 +47,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class JsonSchemaFormat(_Body):
+class JsonSchemaFormat(Body):
     """OpenAI's form of a JSON schema. It is always enforced, as if `strict` were true."""
 
     name: Text
@@ -54,7 +56,7 @@ class JsonSchemaFormat(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -67,7 +69,7 @@ class ResponseFormat(_Body):
         return self
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """vLLM's `structured_outputs`."""
 
     json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
@@ -92,7 +94,7 @@ class StructuredOutputs(_Body):
         return self
 
 
-class Common(_Body):
+class Common(Body):
     """Parameters of both kinds of request. Extensions of this project and of vLLM are at the end."""
 
     model: str
@@ -157,19 +159,19 @@ class Common(_Body):
         return biases
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(_Body):
+class FunctionCall(Body):
     """The function and arguments of a tool call."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """A tool call in an earlier message of the assistant."""
 
     id: str
@@ -177,7 +179,7 @@ class ToolCall(_Body):
     function: FunctionCall
 
 
-class FunctionTool(_Body):
+class FunctionTool(Body):
     """A function that the model may call."""
 
     name: str
@@ -186,41 +188,41 @@ class FunctionTool(_Body):
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """OpenAI's form of a tool."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
-class FunctionName(_Body):
+class FunctionName(Body):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     """A function in `tool_choice`."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(_Body):
+class AllowedTools(Body):
     """Functions in `tool_choice`, of which the model may or must call one."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
-class AllowedToolChoice(_Body):
+class AllowedToolChoice(Body):
     """OpenAI's choice among some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
-class Message(_Body):
+class Message(Body):
     """One message. Other fields of openai-python's answers are accepted if they are empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -314,20 +316,22 @@ UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 
-Kind = TypeVar("Kind", bound=Common)
+Kind = TypeVar("Kind", bound=Body)
 
 
 def parse_chat(raw: bytes) -> ChatBody:
     """Parses the body of a chat request. Raises `ApiError`."""
-    return _parse(ChatBody, raw, UNSUPPORTED_IN_CHAT)
+    return validated(ChatBody, read_json(raw, UNSUPPORTED_IN_CHAT))
 
 
 def parse_completion(raw: bytes) -> CompletionBody:
     """Parses the body of a completion request. Raises `ApiError`."""
-    return _parse(CompletionBody, raw, UNSUPPORTED_IN_COMPLETIONS)
+    return validated(CompletionBody, read_json(raw, UNSUPPORTED_IN_COMPLETIONS))
 
 
-def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> Kind:
+def read_json(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Parses a body and removes parameters that are not implemented, if their value has no effect. Raises
+    `ApiError`."""
     # The time to parse depends on the number of values.
     if has_more_values(raw, MAX_VALUES, id_list_is_one=True):
         raise _too_many_values()
@@ -342,6 +346,11 @@ def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[
         value = body.pop(name, None)
         if value is not None and value not in neutral:
             raise unsupported(name)
+    return body
+
+
+def validated(kind: type[Kind], body: dict[str, Any]) -> Kind:
+    """Checks a parsed body. Raises `ApiError`."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:

@@ -25,7 +25,14 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 # nginx's status for a client that closed the connection; only metrics and the log contain it.
 CLIENT_CLOSED_REQUEST = 499
 
-ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"})
+UNLOGGED_ROUTES = frozenset({"/version", "/health", "/ready", "/metrics"})
+LOGGED_ROUTES = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
+        *("/tokenize", "/detokenize"),
+    }
+)
+ROUTES = LOGGED_ROUTES | UNLOGGED_ROUTES
 MODEL_ROUTE = "/v1/models/{id}"
 OTHER_ROUTE = "other"
 
@@ -76,7 +83,7 @@ class Exchange:
         seconds = time.monotonic() - self._began_s
         status = self._status or CLIENT_CLOSED_REQUEST
         self._metrics.ended(self._route, status, seconds)
-        if self._route.startswith("/v1/"):
+        if self._route in LOGGED_ROUTES or self._route == MODEL_ROUTE:
             log.info("request %s %s %d %.3f s", self._request_id, self._route, status, seconds)
 
 

@@ -12,7 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from gateway.answers import Chunks, encoded, model_object, whole_answer
+from common.version import installed_version
+from gateway.answers import Chunks, Form, OwnForm, encoded, model_object, whole_answer
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
 from gateway.bodies import parse_chat, parse_completion
 from gateway.choices import Source
@@ -21,8 +22,11 @@ from gateway.event_ids import HEADER as LAST_EVENT_ID
 from gateway.event_ids import AnswerId, Place, read_event_id
 from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
+from gateway.responses.bodies import chat_body, parse_responses
+from gateway.responses.form import ResponseForm
 from gateway.settings import GatewaySettings
 from gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
+from gateway.tokens.tokenize import parse_detokenize, tokenize_request, tokenized
 from inflight import AsyncClient
 from inflight.errors import InflightError
 
@@ -36,7 +40,7 @@ PASSED_ON = {
 }
 _KEY = re.compile(r"[!-~]{1,1024}")
 
-MakeAsk = Callable[[bytes, str], Ask]
+MakeAsk = Callable[[bytes, str], tuple[Ask, Form]]
 
 
 class GatewayService:
@@ -54,41 +58,62 @@ class GatewayService:
 
     async def chat(self, request: Request) -> ASGIApp:
         """`POST /v1/chat/completions`."""
-        return await self._complete(request, lambda raw, key: ask_chat(parse_chat(raw), self._defaults, key))
+        return await self._complete(
+            request, lambda raw, key: (ask_chat(parse_chat(raw), self._defaults, key), OwnForm())
+        )
 
     async def completion(self, request: Request) -> ASGIApp:
         """`POST /v1/completions`."""
         return await self._complete(
-            request, lambda raw, key: ask_completion(parse_completion(raw), self._defaults, key)
+            request, lambda raw, key: (ask_completion(parse_completion(raw), self._defaults, key), OwnForm())
         )
+
+    async def responses(self, request: Request) -> ASGIApp:
+        """`POST /v1/responses`."""
+        if LAST_EVENT_ID in request.headers:
+            raise refused(LAST_EVENT_ID, "is not supported here: a response cannot be resumed; send a chat completion")
+        return await self._complete(request, self._ask_response)
+
+    def _ask_response(self, raw: bytes, key: str) -> tuple[Ask, Form]:
+        body = parse_responses(raw)
+        chat, names = chat_body(body)
+        form = ResponseForm(body, names)
+        try:
+            return ask_chat(chat, self._defaults, key), form
+        except ApiError as error:
+            raise form.refusal(error) from None
 
     async def _complete(self, request: Request, make_ask: MakeAsk) -> ASGIApp:
         source = Source(self._client, _metadata(request))
-        ask = make_ask(await self._body(request), _key(request))
+        ask, form = make_ask(await self._body(request), _key(request))
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id is not None:
             return self._resume(ask, last_id, source)
         answer = AnswerId(f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}", int(time.time()))
         if not ask.is_stream:
-            return await self._whole(request, ask, answer, source)
+            return await self._whole(request, ask, form, answer, source)
         sources = [
             ChoiceSource(number * ask.n, ask.n, source.begun(one, takes_back=False))
             for number, one in enumerate(ask.requests)
         ]
         places = [Place() for _ in range(ask.num_choices)]
-        return EventStream(Chunks(ask, answer), sources, places, self._timeouts, self._metrics)
+        return EventStream(Chunks(ask, answer), form, sources, places, self._timeouts, self._metrics)
 
-    async def _whole(self, request: Request, ask: Ask, answer: AnswerId, source: Source) -> Response:
+    async def _whole(self, request: Request, ask: Ask, form: Form, answer: AnswerId, source: Source) -> Response:
         try:
             collected = await while_connected(request.receive, source.collected(ask))
         except InflightError as error:
-            raise from_router(error, ask.prompt_param, ask.renamed) from None
+            raise form.refusal(from_router(error, ask.prompt_param, ask.renamed)) from None
         choices = [choice for choices, _ in collected for choice in choices]
         usages = [usage for _, usage in collected]
+
+        def body() -> bytes:
+            return encoded(form.whole(whole_answer(ask, answer, choices, usages)))
+
         if not ask.scores_prompts:
-            return _json(encoded(whole_answer(ask, answer, choices, usages)))
+            return _json(body())
         # Its log probabilities may be as many as the tokens of many prompts: streams go on meanwhile.
-        return _json(await asyncio.to_thread(lambda: encoded(whole_answer(ask, answer, choices, usages))))
+        return _json(await asyncio.to_thread(body))
 
     def _resume(self, ask: Ask, last_id: str, source: Source) -> EventStream:
         """Resumes after an event of an earlier answer, of any gateway. The body must be the same."""
@@ -102,7 +127,7 @@ class GatewayService:
         if any(place.request_id != prompt[0].request_id for prompt in prompts for place in prompt):
             raise refused(LAST_EVENT_ID, "is of a gateway of an earlier version; send the request again")
         sources = [ChoiceSource(number * ask.n, ask.n, source.resumed(prompt)) for number, prompt in enumerate(prompts)]
-        return EventStream(Chunks(ask, answer), sources, places, self._timeouts, self._metrics)
+        return EventStream(Chunks(ask, answer), OwnForm(), sources, places, self._timeouts, self._metrics)
 
     async def _body(self, request: Request) -> bytes:
         limit = self._settings.max_body_bytes
@@ -141,6 +166,32 @@ class GatewayService:
             if model.name == name:
                 return _json(encoded(model_object(model, self._began)))
         raise ApiError(404, f"model: there is no model {name[:100]!r}", param="model", code="model_not_found")
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`, as vLLM has it."""
+        metadata = _metadata(request)
+        asked = tokenize_request(await self._body(request))
+        try:
+            answer = await while_connected(request.receive, self._client.send_tokenize(asked, metadata=metadata))
+        except InflightError as error:
+            raise from_router(error, "prompt" if asked.HasField("text") else "messages") from None
+        # There may be as many token ids as in several prompts: streams go on meanwhile.
+        return _json(await asyncio.to_thread(lambda: encoded(tokenized(asked, answer))))
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`, as vLLM has it."""
+        metadata = _metadata(request)
+        body = parse_detokenize(await self._body(request))
+        work = self._client.detokenize(body.tokens, model=body.model, skip_special_tokens=False, metadata=metadata)
+        try:
+            text = await while_connected(request.receive, work)
+        except InflightError as error:
+            raise from_router(error, "tokens") from None
+        return _json(encoded({"prompt": text}))
+
+    async def version(self, request: Request) -> Response:
+        """`GET /version`, as vLLM has it."""
+        return _json(encoded({"version": installed_version()}))
 
     async def health(self, request: Request) -> Response:
         """`GET /health`: the process is alive."""

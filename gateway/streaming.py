@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import Chunks, encoded, logprobs_of, shown_usage
+from gateway.answers import Chunks, Form, logprobs_of, shown_usage
 from gateway.errors import ApiError, from_router
 from gateway.event_ids import Place, event_id
 from gateway.leaving import while_connected
@@ -33,7 +33,6 @@ HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx would buffer events
 }
-DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +74,14 @@ class EventStream:
     def __init__(
         self,
         chunks: Chunks,
+        form: Form,
         sources: Sequence[ChoiceSource],
         places: list[Place],
         timeouts: WriteTimeouts,
         metrics: Metrics,
     ) -> None:
         self._chunks = chunks
+        self._form = form
         self._sources = sources
         self._places = places
         self._timeouts = timeouts
@@ -136,7 +137,7 @@ class EventStream:
                 if is_over:
                     body += self._ending()
             except ApiError as error:
-                body, is_over = _event(error.body(), ""), True
+                body, is_over = self._form.failure(error), True
             if body or is_over:
                 await self._send(send, {"type": "http.response.body", "body": body, "more_body": not is_over})
             if is_over:
@@ -224,26 +225,21 @@ class EventStream:
     def _ending(self) -> bytes:
         usages = [self._usages[source.first] for source in self._sources]
         counted = self._event(self._chunks.usage(usages)) if self._chunks.ask.include_usage else b""
-        return counted + DONE
+        return counted + self._form.end()
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
         output_tokens = sum(place.num_tokens for place in self._places)
         told = self._chunks.with_running_usage(chunk, self._prompt_tokens, output_tokens)
-        return _event(told, event_id(self._chunks.answer, self._places))
+        return self._form.event(told, event_id(self._chunks.answer, self._places))
 
     def _error(self, error: InflightError) -> ApiError:
         ask = self._chunks.ask
-        return from_router(error, ask.prompt_param, ask.renamed)
+        return self._form.refusal(from_router(error, ask.prompt_param, ask.renamed))
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         """Sends a message. Raises `TimeoutError` if the client does not read."""
         async with asyncio.timeout(self._timeouts.write_timeout_s):
             await send(message)
-
-
-def _event(content: Mapping[str, Any], name: str) -> bytes:
-    event_id = f"id: {name}\n".encode() if name else b""
-    return event_id + b"data: " + encoded(content) + b"\n\n"
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -270,9 +270,11 @@ def tokenize_request(text: str | None, *, chat: Chat | None, model: str | None) 
     return request
 
 
-def detokenize_request(token_ids: Sequence[int], *, model: str | None) -> inference_pb2.DetokenizeRequest:
+def detokenize_request(
+    token_ids: Sequence[int], *, model: str | None, skip_special_tokens: bool
+) -> inference_pb2.DetokenizeRequest:
     """Returns the request for the text of token ids."""
-    request = inference_pb2.DetokenizeRequest(model=model or "")
+    request = inference_pb2.DetokenizeRequest(model=model or "", skip_special_tokens=skip_special_tokens)
     _assign(request, "token_ids", token_ids, keyword="token_ids")
     return request
 

@@ -263,15 +263,32 @@ class Client:
     ) -> tuple[int, ...]:
         """Returns the token ids of a text or of a conversation."""
         request = requests.tokenize_request(text, chat=chat, model=model)
-        answer = self._unary("Tokenize", request, timeout)
+        answer = self.send_tokenize(request, timeout=timeout)
         return tuple(answer.token_ids)
 
+    def send_tokenize(
+        self,
+        request: inference_pb2.TokenizeRequest,
+        *,
+        timeout: float = UNARY_TIMEOUT_S,
+        metadata: Mapping[str, str] | None = None,
+    ) -> inference_pb2.TokenizeResponse:
+        """Sends a request message, for fields without a keyword of `tokenize`. `metadata` as for `send`."""
+        answer: inference_pb2.TokenizeResponse = self._unary("Tokenize", request, timeout, metadata)
+        return answer
+
     def detokenize(
-        self, token_ids: Sequence[int], *, model: str | None = None, timeout: float = UNARY_TIMEOUT_S
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str | None = None,
+        skip_special_tokens: bool = True,
+        timeout: float = UNARY_TIMEOUT_S,
+        metadata: Mapping[str, str] | None = None,
     ) -> str:
-        """Returns the text of token ids."""
-        request = requests.detokenize_request(token_ids, model=model)
-        answer = self._unary("Detokenize", request, timeout)
+        """Returns the text of token ids. `metadata` as for `send`."""
+        request = requests.detokenize_request(token_ids, model=model, skip_special_tokens=skip_special_tokens)
+        answer = self._unary("Detokenize", request, timeout, metadata)
         return str(answer.text)
 
     def list_models(

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.version import installed_version
 from inflight.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 
 SERVE, GATEWAY = "serve", "gateway"
@@ -82,7 +82,7 @@ def _main(arguments: list[str]) -> int:
         print(usage())
         return 0 if arguments else EXIT_USAGE
     if arguments[0] == "--version":
-        print(f"inflight {_version()}")
+        print(f"inflight {installed_version()}")
         return 0
     name, *rest = arguments
     command = {command.name: command for command in COMMANDS}.get(ALIASES.get(name, name))
@@ -139,13 +139,6 @@ def _run(command: Command, argv: list[str]) -> int:
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("inflight")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

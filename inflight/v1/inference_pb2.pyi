@@ -487,22 +487,30 @@ class GetRequestResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., position: _Optional[int] = ..., waiting_for: _Optional[str] = ..., estimated_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., executor_id: _Optional[str] = ..., output_tokens: _Optional[int] = ..., wait_reason: _Optional[_Union[WaitReason, str]] = ..., needed_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., times_passed: _Optional[int] = ..., variant: _Optional[str] = ..., step_constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "add_special_tokens")
+    __slots__ = ("model", "text", "chat", "add_special_tokens", "want_token_names", "add_generation_prompt")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WANT_TOKEN_NAMES_FIELD_NUMBER: _ClassVar[int]
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: Chat
     add_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+    want_token_names: bool
+    add_generation_prompt: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., want_token_names: _Optional[bool] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
-    __slots__ = ("token_ids",)
+    __slots__ = ("token_ids", "token_names", "context_length")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_NAMES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    token_names: _containers.RepeatedScalarFieldContainer[str]
+    context_length: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., token_names: _Optional[_Iterable[str]] = ..., context_length: _Optional[int] = ...) -> None: ...
 
 class DetokenizeRequest(_message.Message):
     __slots__ = ("model", "token_ids", "skip_special_tokens")

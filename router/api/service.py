@@ -309,7 +309,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         prompt = validate_tokenize(request, limits)
         await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
         most = MAX_CONTEXTS * limits.context_length
-        return inference_pb2.TokenizeResponse(token_ids=await self._tokenizing.encode(pool.text, prompt, most, tenant))
+        token_ids = await self._tokenizing.encode(pool.text, prompt, most, tenant)
+        names = await self._tokenizing.names(pool.text, token_ids, tenant) if request.want_token_names else ()
+        return inference_pb2.TokenizeResponse(
+            token_ids=token_ids, token_names=names, context_length=limits.context_length
+        )
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context

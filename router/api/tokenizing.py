@@ -6,7 +6,8 @@ the ledger. Both happen before it is tokenized. Longer work runs on a thread, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from common.errors import FieldViolation, invalid
 from router.api.tokenizer_turns import TokenizerTurns
@@ -33,6 +34,8 @@ MAX_CONTEXTS = 16
 CHARACTERS_PER_CALL = 200
 # Detokenizing takes about a microsecond per id.
 DECODE_IN_THREAD_IDS = 1024
+
+Made = TypeVar("Made")
 
 
 def most_tokens(spec: GenerateSpec, limits: ModelLimits) -> int:
@@ -118,15 +121,22 @@ class Tokenizing:
         def decode_now() -> str:
             return text.decode(ids, skip_special_tokens=skip_special_tokens)
 
-        if len(ids) <= DECODE_IN_THREAD_IDS:
-            return decode_now()
-        return await self._turns.run(tenant, 4 * len(ids), decode_now)
+        return await self._of_ids(tenant, len(ids), decode_now)
+
+    async def names(self, text: TextModel, ids: Sequence[int], tenant: str) -> list[str]:
+        """Returns the name of each token in the vocabulary. Raises `RequestError`."""
+        return await self._of_ids(tenant, len(ids), lambda: text.token_names(ids))
+
+    async def _of_ids(self, tenant: str, num_ids: int, work: Callable[[], Made]) -> Made:
+        if num_ids <= DECODE_IN_THREAD_IDS:
+            return work()
+        return await self._turns.run(tenant, 4 * num_ids, work)
 
 
 def encode_now(text: TextModel, prompt: TextPrompt | ChatPrompt, most: int) -> list[int]:
     """Returns the token ids of a text or a conversation. Blocks. Raises `RequestError`."""
     if isinstance(prompt, ChatPrompt):
-        return text.encode_chat(prompt.chat, most_tokens=most)
+        return text.encode_chat(prompt.chat, most_tokens=most, add_generation_prompt=prompt.add_generation_prompt)
     text.check_length(prompt.text, most, prompt.field)
     return text.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
 

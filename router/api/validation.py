@@ -215,7 +215,8 @@ def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: ModelLimit
             prompt: TextPrompt | ChatPrompt = TextPrompt("text", request.text, add)
         case "chat":
             violations = _first(_chat_prompt_violations(request.chat, limits))
-            prompt = ChatPrompt("chat", request.chat)
+            is_open = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
+            prompt = ChatPrompt("chat", request.chat, add_generation_prompt=is_open)
         case _:
             raise invalid(FieldViolation("input", "is not set; exactly one of text, chat is needed"))
     if violations:

@@ -123,6 +123,7 @@ class ChatPrompt:
 
     field: str
     chat: inference_pb2.Chat
+    add_generation_prompt: bool = True
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -28,6 +28,7 @@ class TemplateInput:
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     variables: dict[str, Any]
+    add_generation_prompt: bool = True
 
     def strings(self) -> Iterator[str]:
         """Yields every string of the client's, keys of objects included."""
@@ -41,7 +42,7 @@ class TemplateInput:
         ]
         tools = _replaced(self.tools, in_values, in_keys)
         variables = {name: _replaced(value, in_values, in_keys) for name, value in self.variables.items()}
-        return TemplateInput(messages, tools, variables)
+        return TemplateInput(messages, tools, variables, self.add_generation_prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,11 +202,16 @@ class TextModel:
         return self.encode(text, add_special_tokens=False)
 
     def encode_chat(
-        self, chat: inference_pb2.Chat, *, field: str = "chat", most_tokens: int | None = None
+        self,
+        chat: inference_pb2.Chat,
+        *,
+        field: str = "chat",
+        most_tokens: int | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Returns the token ids of a conversation, ready for the assistant's answer. Raises `RequestError` naming
-        `field`; for a conversation that certainly has more than `most_tokens`, before tokenizing it."""
-        rendered = self._render(chat, field)
+        """Returns the token ids of a conversation, by default ready for the assistant's answer. Raises `RequestError`
+        naming `field`; for a conversation that certainly has more than `most_tokens`, before tokenizing it."""
+        rendered = self._render(chat, field, add_generation_prompt)
         if most_tokens is not None:
             self.check_length(rendered.text, most_tokens, field)
         # The template writes the special tokens itself.
@@ -217,13 +222,13 @@ class TextModel:
         `field`."""
         return self._render(chat, field).text
 
-    def _render(self, chat: inference_pb2.Chat, field: str) -> MarkedText:
+    def _render(self, chat: inference_pb2.Chat, field: str, add_generation_prompt: bool = True) -> MarkedText:
         if not self.has_chat_template:
             raise invalid(FieldViolation(field, "the model has no chat template; send `text` or `token_ids`"))
         wrong = itertools.chain(chat_violations(chat, field), role_violations(chat, self._roles, field))
         if violations := tuple(itertools.islice(wrong, MAX_VIOLATIONS)):
             raise invalid(*violations)
-        given = self._template_input(chat, field)
+        given = self._template_input(chat, field, add_generation_prompt)
         try:
             text = self._apply_template(given)
             return MarkedText(text) if self._marker is None else self._marker.mark(given, text, self._apply_template)
@@ -236,12 +241,16 @@ class TextModel:
 
     def _apply_template(self, given: TemplateInput) -> str:
         rendered = self._tokenizer.apply_chat_template(
-            given.messages, tools=given.tools, add_generation_prompt=True, tokenize=False, **given.variables
+            given.messages,
+            tools=given.tools,
+            add_generation_prompt=given.add_generation_prompt,
+            tokenize=False,
+            **given.variables,
         )
         assert isinstance(rendered, str)
         return rendered
 
-    def _template_input(self, chat: inference_pb2.Chat, field: str) -> TemplateInput:
+    def _template_input(self, chat: inference_pb2.Chat, field: str, add_generation_prompt: bool) -> TemplateInput:
         """Returns what the template gets. Raises `RequestError` for what it has no place for."""
         support = self._support
         messages, tools = template_messages(chat), template_tools(chat)
@@ -260,7 +269,7 @@ class TextModel:
                 tools = functions
             elif support.tools is not None:
                 messages = with_tool_prompt(messages, functions, support.tools)
-        return TemplateInput(messages, tools, plain_struct(chat.template_kwargs) | effort)
+        return TemplateInput(messages, tools, plain_struct(chat.template_kwargs) | effort, add_generation_prompt)
 
     def _probe_tools(self, messages: Messages, tools: list[Any]) -> str:
         return self._apply_template(TemplateInput(messages, tools, {}))
@@ -269,6 +278,12 @@ class TextModel:
         rendered = self._tokenizer.apply_chat_template(messages, tokenize=False)
         assert isinstance(rendered, str)
         return rendered
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the name of each token in the vocabulary, which may write a space as another character."""
+        names = self._tokenizer.convert_ids_to_tokens(list(token_ids))
+        assert isinstance(names, list)
+        return names
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token by itself, special tokens included; none for an id without a token.

@@ -333,7 +333,18 @@ async def test_keys_are_passed_on_as_they_are(
             assert (await http.get(f"{gateway.url}/ready")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/x"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/models",
+        "/v1/models/x",
+        "/tokenize",
+        "/detokenize",
+    ],
+)
 async def test_two_authorization_headers_are_refused(redis_url: str, pool: str, tmp_path: Path, path: str) -> None:
     async with (
         locked_cluster(redis_url, pool, tmp_path) as cluster,

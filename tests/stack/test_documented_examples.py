@@ -28,6 +28,7 @@ PAGES = {
     "README.md": {"console", "python"},
     "docs/quickstart.md": {"console", "python"},
     "docs/gateway.md": {"bash", "python"},
+    "docs/responses.md": {"python"},
     "docs/kserve.md": {"python"},
     "docs/recipes.md": {"bash", "python"},
     "docs/tools.md": {"python"},

@@ -92,6 +92,14 @@ def test_conversation_is_encoded_as_transformers_does() -> None:
     assert text_model(text_models.smollm2).encode_chat(chat) == expected
 
 
+def test_conversation_may_end_before_the_beginning_of_the_answer() -> None:
+    model, chat = text_model(text_models.smollm2), chat_of(("user", "What is the capital of France?"))
+    open_ids, closed_ids = model.encode_chat(chat), model.encode_chat(chat, add_generation_prompt=False)
+    assert open_ids[: len(closed_ids)] == closed_ids
+    assert model.decode(open_ids[len(closed_ids) :], skip_special_tokens=False) == "<|im_start|>assistant\n"
+    assert model.token_names(model.encode("Hello world")) == ["Hello", "Ġworld"]
+
+
 def test_template_that_writes_special_tokens_gets_no_second_ones() -> None:
     with model_with_template("{{ bos_token }}{{ messages[0].content }}") as model:
         ids = model.encode_chat(chat_of(("user", "hello")))

@@ -1,0 +1,415 @@
+"""Bodies of `/v1/responses` as pydantic models, and their conversion to the body of a chat. Pure.
+
+A response is a chat completion in another form. What both have in common is checked as a parameter of the chat. Errors
+name the parameter of this API.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+
+from gateway.bodies import Body, ChatBody, Text, Tokens, read_json, validated
+from gateway.errors import ApiError, refused, unsupported
+
+LOGPROBS = "message.output_text.logprobs"
+
+# Parameters with the same name and meaning as in a chat, extensions included.
+SAME_IN_CHATS = frozenset(
+    {
+        *("temperature", "top_p", "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"),
+        *("top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "logit_bias"),
+        *("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "stream_interval", "priority"),
+        *("structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
+    }
+)
+# OpenAI's parameters that this system does not implement, each with the values that have no effect.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background_options": (),
+    "context_management": ([],),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "truncation": ("disabled",),
+}
+# The same, with what the caller can do instead.
+_NOT_STORED = "is not supported: responses are not stored"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "background": ((False,), "is not supported: a response is returned by its request"),
+    "conversation": ((), f"{_NOT_STORED}; send the earlier items in input"),
+    "previous_response_id": ((), f"{_NOT_STORED}; send the earlier items in input"),
+    "store": ((False,), f"{_NOT_STORED}; leave it out or send false"),
+}
+ItemType = Literal["message", "function_call", "function_call_output", "reasoning"]
+ITEM_TYPES: tuple[str, ...] = get_args(ItemType)
+
+
+class TextPart(Body):
+    """A text in a message; `output_text` and `refusal` are those of an earlier response."""
+
+    type: Literal["input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_text(self) -> TextPart:
+        name = "refusal" if self.type == "refusal" else "text"
+        if getattr(self, name) is None:
+            raise ValueError(f"needs {name}")
+        return self
+
+    @property
+    def said(self) -> str:
+        """The text."""
+        return (self.refusal if self.type == "refusal" else self.text) or ""
+
+
+class _Item(Body):
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(_Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[TextPart]
+    phase: str | None = None
+
+
+class FunctionCallItem(_Item):
+    """A call that an earlier response made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutputItem(_Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[TextPart]
+
+
+class ReasoningPart(Body):
+    """A text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """Reasoning of an earlier response, for chat templates that show it."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] | None = None
+    content: list[ReasoningPart] | None = None
+    encrypted_content: str | None = None
+
+
+class UnknownItem(Body):
+    """An item that is refused for its type."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: ItemType
+
+
+def _tag(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind is None:
+        return "[message]"
+    return f"[{kind}]" if kind in ITEM_TYPES else "[unknown]"
+
+
+# The brackets keep the names of the alternatives out of the paths of errors.
+Item = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[FunctionCallItem, Tag("[function_call]")]
+    | Annotated[FunctionCallOutputItem, Tag("[function_call_output]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[UnknownItem, Tag("[unknown]")],
+    Discriminator(_tag),
+]
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as a tool of a chat."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class NamedTool(Body):
+    """A function in `tool_choice`."""
+
+    type: Literal["function"]
+    name: str
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as that of a chat."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Body):
+    """Functions in `tool_choice`, of which the model may or must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as that of a chat."""
+        tools = [tool.of_chat() for tool in self.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+class UnknownChoice(Body):
+    """A choice that is refused for its type."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function", "allowed_tools"]
+
+
+def _choice_tag(choice: Any) -> str:
+    if not isinstance(choice, dict):
+        return "[mode]"
+    return {"function": "[function]", "allowed_tools": "[allowed]"}.get(str(choice.get("type")), "[unknown]")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
+    | Annotated[NamedTool, Tag("[function]")]
+    | Annotated[AllowedTools, Tag("[allowed]")]
+    | Annotated[UnknownChoice, Tag("[unknown]")],
+    Discriminator(_choice_tag),
+]
+
+
+class Reasoning(Body):
+    """OpenAI's `reasoning`. There are no summaries: the reasoning itself is returned."""
+
+    effort: Text | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class TextFormat(Body):
+    """The form of the output. A schema is always enforced, as if `strict` were true."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> TextFormat:
+        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
+            raise ValueError("name and schema are needed with the type json_schema")
+        if self.type != "json_schema" and self.schema_ is not None:
+            raise ValueError("schema is allowed only with the type json_schema")
+        return self
+
+
+class TextConfig(Body):
+    """OpenAI's `text`."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesBody(Body):
+    """`POST /v1/responses`. `model_extra` are parameters of chats."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    text: TextConfig | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    reasoning: Reasoning | None = None
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The parameters that are those of a chat."""
+        return self.model_extra or {}
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        """The form of the output, if one is requested."""
+        return None if self.text is None else self.text.format
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the log probabilities of the output's tokens are requested."""
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What this API calls the parameters of a chat. `of_messages` has a name for each message."""
+
+    of_messages: tuple[str, ...]
+
+    def restored(self, error: ApiError) -> ApiError:
+        """Returns the error with the names of this API."""
+        return replace(
+            error,
+            text=_CHAT_NAMES.sub(self._own_name, error.text),
+            param=None if error.param is None else _CHAT_NAMES.sub(self._own_name, error.param),
+        )
+
+    def _own_name(self, found: re.Match[str]) -> str:
+        if found["message"] and int(found["message"]) < len(self.of_messages):
+            return self.of_messages[int(found["message"])]
+        if found["tool"]:
+            return f"{found['tool']}]"
+        return _OWN_NAMES["messages" if found[0].startswith("messages") else found[0]]
+
+
+_OWN_NAMES = {
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    ".tool_call_id": ".call_id",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+# The word "messages" is a parameter only where the text about one begins.
+_CHAT_NAMES = re.compile(
+    r"(?:^|(?<=; ))messages(?:\[(?P<message>\d{1,9})\])?"
+    r"|\b(?:max_completion_tokens|response_format(?:\.json_schema(?:\.schema)?)?|reasoning_effort)"
+    r"|(?<=\])\.tool_call_id|(?<=tools\[)(?P<tool>\d{1,9})\]\.function"
+)
+
+
+def parse_responses(raw: bytes) -> ResponsesBody:
+    """Parses a body. Raises `ApiError`."""
+    body = read_json(raw, UNSUPPORTED)
+    for name, (neutral, text) in REFUSED.items():
+        value = body.pop(name, None)
+        if value is not None and value not in neutral:
+            raise unsupported(name, text)
+    parsed = validated(ResponsesBody, body)
+    for name in parsed.shared:
+        if name not in SAME_IN_CHATS:
+            raise refused(name[:64], "is not a known parameter", "unknown_parameter")
+    return parsed
+
+
+def chat_body(body: ResponsesBody) -> tuple[ChatBody, Names]:
+    """Returns the chat that a response is. Raises `ApiError`."""
+    messages, names = _messages(body)
+    choice = body.tool_choice
+    chat: dict[str, Any] = {
+        **body.shared,
+        "model": body.model,
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "response_format": _response_format(body.text_format),
+        "logprobs": body.wants_logprobs,
+        "top_logprobs": body.top_logprobs,
+        "stream": body.stream,
+        "stream_options": {"include_usage": True} if body.stream else None,
+        "resume_ttl_s": 0.0,
+        "tools": None if body.tools is None else [tool.of_chat() for tool in body.tools],
+        "tool_choice": choice.of_chat() if isinstance(choice, NamedTool | AllowedTools) else choice,
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+    }
+    try:
+        return validated(ChatBody, chat), names
+    except ApiError as error:
+        raise names.restored(error) from None
+
+
+def _response_format(asked: TextFormat | None) -> dict[str, Any] | None:
+    if asked is None or asked.type != "json_schema":
+        return None if asked is None else {"type": asked.type}
+    schema = {"name": asked.name, "schema": asked.schema_, "strict": asked.strict, "description": asked.description}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], Names]:
+    """Returns the messages of the chat and their names."""
+    messages: list[dict[str, Any]] = []
+    names: list[str] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+        names.append("instructions")
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+        names.append("input")
+        return messages, Names(tuple(names))
+    reasoning: dict[str, str] = {}
+    for number, item in enumerate(body.input):
+        if isinstance(item, ReasoningItem):
+            reasoning = {"reasoning_content": "".join(part.text for part in item.content or ())}
+            continue
+        message = _message(item)
+        if message["role"] == "assistant":
+            message |= reasoning
+        reasoning = {}
+        # Text and calls of one answer are one message.
+        if isinstance(item, FunctionCallItem) and messages and messages[-1]["role"] == "assistant":
+            calls = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
+            messages[-1] = message | messages[-1] | {"tool_calls": calls}
+            continue
+        messages.append(message)
+        names.append(f"input[{number}]")
+    return messages, Names(tuple(names))
+
+
+def _message(item: MessageItem | FunctionCallItem | FunctionCallOutputItem | UnknownItem) -> dict[str, Any]:
+    match item:
+        case MessageItem():
+            return {"role": item.role, "content": _content(item.content)}
+        case FunctionCallItem():
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            return {"role": "assistant", "tool_calls": [call]}
+        case FunctionCallOutputItem():
+            return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+    raise AssertionError("an item of another type is refused")
+
+
+def _content(content: str | list[TextPart]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part.said} for part in content]

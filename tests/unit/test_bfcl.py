@@ -1,0 +1,52 @@
+"""BFCL's correct calls: every format's grammar accepts them, and its parser reads them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.constraint.answer_grammar import AnswerRules, ToolSchema
+from router.tools.formats import FORMATS, AnswerFormat, ToolFormat
+from tests.bfcl import CATEGORIES, Case, NotFetchedError, fetched_cases
+from tests.unit.test_answer_grammar import accepts
+from tests.unit.test_tool_parser import read, written
+
+pytestmark = pytest.mark.slow
+
+# Of each category one case in so many, a different one for each format.
+STEP = 7
+
+
+def usable(category: str) -> list[Case]:
+    """The cases whose correct calls satisfy their schemas; some of the data does not."""
+    try:
+        cases = fetched_cases(category)
+    except NotFetchedError as error:
+        pytest.skip(f"BFCL cannot be fetched: {error}")
+    return [case for case in cases if all(case.is_valid(*call) for call in case.calls)]
+
+
+def rules_of(case: Case, tools: ToolFormat) -> AnswerRules:
+    texts = {
+        name: tuple(key for key, one in schema["properties"].items() if one.get("type") == "string")
+        for name, schema in case.functions.items()
+    }
+    schemas = tuple(ToolSchema(name, json.dumps(schema)) for name, schema in case.functions.items())
+    return AnswerRules(AnswerFormat(tools, texts=texts), schemas, must_call=True)
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.parametrize("tools", FORMATS, ids=lambda one: one.name)
+def test_correct_calls_are_accepted_and_read_in_every_format(tools: ToolFormat, category: str) -> None:
+    cases = usable(category)
+    assert len(cases) > 150
+    for case in cases[FORMATS.index(tools) :: STEP]:
+        calls = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in case.calls]
+        text = written(tools, calls)
+        rules = rules_of(case, tools)
+        assert accepts(rules, text), (case.name, text)
+        reasoning, content, parsed = read(rules.answer, [text])
+        assert (reasoning, content) == ("", "")
+        assert [(name, json.loads(arguments)) for name, arguments in parsed] == case.calls
+        assert read(rules.answer, list(text))[2] == parsed

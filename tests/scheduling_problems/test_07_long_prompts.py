@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_long_prompt_leaves_the_others_their_tokens_in_every_step() -> None:
     [({}, 100.0), ({"priority": "PRIORITY_CLASS_BATCH"}, None), ({"inter_token_target_ms": 40}, 40.0)],
 )
 async def test_executor_knows_the_target_of_a_request(
-    redis_url: str, pool: str, fields: dict[str, object], target_ms: float | None
+    redis_url: str, pool: str, fields: dict[str, Any], target_ms: float | None
 ) -> None:
     async with run_cluster(redis_url, pool, shape=ExecutorShape(max_num_sequences=1)) as cluster:
         router, executor = cluster.routers[0], cluster.executors[0]

@@ -93,6 +93,13 @@ SCHEDULER = (
         ("tests/unit/test_prefill_line.py",),
     ),
     Mutation(
+        "a used reservation ends the request",
+        "executor/scheduler/scheduler.py",
+        "FinishReason.LENGTH if is_whole else FinishReason.PREEMPTED",
+        "FinishReason.LENGTH",
+        ("tests/unit/test_admission.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
         "a sequence stays in the batch for one token more than it may have",
         "executor/scheduler/plan_builder.py",
         "if start + 2 >= sequence.length_limit:",
@@ -186,8 +193,22 @@ LIFE_CYCLE = (
     Mutation(
         "a preempted request counts as one whose executor died",
         "router/dispatch/dispatcher.py",
-        "preempted=why is RequeueReason.PREEMPTED,",
+        "preempted=why in KEEPS_EXECUTOR,",
         "preempted=False,",
+        LIFE_CYCLE_TESTS,
+    ),
+    Mutation(
+        "a request that has used its reservation reserves no more",
+        "router/stream/request_stream.py",
+        "return self._demand.blocks_after(len(self.output_ids))",
+        "return self._demand.blocks_after(0)",
+        LIFE_CYCLE_TESTS,
+    ),
+    Mutation(
+        "a client is told of a pause when a reservation is used up",
+        "router/lifecycle/lifecycle.py",
+        "self._requeue(RequeueReason.EXTENDED)",
+        "self._requeue(RequeueReason.PREEMPTED)",
         LIFE_CYCLE_TESTS,
     ),
     Mutation(

@@ -106,8 +106,9 @@ class Request:
     @property
     def tokens(self) -> int:
         """What counts of it while it waits: what its next placement reserves."""
-        demand = self.demand
-        return min(demand.prompt_tokens + demand.max_tokens, self.placement_blocks * demand.block_size)
+        tokens = self.demand.prompt_tokens + self.demand.max_tokens
+        is_last = self.placement_blocks >= self.blocks
+        return tokens if is_last else min(tokens, self.placement_blocks * self.demand.block_size)
 
     @property
     def output_tokens(self) -> int:

@@ -87,4 +87,6 @@ def _check_tenants(records: Records, waiting: dict[str, Any], placed: dict[str, 
 
 
 def _tokens(request: dict[str, Any]) -> float:
-    return float(min(request["prompt"] + request["max"], request["placement_blocks"] * request["block_size"]))
+    tokens = request["prompt"] + request["max"]
+    is_last = request["placement_blocks"] >= request["blocks"]
+    return float(tokens if is_last else min(tokens, request["placement_blocks"] * request["block_size"]))

@@ -285,11 +285,10 @@ class StoreMachine(RuleBasedStateMachine):
         self, router_id: str, one: Attempt, max_attempts: int, why: str, is_reply_lost: bool = False
     ) -> None:
         output, progressed = one.attempt % 2 * 5, why == "lost after tokens"
-        # More with every attempt, up to the end; routers before it did not say.
-        known = self.model.pool.requests.get(one.request_id)
-        blocks = (
-            known and min(known.demand.blocks, known.placement_blocks + one.attempt % 3) if one.attempt % 5 else None
-        )
+        # More with most attempts, up to the end; now and then the router does not say.
+        blocks, known = None, self.model.pool.requests.get(one.request_id)
+        if known and one.attempt % 5:
+            blocks = min(known.demand.blocks, known.placement_blocks + one.attempt % 3)
 
         def call() -> Coroutine[Any, Any, Any]:
             return self.stores[router_id].hand_back(

@@ -158,9 +158,11 @@ local function load_request(id)
   return text and unpack_request(text)
 end
 
--- The tokens of prompt and output that its next placement reserves: all, unless it is served by several placements.
+-- The tokens of prompt and output that its next placement reserves: all, unless another placement has to follow.
 local function reserved_tokens(request)
-  return math.min(request.prompt + request.max, request.placement_blocks * request.block_size)
+  local tokens = request.prompt + request.max
+  return request.placement_blocks >= request.blocks and tokens
+    or math.min(tokens, request.placement_blocks * request.block_size)
 end
 
 local function save_request(id, request)

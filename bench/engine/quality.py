@@ -213,7 +213,7 @@ def _long_prompts(
         return [], []
     needles = []
     for depth in DEPTHS:
-        number = str(12_345_678 + 5_654_321 * depth)
+        number = str(12_345_678 + 4_837_193 * depth)
         needle, question = encode(NEEDLE.format(number)), encode(QUESTION.format(number))
         num_before = CONTEXT_TOKENS * depth // 16
         num_after = CONTEXT_TOKENS - len(needle) - len(question) - num_before

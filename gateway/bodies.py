@@ -231,6 +231,8 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    # What LiteLLM adds to the answers that it returns.
+    provider_specific_fields: dict[str, Any] | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None

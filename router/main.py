@@ -56,6 +56,7 @@ def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
             allow_special_tokens_in_chat=settings.allow_special_tokens_in_chat,
             tools=tools,
         )
+        log.info("model %s: %s", source.name, texts[source.name].support)
     return texts
 
 

@@ -41,6 +41,14 @@ class ToolSupport:
     has_effort: bool = False
     has_thinking_switch: bool = False
 
+    def __str__(self) -> str:
+        if self.tools is None:
+            tools = "no tool calls"
+        else:
+            shown = "by its chat template" if self.in_template else "by a system message"
+            tools = f"tool calls in the format {self.tools.name}, tools shown {shown}"
+        return f"{tools}; {'no reasoning' if self.reasoning is None else f'reasoning ends with {self.reasoning.end}'}"
+
     def effort_variables(self, effort: str) -> dict[str, Any] | None:
         """Returns the template's variables for an effort; None if it has none for it."""
         if not effort:

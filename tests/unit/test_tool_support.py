@@ -52,6 +52,9 @@ def test_template_with_tools_gets_them_in_the_order_of_the_client() -> None:
     assert model.support.in_template
     assert model.support.tools is not None
     assert model.support.tools.name == "hermes"
+    assert str(model.support) == (
+        "tool calls in the format hermes, tools shown by its chat template; reasoning ends with </think>"
+    )
     prompt = model.render_chat(asked())
     assert '"name": "f.g"' in prompt
     assert prompt.index('"b"') < prompt.index('"a"')
@@ -86,6 +89,7 @@ def test_calls_and_results_are_text_for_a_template_without_tools() -> None:
 def test_model_without_tools_or_of_an_unknown_format_refuses_them() -> None:
     tokenizer = chat_models.smollm2()
     silent = TextModel(tokenizer, tools=ToolSettings(writes_prompt=False))
+    assert str(silent.support) == "no tool calls; no reasoning"
     field, text = refusal(silent, asked())
     assert field == "chat.functions"
     assert "no tools" in text
@@ -142,7 +146,7 @@ def test_effort_is_refused_by_templates_without_it() -> None:
         ([{"name": f"a{i}"} for i in range(513)], "chat.functions"),
     ],
 )
-def test_wrong_functions_are_refused_by_name(functions: list[dict[str, str]], field: str) -> None:
+def test_wrong_functions_are_refused_by_name(functions: list[dict[str, Any]], field: str) -> None:
     chat = asked()
     del chat.functions[:]
     chat.functions.extend(inference_pb2.Function(**one) for one in functions)

@@ -10,7 +10,16 @@ import pytest
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.validation import MAX_DEADLINE_S, validate_generate
-from router.request.spec import ChatPrompt, ChoiceCounts, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
+from router.constraint.answer_grammar import ToolSchema
+from router.request.spec import (
+    ChatPrompt,
+    ChoiceCounts,
+    ModelLimits,
+    ResolvedSampling,
+    TextPrompt,
+    TokenPrompt,
+    ToolUse,
+)
 from tests.validated import ALL_SAMPLING, SEED, limits_of, validated
 
 
@@ -159,6 +168,41 @@ def test_request_without_a_prompt_is_refused() -> None:
 )
 def test_empty_or_broken_prompt_is_refused(prompt: dict[str, Any], field: str) -> None:
     assert refused_fields(**prompt) == [field]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tool_choice": {"names": ["g"]}}, "tool_choice.names[0]"),
+        ({"tool_choice": {"mode": "MODE_NONE", "names": ["f"]}}, "tool_choice.names"),
+        ({"tool_choice": {"mode": 9}}, "tool_choice.mode"),
+        ({"constraint": {"json_object": True}}, "constraint"),
+        ({"output": {"parts": True, "echo": True}}, "output.parts"),
+        ({"output": {"parts": True, "text": False}}, "output.parts"),
+    ],
+)
+def test_unusable_choice_of_functions_is_refused(fields: dict[str, Any], field: str) -> None:
+    chat = {"messages": [user("hi")], "functions": [{"name": "f"}]}
+    assert refused_fields(chat=chat, **fields) == [field]
+
+
+def test_choice_without_functions_and_parts_without_a_chat_are_refused() -> None:
+    assert refused_fields(tool_choice={"mode": "MODE_REQUIRED"}) == ["tool_choice.mode"]
+    assert refused_fields(output={"parts": True}) == ["output.parts"]
+
+
+def test_functions_that_the_model_may_not_call_are_not_shown() -> None:
+    chat = {"messages": [user("hi")], "functions": [{"name": "f"}, {"name": "g", "strict": True}]}
+    hidden = validated(chat=chat, tool_choice={"mode": "MODE_NONE"}, constraint={"json_object": True})
+    assert hidden.tools is None
+    assert isinstance(hidden.prompt, ChatPrompt)
+    assert not hidden.prompt.chat.functions
+    free = validated(chat=chat)
+    assert free.tools == ToolUse((ToolSchema("f"), ToolSchema("g", is_strict=True)), must_call=False, may_repeat=True)
+    one = validated(chat=chat, tool_choice={"mode": "MODE_REQUIRED", "names": ["g"], "parallel": False})
+    assert one.tools == ToolUse((ToolSchema("g", is_strict=True),), must_call=True, may_repeat=False)
+    assert isinstance(one.prompt, ChatPrompt)
+    assert len(one.prompt.chat.functions) == 2, "the prompt of all choices is the same"
 
 
 def test_template_variable_that_is_no_number_is_refused() -> None:

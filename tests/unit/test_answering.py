@@ -1,0 +1,78 @@
+"""The form of an answer that follows from a request, its model and its prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from router.api.answering import answer_constraint, answer_format_of, text_parameters
+from router.constraint.answer_grammar import answer_rules
+from router.constraint.source import TOOLS
+from router.request.ids import call_id
+from router.text.tokenizer import TextModel
+from router.tools.formats import AnswerFormat
+from tests import chat_models
+from tests.unit.test_tool_support import HERMES, templated
+from tests.validated import validated
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": [{"text": "hi"}]}]}
+FUNCTIONS = [{"name": "f", "parameters": '{"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}'}]
+
+
+def smollm2() -> TextModel:
+    return chat_models.chat_model(chat_models.smollm2)
+
+
+def test_plain_request_has_no_form() -> None:
+    spec = validated(chat=CHAT)
+    assert answer_format_of(spec, templated(HERMES), []) == AnswerFormat()
+    assert answer_constraint(spec, templated(HERMES), AnswerFormat()) is None
+
+
+def test_parts_of_a_model_without_reasoning_are_content_only() -> None:
+    spec = validated(chat=CHAT, output={"parts": True}, constraint={"json_object": True})
+    answer = answer_format_of(spec, smollm2(), [])
+    assert answer == AnswerFormat()
+    assert answer_constraint(spec, smollm2(), answer) == spec.constraint
+
+
+def test_constraint_follows_the_reasoning_only_if_that_is_divided_from_it() -> None:
+    model = templated(HERMES)
+    prompt = model.encode("<think>\n")
+    spec = validated(chat=CHAT, output={"parts": True}, constraint={"json_object": True})
+    answer = answer_format_of(spec, model, prompt)
+    assert answer.in_reasoning
+    source = answer_constraint(spec, model, answer)
+    assert source is not None
+    assert (source.kind, bool(source.reasoning)) == ("json_object", True)
+    raw = validated(chat=CHAT, constraint={"json_object": True})
+    assert answer_constraint(raw, model, answer_format_of(raw, model, prompt)) == raw.constraint
+
+
+def test_functions_make_a_grammar_whose_text_does_not_depend_on_what_only_the_parser_needs() -> None:
+    tokenizer = chat_models.copied(chat_models.qwen_3())
+    tokenizer.chat_template = HERMES + "{# <function= <parameter= #}"
+    model = TextModel(tokenizer)
+    spec = validated(chat={**CHAT, "functions": FUNCTIONS}, tool_choice={"mode": "MODE_REQUIRED", "parallel": False})
+    answer = answer_format_of(spec, model, [])
+    assert answer.tools is not None
+    assert answer.tools.name == "qwen3_coder"
+    assert answer.texts == {"f": ("a",)}
+    source = answer_constraint(spec, model, answer)
+    assert source is not None
+    assert source.kind == TOOLS
+    rules = answer_rules(source.texts[0])
+    assert (rules.must_call, rules.may_repeat, dict(rules.answer.texts)) == (True, False, {})
+
+
+def test_text_parameters_are_those_of_the_type_string() -> None:
+    assert text_parameters("") == ()
+    assert text_parameters("{}") == ()
+    assert text_parameters(json.dumps({"properties": {"a": {"type": "string"}, "b": True, "c": {}}})) == ("a",)
+
+
+def test_ids_of_calls_follow_from_the_request_and_their_index() -> None:
+    ids = [call_id(request, index) for request in ("a", "a~1", "b") for index in range(3)]
+    assert len(set(ids)) == len(ids)
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+    assert call_id("a", 0) == ids[0]

@@ -277,6 +277,13 @@ class ResponsesBody(Body):
         return None if self.text is None else self.text.format
 
     @property
+    def must_call(self) -> bool:
+        """Whether the output is calls only."""
+        choice = self.tool_choice
+        is_all = choice == "required" or (isinstance(choice, AllowedTools) and choice.mode == "required")
+        return bool(self.tools) and (is_all or isinstance(choice, NamedTool))
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the log probabilities of the output's tokens are requested."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
@@ -344,7 +351,8 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, Names]:
         "model": body.model,
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        "response_format": _response_format(body.text_format),
+        # The form is that of a message. An output of calls only has none.
+        "response_format": None if body.must_call else _response_format(body.text_format),
         "logprobs": body.wants_logprobs,
         "top_logprobs": body.top_logprobs,
         "stream": body.stream,

@@ -294,6 +294,16 @@ def test_tools_are_those_of_a_chat() -> None:
         assert ask_chat(body, Defaults(max_choices=4), "").requests == (chosen(own),)
 
 
+def test_form_of_a_message_does_not_hold_for_calls() -> None:
+    text = {"format": {"type": "json_object"}}
+    for choice in ("required", {"type": "function", "name": "f"}):
+        (request,) = asked(tools=[F], tool_choice=choice, text=text)[0].requests
+        assert not request.HasField("constraint")
+    for choice in ("none", "auto"):
+        (request,) = asked(tools=[F], tool_choice=choice, text=text)[0].requests
+        assert request.constraint.json_object
+
+
 def test_reasoning_goes_with_the_message_behind_it() -> None:
     reasoning = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}

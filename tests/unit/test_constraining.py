@@ -111,8 +111,10 @@ async def test_costly_constraint_is_refused_once_and_others_go_on(processes: lis
     assert await constraining.grammar(schema({"type": "null"}), "other tenant")
     assert not costly.done()
     others_went_on.set()
-    assert TOO_LONG in str(await costly)
-    assert TOO_LONG in str(await refusal(constraining, ConstraintSource("json_schema", (COSTLY,))))
+    refused = str(await costly)
+    # Which of its limits it meets first depends on the machine
+    assert TOO_LONG in refused or TOO_LARGE in refused
+    assert str(await refusal(constraining, source)) == refused
     assert len(CountedProcess.asked) == 2
     assert await constraining.grammar(schema({"type": "boolean"}), "t")
 

@@ -15,7 +15,7 @@ from tests.property.test_resumed_text import ENDING_ID, Stage
 from tests.text_models import smollm2
 from tests.unit.test_tool_parser import random_answers, read
 
-ANSWERS = [one[:2] for one in random_answers(40, seed=3)]
+ANSWERS = [one[:2] for one in random_answers(25, seed=3)]
 
 
 def add_up(choice: Choice, events: list[inference_pb2.StreamEvent], place: ReadPosition) -> ReadPosition | None:

@@ -87,7 +87,7 @@ async def test_executor_knows_the_target_of_a_request(
     async with run_cluster(redis_url, pool, shape=ExecutorShape(max_num_sequences=1)) as cluster:
         router, executor = cluster.routers[0], cluster.executors[0]
         executor.brake.hold()
-        call = router.stub.Generate(token_request([1, 2], 40, **fields))  # type: ignore[arg-type]
+        call = router.stub.Generate(token_request([1, 2], 40, **fields))
         assert (await call.read()).event.HasField("accepted")
         assert [sequence.inter_token_target_ms for sequence in executor.scheduler.held()] == [target_ms]
         executor.brake.release()

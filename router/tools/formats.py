@@ -1,6 +1,6 @@
 """Formats in which models write tool calls and reasoning: one declarative table.
 
-A format drives both the grammar that constrains an answer (`router.constraint.tool_grammar`) and the parser that reads
+A format drives both the grammar that constrains an answer (`router.constraint.answer_grammar`) and the parser that reads
 it (`router.tools.parser`). A TOML file adds formats. Pure, except for `read_formats`.
 
     layout       a call
@@ -118,7 +118,9 @@ def read_formats(path: Path) -> tuple[ToolFormat, ...]:
 
 def _format_of(name: str, table: Any) -> ToolFormat:
     known = {one.name for one in fields(ToolFormat)} - {"name"}
-    if not isinstance(table, dict) or (unknown := set(table) - known):
+    if not isinstance(table, dict):
+        raise FormatError(f"formats.{name}: must be a table")
+    if unknown := set(table) - known:
         raise FormatError(f"formats.{name}: has {', '.join(sorted(unknown))}; allowed are {', '.join(sorted(known))}")
     if table.get("layout") not in LAYOUTS:
         raise FormatError(f"formats.{name}.layout: must be one of {', '.join(LAYOUTS)}")

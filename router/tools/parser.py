@@ -2,8 +2,9 @@
 
 A pure state machine. What it has returned after a text is a function of that text alone, however it was cut, so that
 the parser of a resumed stream is rebuilt by feeding the text so far. Work and memory are in proportion to the text.
-Invariants: the arguments of a call are passed on as they were written; a call has its name before any arguments, and
-`{}` if it has none; a call that breaks off before its name is content.
+Invariants: the arguments of a call are passed on as they were written; a call has its name before any arguments; a
+complete call without arguments has `{}`, and one that is cut off has none; a call that is cut off before its name is
+content.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class AnswerParser:
         if self._is_tentative and not (self._state == self._item and self.num_calls):
             self._say(self._text[self._mark :])
         elif self._names_call:
-            self._end_call()
+            self._parts.append(CallEnds(self.num_calls))
+            self.num_calls += 1
         elif self.is_reasoning:
             self._parts.append(Reasoning(self._text[self._at :]))
         elif self._state == self._lead and not self._keeps_space:

@@ -162,7 +162,6 @@ def test_call_without_parameters_has_an_empty_object(tools: ToolFormat) -> None:
         '<tool_call>\n{"name": "now"}\n</tool_call>',
         '<tool_call>{"arguments": {}, "name": "now"}</tool_call>',
         '<tool_call>\n{"id": [1, {"a": "}"}], "name": "now"}\n',
-        '<tool_call>\n{"name": "now", "argu',
     ],
 )
 def test_other_members_and_orders_are_read(text: str) -> None:
@@ -199,6 +198,12 @@ def test_reasoning_opened_by_the_prompt_ends_at_its_tag() -> None:
     assert read(answer, list(text)) == ("hm <tool_call> no\n", "Yes.", [("f", '{"a": 1}')])
     assert read(answer, ["never ", "ends"]) == ("never ends", "", [])
     assert read(answer, ["ends in </thin"]) == ("ends in </thin", "", [])
+
+
+def test_call_that_is_cut_off_before_its_arguments_has_none() -> None:
+    """Arguments `{}` would pass for those of a complete call."""
+    for text in ('<tool_call>{"name": "f"', '<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "arguments": '):
+        assert read(AnswerFormat(BY_NAME["hermes"]), list(text)) == ("", "", [("f", "")])
 
 
 def test_bare_object_that_is_no_call_is_content() -> None:

@@ -177,6 +177,7 @@ def test_formats_of_a_file_are_detected_first(tmp_path: Path) -> None:
     [
         ("x", "is not TOML"),
         ("", "must have tables"),
+        ("[formats]\na = 1", r"formats\.a: must be a table"),
         ("[formats.a]\nlayout = 'odd'\nbegin = 'x'", r"formats\.a\.layout"),
         ("[formats.a]\nlayout = 'object'\nbegin = ''", r"formats\.a\.begin"),
         ("[formats.a]\nlayout = 'named'\nbegin = 'x'", r"formats\.a\.middle"),

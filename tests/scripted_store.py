@@ -163,8 +163,8 @@ class ScriptedRouter:
 
         return ModelBackend(model, TextModel(tiny_tokenizer()), Dispatcher(open_store, 3, self._no_executor_grace_s))
 
-    def link(self, executor_id: str, model: str) -> ExecutorLink:
-        """Links an executor; the test plays it by `ExecutorLink.receive`."""
+    def link(self, executor_id: str, model: str, **described: Any) -> ExecutorLink:
+        """Links an executor that describes itself so; the test plays it by `ExecutorLink.receive`."""
         link = ExecutorLink(f"{executor_id}:1", "router", self.pools)
         link.description = executor_pb2.DescribeResponse(
             executor_id=executor_id,
@@ -175,6 +175,7 @@ class ScriptedRouter:
             total_blocks=32,
             context_length=64,
             vocabulary_size=VOCABULARY_SIZE,
+            **described,
         )
         events = self.pools.on_linked(link)
         assert not isinstance(events, str)

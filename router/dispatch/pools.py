@@ -9,6 +9,7 @@ serves.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from router.stream.request_stream import RequestStream
 from router.telemetry.event_log import EventLog
 from router.telemetry.events import NO_OBSERVERS, RequestObservers
 from router.text.tokenizer import TextModel
+
+log = logging.getLogger(__name__)
 
 Variants = Mapping[str, tuple[Variant, ...]]
 
@@ -157,6 +160,7 @@ class ModelRegistry:
             return f"it serves {link.description.model}, this router {', '.join(sorted(self.by_name))}"
         if link.description.vocabulary_size < pool.text.vocabulary_size:
             return f"its vocabulary of {link.description.vocabulary_size} is smaller than the tokenizer's"
+        _warn_of_differences(pool, link)
         pool.dispatcher.on_linked(link)
         self._events.executor_linked(link.executor_id, pool.name)
         self._links_changed.set()
@@ -166,6 +170,32 @@ class ModelRegistry:
         self._links_changed.set()
         if link.address in self._links and link.address not in self._wanted:
             self._let_go(link.address)
+
+
+def _warn_of_differences(pool: ModelBackend, link: ExecutorLink) -> None:
+    """Logs in what an executor differs from another one of its model, if tokens depend on it."""
+    other = next(iter(pool.links), None)
+    if other is None:
+        return
+    ours, theirs = _token_settings(link.description), _token_settings(other.description)
+    differing = [f"{name} ({ours[name]} and {theirs[name]})" for name in ours if ours[name] != theirs[name]]
+    if differing:
+        log.warning(
+            "executors %s and %s of model %s differ in %s: a request that moves from one to the other may continue "
+            "with other tokens",
+            link.executor_id,
+            other.executor_id,
+            pool.name,
+            ", ".join(differing),
+        )
+
+
+def _token_settings(description: executor_pb2.DescribeResponse) -> dict[str, str]:
+    return {
+        "model_revision": description.model_revision,
+        "dtype": description.dtype,
+        "kv_cache_dtype": description.kv_cache_dtype or description.dtype,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,18 @@ async def placed(router: ScriptedRouter, stream: RequestStream, blocks: int = 0)
     assert isinstance(await router.pools.find("m").dispatcher.submit(stream), Placement)
 
 
+async def test_executors_of_a_model_whose_tokens_may_differ_are_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router = ScriptedRouter("m")
+    router.link("a", "m", model_revision="1", dtype="bfloat16")
+    router.link("b", "m", model_revision="1", dtype="bfloat16", kv_cache_dtype="bfloat16")
+    assert not caplog.messages
+    router.link("c", "m", model_revision="1", dtype="bfloat16", kv_cache_dtype="int8")
+    (warning,) = caplog.messages
+    assert "executors c and a of model m differ in kv_cache_dtype (int8 and bfloat16)" in warning
+
+
 async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
     router, stream = ScriptedRouter("m"), new_stream()
     first, second = router.link("e0", "m"), router.link("e1", "m")

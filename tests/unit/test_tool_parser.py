@@ -202,7 +202,11 @@ def test_reasoning_opened_by_the_prompt_ends_at_its_tag() -> None:
 
 def test_call_that_is_cut_off_before_its_arguments_has_none() -> None:
     """Arguments `{}` would pass for those of a complete call."""
-    for text in ('<tool_call>{"name": "f"', '<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "arguments": '):
+    for text in (
+        '<tool_call>{"name": "f"',
+        '<tool_call>{"name": "f", "argum',
+        '<tool_call>{"name": "f", "arguments": ',
+    ):
         assert read(AnswerFormat(BY_NAME["hermes"]), list(text)) == ("", "", [("f", "")])
 
 

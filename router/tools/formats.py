@@ -1,7 +1,7 @@
 """Formats in which models write tool calls and reasoning: one declarative table.
 
-A format drives both the grammar that constrains an answer (`router.constraint.answer_grammar`) and the parser that reads
-it (`router.tools.parser`). A TOML file adds formats. Pure, except for `read_formats`.
+A format drives both the grammar that constrains an answer (`router.constraint.answer_grammar`) and the parser that
+reads it (`router.tools.parser`). A TOML file adds formats. Pure, except for `read_formats`.
 
     layout       a call
     object       begin {"name": "f", "arguments": {…}} end

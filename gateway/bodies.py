@@ -171,7 +171,7 @@ class FunctionCall(Body):
     arguments: str
 
 
-class ToolCall(Body):
+class MessageToolCall(Body):
     """A tool call in an earlier message of the assistant."""
 
     id: str
@@ -228,7 +228,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -323,15 +323,15 @@ Kind = TypeVar("Kind", bound=Body)
 
 def parse_chat(raw: bytes) -> ChatBody:
     """Parses the body of a chat request. Raises `ApiError`."""
-    return validated(ChatBody, read_json(raw, UNSUPPORTED_IN_CHAT))
+    return validated(ChatBody, read_fields(raw, UNSUPPORTED_IN_CHAT))
 
 
 def parse_completion(raw: bytes) -> CompletionBody:
     """Parses the body of a completion request. Raises `ApiError`."""
-    return validated(CompletionBody, read_json(raw, UNSUPPORTED_IN_COMPLETIONS))
+    return validated(CompletionBody, read_fields(raw, UNSUPPORTED_IN_COMPLETIONS))
 
 
-def read_json(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def read_fields(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Parses a body and removes parameters that are not implemented, if their value has no effect. Raises
     `ApiError`."""
     # The time to parse depends on the number of values.

@@ -26,7 +26,7 @@ from gateway.responses.bodies import chat_body, parse_responses
 from gateway.responses.form import ResponseForm
 from gateway.settings import GatewaySettings
 from gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
-from gateway.tokens.tokenize import parse_detokenize, tokenize_request, tokenized
+from gateway.tokens.tokenize import parse_detokenize, parse_tokenize, tokenized
 from inflight import AsyncClient
 from inflight.errors import InflightError
 
@@ -170,7 +170,7 @@ class GatewayService:
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`, as vLLM has it."""
         metadata = _metadata(request)
-        asked = tokenize_request(await self._body(request))
+        asked = parse_tokenize(await self._body(request))
         try:
             answer = await while_connected(request.receive, self._client.send_tokenize(asked, metadata=metadata))
         except InflightError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.chaos.main import main
-from inflight.cli.console import run_command
+from inflight.cli.console import run_main
 
 if __name__ == "__main__":
-    run_command(main)
+    run_main(main)

@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.fleet.tiny_model import NAME as TINY
 from bench.soak.soak import SoakOptions, soak
 from bench.targets.command_errors import with_command_errors
-from inflight.cli.console import run_command, run_in_foreground
+from inflight.cli.console import run_in_foreground, run_main
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,4 +40,4 @@ def parse_options(argv: Sequence[str]) -> SoakOptions:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_main(main)

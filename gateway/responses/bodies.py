@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from gateway.bodies import Body, ChatBody, Text, Tokens, read_json, validated
+from gateway.bodies import Body, ChatBody, Text, Tokens, read_fields, validated
 from gateway.errors import ApiError, refused, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
@@ -53,7 +53,7 @@ ItemType = Literal["message", "function_call", "function_call_output", "reasonin
 ITEM_TYPES: tuple[str, ...] = get_args(ItemType)
 
 
-class TextPart(Body):
+class InputText(Body):
     """A text in a message; `output_text` and `refusal` are those of an earlier response."""
 
     type: Literal["input_text", "output_text", "refusal"]
@@ -63,7 +63,7 @@ class TextPart(Body):
     logprobs: list[Any] | None = None
 
     @model_validator(mode="after")
-    def _check_text(self) -> TextPart:
+    def _check_text(self) -> InputText:
         name = "refusal" if self.type == "refusal" else "text"
         if getattr(self, name) is None:
             raise ValueError(f"needs {name}")
@@ -85,7 +85,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | list[InputText]
     phase: str | None = None
 
 
@@ -103,10 +103,10 @@ class FunctionCallOutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | list[InputText]
 
 
-class ReasoningPart(Body):
+class ReasoningText(Body):
     """A text of reasoning."""
 
     type: Literal["reasoning_text"]
@@ -118,7 +118,7 @@ class ReasoningItem(_Item):
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
-    content: list[ReasoningPart] | None = None
+    content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
 
 
@@ -148,7 +148,7 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class FlatFunctionTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -162,7 +162,7 @@ class FunctionTool(Body):
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
-class NamedTool(Body):
+class ToolChoiceFunction(Body):
     """A function in `tool_choice`."""
 
     type: Literal["function"]
@@ -173,12 +173,12 @@ class NamedTool(Body):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedTools(Body):
+class ToolChoiceAllowed(Body):
     """Functions in `tool_choice`, of which the model may or must call one."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[ToolChoiceFunction], Field(min_length=1)]
 
     def of_chat(self) -> dict[str, Any]:
         """Returns it as that of a chat."""
@@ -202,14 +202,14 @@ def _choice_tag(choice: Any) -> str:
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
-    | Annotated[NamedTool, Tag("[function]")]
-    | Annotated[AllowedTools, Tag("[allowed]")]
+    | Annotated[ToolChoiceFunction, Tag("[function]")]
+    | Annotated[ToolChoiceAllowed, Tag("[allowed]")]
     | Annotated[UnknownChoice, Tag("[unknown]")],
     Discriminator(_choice_tag),
 ]
 
 
-class Reasoning(Body):
+class ReasoningOptions(Body):
     """OpenAI's `reasoning`. There are no summaries: the reasoning itself is returned."""
 
     effort: Text | None = None
@@ -242,7 +242,7 @@ class TextConfig(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     """Options of a stream."""
 
     include_obfuscation: Literal[False] | None = None
@@ -261,10 +261,10 @@ class ResponsesBody(Body):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    tools: list[FunctionTool] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: list[FlatFunctionTool] | None = None
     tool_choice: ToolChoice | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -280,8 +280,8 @@ class ResponsesBody(Body):
     def must_call(self) -> bool:
         """Whether the output is calls only."""
         choice = self.tool_choice
-        is_all = choice == "required" or (isinstance(choice, AllowedTools) and choice.mode == "required")
-        return bool(self.tools) and (is_all or isinstance(choice, NamedTool))
+        is_all = choice == "required" or (isinstance(choice, ToolChoiceAllowed) and choice.mode == "required")
+        return bool(self.tools) and (is_all or isinstance(choice, ToolChoiceFunction))
 
     @property
     def wants_logprobs(self) -> bool:
@@ -290,7 +290,7 @@ class ResponsesBody(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class FieldNames:
     """What this API calls the parameters of a chat. `of_messages` has a name for each message."""
 
     of_messages: tuple[str, ...]
@@ -330,7 +330,7 @@ _CHAT_NAMES = re.compile(
 
 def parse_responses(raw: bytes) -> ResponsesBody:
     """Parses a body. Raises `ApiError`."""
-    body = read_json(raw, UNSUPPORTED)
+    body = read_fields(raw, UNSUPPORTED)
     for name, (neutral, text) in REFUSED.items():
         value = body.pop(name, None)
         if value is not None and value not in neutral:
@@ -342,7 +342,7 @@ def parse_responses(raw: bytes) -> ResponsesBody:
     return parsed
 
 
-def chat_body(body: ResponsesBody) -> tuple[ChatBody, Names]:
+def chat_body(body: ResponsesBody) -> tuple[ChatBody, FieldNames]:
     """Returns the chat that a response is. Raises `ApiError`."""
     messages, names = _messages(body)
     choice = body.tool_choice
@@ -359,7 +359,7 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, Names]:
         "stream_options": {"include_usage": True} if body.stream else None,
         "resume_ttl_s": 0.0,
         "tools": None if body.tools is None else [tool.of_chat() for tool in body.tools],
-        "tool_choice": choice.of_chat() if isinstance(choice, NamedTool | AllowedTools) else choice,
+        "tool_choice": choice.of_chat() if isinstance(choice, ToolChoiceFunction | ToolChoiceAllowed) else choice,
         "reasoning_effort": body.reasoning and body.reasoning.effort,
     }
     try:
@@ -375,7 +375,7 @@ def _response_format(asked: TextFormat | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], Names]:
+def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], FieldNames]:
     """Returns the messages of the chat and their names."""
     messages: list[dict[str, Any]] = []
     names: list[str] = []
@@ -385,7 +385,7 @@ def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], Names]:
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
         names.append("input")
-        return messages, Names(tuple(names))
+        return messages, FieldNames(tuple(names))
     reasoning: dict[str, str] = {}
     for number, item in enumerate(body.input):
         if isinstance(item, ReasoningItem):
@@ -402,7 +402,7 @@ def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], Names]:
             continue
         messages.append(message)
         names.append(f"input[{number}]")
-    return messages, Names(tuple(names))
+    return messages, FieldNames(tuple(names))
 
 
 def _message(item: MessageItem | FunctionCallItem | FunctionCallOutputItem | UnknownItem) -> dict[str, Any]:
@@ -417,7 +417,7 @@ def _message(item: MessageItem | FunctionCallItem | FunctionCallOutputItem | Unk
     raise AssertionError("an item of another type is refused")
 
 
-def _content(content: str | list[TextPart]) -> str | list[dict[str, str]]:
+def _content(content: str | list[InputText]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part.said} for part in content]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from gateway.answers import encoded
 from gateway.errors import ApiError
-from gateway.responses.bodies import Names, ResponsesBody
+from gateway.responses.bodies import FieldNames, ResponsesBody
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Kind = Literal["reasoning", "message", "function_call"]
@@ -80,7 +80,7 @@ class _Item:
 class ResponseForm:
     """The form of one response."""
 
-    def __init__(self, body: ResponsesBody, names: Names) -> None:
+    def __init__(self, body: ResponsesBody, names: FieldNames) -> None:
         self._body = body
         self._names = names
         self._number = 0  # of the next event

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from gateway.asking import Defaults, ask_chat
-from gateway.bodies import MAX_PROMPT_VALUES, Body, ChatBody, TokenId, read_json, validated
+from gateway.bodies import MAX_PROMPT_VALUES, Body, ChatBody, TokenId, read_fields, validated
 from inflight.v1 import inference_pb2
 
 # Parameters of a chat, which are checked as such.
@@ -51,9 +51,9 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_VALUES)]
 
 
-def tokenize_request(raw: bytes) -> inference_pb2.TokenizeRequest:
+def parse_tokenize(raw: bytes) -> inference_pb2.TokenizeRequest:
     """Parses the body of `/tokenize`. Raises `ApiError`."""
-    body = validated(TokenizeBody, read_json(raw, UNSUPPORTED))
+    body = validated(TokenizeBody, read_fields(raw, UNSUPPORTED))
     request = inference_pb2.TokenizeRequest(
         model=body.model or "",
         want_token_names=body.return_token_strs,
@@ -71,7 +71,7 @@ def tokenize_request(raw: bytes) -> inference_pb2.TokenizeRequest:
 
 def parse_detokenize(raw: bytes) -> DetokenizeBody:
     """Parses the body of `/detokenize`. Raises `ApiError`."""
-    return validated(DetokenizeBody, read_json(raw, {}))
+    return validated(DetokenizeBody, read_fields(raw, {}))
 
 
 def tokenized(request: inference_pb2.TokenizeRequest, answer: inference_pb2.TokenizeResponse) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
-def run_command(main: Callable[[Sequence[str]], int]) -> NoReturn:
+def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Runs a command with the arguments of the process, and ends the process with its exit code."""
     try:
         sys.exit(main(sys.argv[1:]))

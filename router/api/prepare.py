@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +15,13 @@ from opentelemetry.trace import Tracer
 from common.grammar import grammar_hash
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
-from router.api.answering import answer_constraint, answer_format_of
 from router.api.constraining import Constraining
 from router.api.tokenizing import Tokenizing, check_rates, most_tokens
 from router.api.validation import fit_tokens, validate_generate
 from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfig, TenantConfigFile
+from router.constraint.answer_grammar import AnswerRules
+from router.constraint.source import TOOLS, ConstraintSource
 from router.dispatch.pools import ModelBackend
 from router.lifecycle.events import End
 from router.request.errors import shut_out, unknown_tenant
@@ -50,12 +52,14 @@ from router.stream.request_stream import RequestStream
 from router.telemetry.events import RequestFacts, class_name
 from router.text.output import OutputText
 from router.text.tokenizer import TextModel
-from router.tools.formats import answer_format
+from router.tools.formats import AnswerFormat, answer_format
 from router.tools.parser import AnswerParser
 
 # A gRPC deadline further away than this counts as no deadline.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 NUM_SEEDS = 2**64
+# As most models write JSON in calls: a space behind a colon or a comma.
+MAX_WHITESPACE_IN_ARGUMENTS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,7 @@ class RequestPreparation:
         spec = dataclasses.replace(spec, sampling=sampling)
         fitted = fit_tokens(prompt_ids, spec, limits)
         answer = answer_format_of(spec, pool.text, prompt_ids)
-        constraint = answer_constraint(spec, pool.text, answer)
+        constraint = answer_constraint_of(spec, pool.text, answer)
         grammar = None if constraint is None else await self._constraining.grammar(constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
         context.reservation_tokens = _reservation_tokens(fitted, self._settings)
@@ -302,6 +306,45 @@ def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) ->
     if spec.resume_ttl_s is not None:
         context.resume_ttl.FromNanoseconds(round(spec.resume_ttl_s * 1e9))
     return context
+
+
+def answer_format_of(spec: GenerateSpec, text: TextModel, prompt_ids: Sequence[int]) -> AnswerFormat:
+    """Returns how the answer to a prompt is divided into reasoning, content and calls."""
+    if spec.tools is None and not spec.output.parts:
+        return AnswerFormat()
+    tools = None if spec.tools is None else text.support.tools
+    texts = {}
+    if spec.tools is not None and tools is not None and tools.layout == "parameters":
+        texts = {one.name: text_parameters(one.parameters) for one in spec.tools.functions}
+    return AnswerFormat(tools, text.support.reasoning, text.opens_reasoning(prompt_ids), texts)
+
+
+def text_parameters(parameters: str) -> tuple[str, ...]:
+    """Returns the parameters of a schema that are text."""
+    properties = json.loads(parameters).get("properties") if parameters else None
+    if not isinstance(properties, dict):
+        return ()
+    return tuple(
+        name for name, schema in properties.items() if isinstance(schema, dict) and schema.get("type") == "string"
+    )
+
+
+def answer_constraint_of(spec: GenerateSpec, text: TextModel, answer: AnswerFormat) -> ConstraintSource | None:
+    """Returns what constrains the answer: the tools that it may call, or the request's constraint, which begins after
+    the reasoning."""
+    if spec.tools is not None:
+        return ConstraintSource(TOOLS, (_answer_rules(spec, text, answer).to_json(),), MAX_WHITESPACE_IN_ARGUMENTS)
+    if spec.constraint is None or answer.reasoning is None:
+        return spec.constraint
+    return dataclasses.replace(spec.constraint, reasoning=_answer_rules(spec, text, answer).to_json())
+
+
+def _answer_rules(spec: GenerateSpec, text: TextModel, answer: AnswerFormat) -> AnswerRules:
+    tools = spec.tools
+    functions = () if tools is None else tools.functions
+    must_call, may_repeat = (False, False) if tools is None else (tools.must_call, tools.may_repeat)
+    # What only the parser needs would make equal grammars unequal.
+    return AnswerRules(dataclasses.replace(answer, texts={}), functions, must_call, may_repeat, text.marker_ids)
 
 
 def _reservation_tokens(fitted: FittedRequest, settings: RouterSettings) -> int:

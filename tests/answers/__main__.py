@@ -18,7 +18,7 @@ from bench.chaos.options import parse_options
 from bench.chaos.setting import setting_of
 from bench.fleet.health import Leak
 from bench.targets.command_errors import with_command_errors
-from inflight.cli.console import EXIT_FAILURE, run_command, run_in_foreground
+from inflight.cli.console import EXIT_FAILURE, run_in_foreground, run_main
 from tests.answers.load import Answers
 from tests.answers.verdict import Verdict
 
@@ -89,4 +89,4 @@ def last_line(verdicts: Counter[Verdict], num_deaths: int, leak: Leak) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_main(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from router.api.answering import answer_constraint, answer_format_of, text_parameters
+from router.api.prepare import answer_constraint_of, answer_format_of, text_parameters
 from router.constraint.answer_grammar import answer_rules
 from router.constraint.source import TOOLS
 from router.request.ids import call_id
@@ -26,14 +26,14 @@ def smollm2() -> TextModel:
 def test_plain_request_has_no_form() -> None:
     spec = validated(chat=CHAT)
     assert answer_format_of(spec, templated(HERMES), []) == AnswerFormat()
-    assert answer_constraint(spec, templated(HERMES), AnswerFormat()) is None
+    assert answer_constraint_of(spec, templated(HERMES), AnswerFormat()) is None
 
 
 def test_parts_of_a_model_without_reasoning_are_content_only() -> None:
     spec = validated(chat=CHAT, output={"parts": True}, constraint={"json_object": True})
     answer = answer_format_of(spec, smollm2(), [])
     assert answer == AnswerFormat()
-    assert answer_constraint(spec, smollm2(), answer) == spec.constraint
+    assert answer_constraint_of(spec, smollm2(), answer) == spec.constraint
 
 
 def test_constraint_follows_the_reasoning_only_if_that_is_divided_from_it() -> None:
@@ -42,11 +42,11 @@ def test_constraint_follows_the_reasoning_only_if_that_is_divided_from_it() -> N
     spec = validated(chat=CHAT, output={"parts": True}, constraint={"json_object": True})
     answer = answer_format_of(spec, model, prompt)
     assert answer.in_reasoning
-    source = answer_constraint(spec, model, answer)
+    source = answer_constraint_of(spec, model, answer)
     assert source is not None
     assert (source.kind, bool(source.reasoning)) == ("json_object", True)
     raw = validated(chat=CHAT, constraint={"json_object": True})
-    assert answer_constraint(raw, model, answer_format_of(raw, model, prompt)) == raw.constraint
+    assert answer_constraint_of(raw, model, answer_format_of(raw, model, prompt)) == raw.constraint
 
 
 def test_functions_make_a_grammar_whose_text_does_not_depend_on_what_only_the_parser_needs() -> None:
@@ -58,7 +58,7 @@ def test_functions_make_a_grammar_whose_text_does_not_depend_on_what_only_the_pa
     assert answer.tools is not None
     assert answer.tools.name == "qwen3_coder"
     assert answer.texts == {"f": ("a",)}
-    source = answer_constraint(spec, model, answer)
+    source = answer_constraint_of(spec, model, answer)
     assert source is not None
     assert source.kind == TOOLS
     rules = answer_rules(source.texts[0])

@@ -14,7 +14,7 @@ from gateway.asking import Ask, Defaults, ask_chat
 from gateway.bodies import parse_chat
 from gateway.errors import ApiError
 from gateway.event_ids import AnswerId
-from gateway.responses.bodies import REFUSED, UNSUPPORTED, Names, ResponsesBody, chat_body, parse_responses
+from gateway.responses.bodies import REFUSED, UNSUPPORTED, FieldNames, ResponsesBody, chat_body, parse_responses
 from gateway.responses.form import ResponseForm
 from inflight.events import (
     Choice,
@@ -37,7 +37,7 @@ def parsed(**fields: Any) -> ResponsesBody:
     return parse_responses(json.dumps({"model": "m", "input": "hi", **fields}).encode())
 
 
-def asked(**fields: Any) -> tuple[Ask, Names]:
+def asked(**fields: Any) -> tuple[Ask, FieldNames]:
     body, names = chat_body(parsed(**fields))
     return ask_chat(body, Defaults(max_choices=4), ""), names
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
 
 
 def test_errors_about_a_chat_name_the_parameters_of_this_api() -> None:
-    names = Names(("instructions", "input[0]", "input[3]"))
+    names = FieldNames(("instructions", "input[0]", "input[3]"))
 
     def restored(param: str) -> tuple[str | None, str]:
         error = names.restored(ApiError(400, f"{param}: is wrong", param=param))
@@ -192,7 +192,7 @@ def events_of(sent: bytes) -> list[dict[str, Any]]:
 
 def streamed(parts: list[Part], reason: FinishReason, **fields: Any) -> list[dict[str, Any]]:
     """The events of a stream with these parts."""
-    (ask, _), form = asked(stream=True, **fields), ResponseForm(parsed(stream=True, **fields), Names(()))
+    (ask, _), form = asked(stream=True, **fields), ResponseForm(parsed(stream=True, **fields), FieldNames(()))
     chunks = Chunks(ask, ANSWER)
     opening = chunks.opening(0)
     assert opening is not None
@@ -228,7 +228,7 @@ def test_response_that_is_cut_off_is_incomplete() -> None:
 
 
 def test_error_in_the_middle_of_a_stream_is_a_failed_response() -> None:
-    (ask, _), form = asked(stream=True), ResponseForm(parsed(stream=True), Names(()))
+    (ask, _), form = asked(stream=True), ResponseForm(parsed(stream=True), FieldNames(()))
     chunks = Chunks(ask, ANSWER)
     opening = chunks.opening(0)
     assert opening is not None
@@ -332,7 +332,7 @@ def test_whole_response_is_the_one_that_its_stream_ends_with(pieces: list[list[s
     choice.take_parts(tuple(parts))
     ask, _ = asked(tools=[F])
     finished = FinishedChoice(choice.content, reason, reasoning=choice.reasoning, tool_calls=list(choice.tool_calls))
-    whole = ResponseForm(parsed(tools=[F]), Names(())).whole(whole_answer(ask, ANSWER, [finished], [USAGE]))
+    whole = ResponseForm(parsed(tools=[F]), FieldNames(())).whole(whole_answer(ask, ANSWER, [finished], [USAGE]))
     assert whole == streamed(parts, reason, tools=[F])[-1]["response"]
 
 

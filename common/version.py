@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 
+@functools.cache
 def installed_version() -> str:
     """Returns the version of the installed distribution."""
     try:

@@ -48,7 +48,7 @@ from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.max_utilization import MaxUtilization, ReserveController
 from executor.scheduler.plan_builder import PrefillLine, StepDraft
-from executor.scheduler.prefix_cache import PrefixCache
+from executor.scheduler.prefix_cache import PendingPrefixes, PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.seat_view import Seating
 from executor.scheduler.sequence import (
@@ -61,7 +61,6 @@ from executor.scheduler.sequence import (
     StepPlan,
     StepResult,
 )
-from executor.scheduler.shared_prefixes import PendingPrefixes
 from executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance, StepBounds, StepConstraint
 from executor.scheduler.step_record import KvCounts
 

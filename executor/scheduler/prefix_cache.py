@@ -154,8 +154,8 @@ class PendingPrefixes:
     def _is_quicker(self, sequence: Sequence) -> bool:
         """Returns whether another sequence will have computed the first missing blocks sooner."""
         block_size = self._pool.block_size
-        num_usable = sequence.num_reusable_tokens // block_size
-        hashes = self._prefix_cache.name_blocks(sequence)[:num_usable]
+        num_wanted = sequence.num_reusable_tokens // block_size
+        hashes = self._prefix_cache.name_blocks(sequence)[:num_wanted]
         num_found = _num_leading(hashes, self._pool.is_findable)
         num_coming = _num_leading(hashes[num_found:], self._computing.__contains__)
         if num_coming < LEAST_BLOCKS:

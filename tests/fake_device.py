@@ -21,6 +21,7 @@ from executor.scheduler.sequence import (
     StepPlan,
     Stopping,
     TokenLogprobs,
+    accepted_ids,
 )
 
 VOCABULARY_SIZE = 5
@@ -51,7 +52,7 @@ def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
 
 def logprobs_of(plan: StepPlan, sampled_ids: tuple[int | None, ...]) -> dict[int, TokenLogprobs]:
     """What the step reports."""
-    sampling = [row.sequence for row in plan.rows if row.samples]
+    sampling = [row.sequence for row in plan.rows if row.samples for _ in range(1 + len(row.drafts))]
     logprobs = {
         row: token_logprobs(token_id, sequence.num_top_logprobs)
         for row, (sequence, token_id) in enumerate(zip(sampling, sampled_ids, strict=True))
@@ -103,17 +104,28 @@ class FakeDevice:
         """See `StepRunner`."""
 
     def run(self, plan: StepPlan) -> tuple[int, ...]:
-        """Returns the sampled token ids of the rows that sample, in the order of the plan's rows."""
+        """Returns the sampled token ids of the rows that sample, in the order of the plan's rows, those with drafts
+        with one for each of their positions."""
         self._swap(plan)
         for row in plan.rows:
             self._write(row)
-        sampling = [row for row in plan.rows if row.samples]
-        sampled_ids = {row.sequence: sampled_id(self._read(row), row.sequence.sampling) for row in sampling}
+        self._newest = {}
+        sampled_ids: list[int] = []
         for row in plan.rows:
             if row.samples:
-                self._sampled[row.sequence, row.start + row.num_tokens] = sampled_ids[row.sequence]
-        self._newest = sampled_ids
-        return tuple(sampled_ids.values())
+                sampled_ids += self._sample(row)
+        return tuple(sampled_ids)
+
+    def _sample(self, row: PlanRow) -> list[int]:
+        first = row.start + row.num_tokens - len(row.drafts)
+        contents = self._read(row)[first - 1 :]
+        sampled_ids = [sampled_id(content, row.sequence.sampling) for content in contents]
+        for position, token_id in enumerate(accepted_ids(row.drafts, sampled_ids), start=first):
+            assert token_id is not None
+            self._sampled[row.sequence, position] = token_id
+        if not row.drafts:
+            self._newest[row.sequence] = sampled_ids[0]
+        return sampled_ids
 
     def corrupt(self, plan: StepPlan) -> None:
         """Runs a step that fails: what it leaves where it writes is garbage, and so is what comes after it."""
@@ -148,17 +160,26 @@ class FakeDevice:
             content = next_content(content, self._input_id(row, position))
             self._contents[block, offset] = content
 
-    def _read(self, row: PlanRow) -> int:
+    def _read(self, row: PlanRow) -> list[int]:
+        """The content of each position up to the row's last one."""
         content = root_content(row.sequence)
+        num_positions = row.start + row.num_tokens
         if row.sequence in self._lost:
-            return content
-        for position in range(row.start + row.num_tokens):
-            content = next_content(content, self._token_id(row.sequence, position))
+            return [content] * num_positions
+        contents = []
+        for position in range(num_positions):
+            draft = position - (num_positions - len(row.drafts))
+            token_id = row.drafts[draft] if draft >= 0 else self._token_id(row.sequence, position)
+            content = next_content(content, token_id)
             assert self._contents[self._place(row.sequence, position)] == content, f"wrong KV at position {position}"
-        return content
+            contents.append(content)
+        return contents
 
     def _input_id(self, row: PlanRow, position: int) -> int:
         """A carried token must be one that the step just before has sampled, any other is known on the host."""
+        draft = position - (row.start + row.num_tokens - len(row.drafts))
+        if draft >= 0:
+            return row.drafts[draft]
         if not row.carries:
             return row.sequence.token_ids[position]
         assert row.num_tokens == 1

@@ -162,9 +162,12 @@ class Engine:
         if self._stopping:
             return StepPlan.of(())
         scheduler = self._scheduler
-        if not scheduler.has_prefill:
-            return scheduler.schedule()
-        return scheduler.schedule(self._prefill_budget.allowance(scheduler.decode_load(), scheduler.pool.block_size))
+        budget, allowance, terms = self._prefill_budget, None, None
+        if scheduler.has_prefill:
+            allowance = budget.allowance(scheduler.decode_load(), scheduler.pool.block_size)
+        if scheduler.drafts:
+            terms = budget.draft_terms(scheduler.decode_load())
+        return scheduler.schedule(allowance, terms)
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         try:
@@ -306,8 +309,8 @@ class Engine:
             sampled_ids = step.result()
         finally:
             self._parts.end(LoopPart.WAIT)
-        if len(sampled_ids) != sum(plan.samples):
-            raise RuntimeError(f"{len(sampled_ids)} tokens for {sum(plan.samples)} rows")
+        if len(sampled_ids) != plan.num_sampled:
+            raise RuntimeError(f"{len(sampled_ids)} tokens for {plan.num_sampled} positions")
         return sampled_ids
 
     def _status(self) -> EngineStatus:

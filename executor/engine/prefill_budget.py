@@ -9,7 +9,7 @@ sequences decode, prompts get at least a third of the device's time, or a block 
 from __future__ import annotations
 
 from executor.engine.step_time import StepLoad, StepTime
-from executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance
+from executor.scheduler.step_constraint import DecodeLoad, DraftTerms, PrefillAllowance
 
 # Factor on the target, so that variance between steps does not exceed it.
 MARGIN = 0.95
@@ -35,6 +35,12 @@ class PrefillBudget:
             return None
         seconds = max(longest_s * MARGIN - decode_s, LEAST_SHARE * decode_s)
         return PrefillAllowance(least_tokens, seconds, self.step_time.prefill_cost())
+
+    def draft_terms(self, decodes: DecodeLoad) -> DraftTerms:
+        """Returns what drafts may cost in a step with these decodes."""
+        time_of_step = self.step_time.by_tokens(decodes.context)
+        longest_s = self.longest_step_s(decodes, time_of_step(decodes.num_decodes))
+        return DraftTerms(time_of_step, None if longest_s is None else longest_s * MARGIN)
 
     def longest_step_s(self, decodes: DecodeLoad, decode_s: float) -> float | None:
         """Returns the target of a step whose decodes alone take `decode_s`; None is none."""

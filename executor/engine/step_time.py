@@ -9,6 +9,7 @@ is known of prompts. A weak pull towards zero determines what the steps leave op
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,9 +48,10 @@ class StepLoad:
         if plan.num_decodes == plan.num_rows:
             return cls(num_tokens, sum(plan.starts) + num_tokens)
         decode_context, prefill_work = 0, 0.0
-        for start, length in zip(plan.starts, plan.lengths, strict=True):
-            if length == 1:
-                decode_context += start + 1
+        for row, (start, length) in enumerate(zip(plan.starts, plan.lengths, strict=True)):
+            if length == 1 or row in plan.drafts:
+                # The KV is read once for all drafts.
+                decode_context += start + length
             else:
                 prefill_work += length * (start + length / 2)
         return cls(num_tokens, decode_context, prefill_work)
@@ -89,6 +91,12 @@ class StepTime:
     def predict(self, load: StepLoad) -> float:
         """Returns the predicted seconds of a step; 0 before the first."""
         return float(_features(load) @ self._solved())
+
+    def by_tokens(self, decode_context: int) -> Callable[[int], float]:
+        """Returns the predicted seconds of a step without prefill by its tokens."""
+        token_s = self.prefill_cost().token_s
+        least_s = self.predict(StepLoad(0, decode_context))
+        return lambda num_tokens: least_s + token_s * num_tokens
 
     def prefill_cost(self) -> PrefillCost:
         """Returns what prompt tokens add to a step, so that it and the decodes add up to `predict`."""

@@ -8,6 +8,7 @@ preemption and on another executor, and the next step can be launched before the
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,10 +54,22 @@ class LogitsRow:
         self.bad_ids = np.array([token_id for word in processors.bad_words for token_id in word], np.int32)
         self.mask = mask_of(processors.allowed_ids, vocabulary_size) if processors.allowed_ids else None
         self._most_tokens = most_tokens
+        # Whether the newest of its ids are drafts, which it has only for one step.
+        self.has_drafts = False
         # The position in the grammar of a constrained row. Until a mask is computed, it allows nothing.
         self.guide = guide
         if guide is not None:
             self.mask = np.zeros(-(-vocabulary_size // MASK_BITS), np.int32)
+
+    def after(self, drafts: Sequence[int]) -> list[LogitsRow]:
+        """Returns this row after one of the drafts, after two, and so on. They share its arrays, in which the drafts
+        are stored behind its own ids. No step of the sequence may be in flight."""
+        assert self.guide is None
+        self.ids[self.num_ids : self.num_ids + len(drafts)] = drafts
+        rows = [copy(self) for _ in drafts]
+        for number, row in enumerate(rows, 1):
+            row.num_ids, row.has_drafts = self.num_ids + number, True
+        return rows
 
     def append(self, token_id: int) -> None:
         """Adds a sampled token. One that is not a token of the vocabulary, or beyond the sequence's end, is ignored:

@@ -33,6 +33,16 @@ class KvPolicy(Protocol):
         """Returns the sequences that have been preempted for too long. Must be called once per step."""
         ...
 
+    @property
+    def is_scarce(self) -> bool:
+        """Whether a decode may lack its next block."""
+        ...
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """Blocks that drafts may take without any sequence missing them."""
+        ...
+
     def release(self, sequence: Sequence) -> None:
         """Releases the sequence's blocks. No step in flight may have a row of it."""
         ...
@@ -63,6 +73,7 @@ class GuaranteedNoEvict:
     num_recomputed_tokens = 0
     num_overrun_blocks = 0
     num_used_host_blocks = 0
+    is_scarce = False
 
     def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, queues: SequenceQueues) -> None:
         self._pool = pool
@@ -81,6 +92,11 @@ class GuaranteedNoEvict:
     def overdue(self) -> list[Sequence]:
         """Returns no sequence: this policy never preempts."""
         return []
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """All: a draft stays within the sequence's reservation."""
+        return self._pool.num_available
 
     def release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.block_table)

@@ -130,7 +130,7 @@ class MaxUtilization:
         """Returns the decodes that have, or get, their block. Preempts others if blocks are missing; usually none are,
         and no sequence is looked at."""
         queues, pool = self._queues, self._pool
-        if not queues.pausing and pool.num_available >= len(queues.decodes):
+        if not self.is_scarce:
             return queues.decodes
         block_size = pool.block_size
         growing = {s: None for s in queues.decodes if s.num_computed >= len(s.block_table) * block_size}
@@ -323,6 +323,17 @@ class MaxUtilization:
             sequence.host_copy = None
 
     # State.
+
+    @property
+    def is_scarce(self) -> bool:
+        return bool(self._queues.pausing) or self._pool.num_available < len(self._queues.decodes)
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """What is available beyond a block for each seated sequence, none while sequences wait to board again."""
+        if self._queues.preempted or self._queues.pausing:
+            return 0
+        return max(0, self._pool.num_available - self._num_headroom_blocks())
 
     @property
     def num_overrun_blocks(self) -> int:

@@ -7,13 +7,13 @@ it has to end, and the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.sequence import Restored, ScoredRows, Sequence, StepPlan
+from executor.scheduler.sequence import NO_DRAFTS, Restored, ScoredRows, Sequence, StepPlan
 from executor.scheduler.step_constraint import PrefillAllowance, StepConstraint
 
 
@@ -34,6 +34,7 @@ class StepDraft:
         self._lengths: list[int] = []
         self._samples: list[bool] = []
         self._carries: list[bool] = []
+        self._drafts: Mapping[int, tuple[int, ...]] = NO_DRAFTS
         self.num_decodes = 0
         # Blocks that the sequences get beyond their reservations.
         self.num_overrun_blocks = 0
@@ -87,6 +88,17 @@ class StepDraft:
     def num_tokens(self) -> int:
         return self._num_tokens
 
+    @property
+    def num_tokens_left(self) -> int:
+        """What is left of the token budget; nothing once a prompt got less than it could have used."""
+        return max(0, self._num_tokens_left)
+
+    @property
+    def known_decodes(self) -> list[Sequence]:
+        """The decodes whose tokens are all known."""
+        decodes = zip(self._sequences[: self.num_decodes], self._carries, strict=False)
+        return [sequence for sequence, carries in decodes if not carries]
+
     def board(self, sequence: Sequence) -> None:
         self._boarded.append(sequence)
 
@@ -128,6 +140,19 @@ class StepDraft:
         else:
             self._num_tokens_left = 0
 
+    def add_drafts(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> None:
+        """Has these decodes, all of whose tokens are known, verify drafts. They come behind the other decodes."""
+        decodes = self._sequences[: self.num_decodes]
+        order = sorted(range(self.num_decodes), key=lambda row: decodes[row] in drafts)
+        first = self.num_decodes - len(drafts)
+        for column in (self._sequences, self._starts, self._carries):
+            column[: self.num_decodes] = [column[row] for row in order]
+        self._drafts = {row: drafts[self._sequences[row]] for row in range(first, self.num_decodes)}
+        for row, draft in self._drafts.items():
+            self._lengths[row] += len(draft)
+            self._num_tokens += len(draft)
+            self._grow(self._sequences[row], self._starts[row] + self._lengths[row])
+
     def finish(self, constraint: StepConstraint) -> StepPlan:
         """Returns the plan, without the broken sequences."""
         broken = self.broken
@@ -137,7 +162,7 @@ class StepDraft:
             self._lengths,
             self._samples,
             self._carries,
-            self.num_decodes,
+            self.num_decodes - len(self._drafts),
             tuple(sequence for sequence in self._boarded if sequence not in broken),
             tuple(self._grown),
             tuple(self.preempted),
@@ -147,6 +172,7 @@ class StepDraft:
             constraint,
             tuple(self.restored),
             tuple(self._scored),
+            self._drafts,
         )
 
     def _scorable_tokens(self, sequence: Sequence, num_wanted: int) -> int:

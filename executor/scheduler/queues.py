@@ -121,6 +121,11 @@ class SequenceQueues:
             self.ending[sequence] = None
             self._end_decode(sequence)
 
+    def advance(self, sequence: Sequence) -> None:
+        """Counts one more token as computed, whose draft was accepted."""
+        sequence.num_computed += 1
+        self.decode_context += sequence in self.decodes
+
     def pause(self, sequence: Sequence) -> None:
         """Excludes the sequence from further steps until `resume` or `preempt`."""
         place = self.decodes if sequence in self.decodes else self.prefills

@@ -34,21 +34,28 @@ it:
 
 The reservation of a leaving sequence is given back at once, its blocks when its last step retires. Until then no
 sequence boards on those blocks.
+
+Drafts. A row may compute drafted tokens behind the known ones, and yields a token at each of its positions. Those up to
+the first that is not equal to its draft count. While the step is in flight, `num_computed` and `num_tokens` include one
+token of the row; `update` adds what was accepted. The KV of drafts that were not accepted is behind `num_computed`, in
+blocks of the sequence, is not published, and is overwritten. See `executor.scheduler.drafting`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as ReadOnlyList
+from itertools import chain, zip_longest
 
 from executor.scheduler.admission import Gate, Refusal
 from executor.scheduler.blocks import BlockError, BlockPool
+from executor.scheduler.drafting import DraftCounts, Drafting
 from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.max_utilization import MaxUtilization, ReserveController
 from executor.scheduler.plan_builder import PrefillLine, StepDraft
-from executor.scheduler.prefix_cache import PrefixCache
+from executor.scheduler.prefix_cache import PendingPrefixes, PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.seat_view import Seating
 from executor.scheduler.sequence import (
@@ -60,9 +67,10 @@ from executor.scheduler.sequence import (
     StepOutcome,
     StepPlan,
     StepResult,
+    TokenLogprobs,
+    accepted_ids,
 )
-from executor.scheduler.shared_prefixes import PendingPrefixes
-from executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance, StepBounds, StepConstraint
+from executor.scheduler.step_constraint import DecodeLoad, DraftTerms, PrefillAllowance, StepBounds, StepConstraint
 from executor.scheduler.step_record import KvCounts
 
 
@@ -160,8 +168,9 @@ __all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits", "SchedulerPoli
 class Scheduler:
     """Turns offered sequences into step plans, and step results into tokens and finish events."""
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, drafting: Drafting | None = None) -> None:
         self.limits = limits
+        self._drafting = drafting
         self.pool = pool
         self._gate = Gate(
             num_blocks=pool.num_blocks,
@@ -231,21 +240,37 @@ class Scheduler:
 
     # Steps.
 
-    def schedule(self, allowance: PrefillAllowance | None = None) -> StepPlan:
+    def schedule(self, allowance: PrefillAllowance | None = None, terms: DraftTerms | None = None) -> StepPlan:
         """Plans a step: running decodes, then prefills in progress and boarding, in the order of `PrefillLine`.
         Sequences that have been preempted for too long are handed back.
 
-        `allowance` bounds the prompt tokens of the step; None does not. Without work the plan has no rows. Such a plan
-        is not in flight and must not be passed to `update()`.
+        `allowance` bounds the prompt tokens of the step; None does not. Without `terms` nothing is drafted. Without
+        work, or while the sequences wait for the steps in flight, the plan has no rows. Such a plan is not in flight
+        and must not be passed to `update()`.
         """
         if len(self._plans) == 2:
             raise RuntimeError("two plans are in flight: a third would write to rows and blocks that they read")
+        waiting: Collection[Sequence] = ()
+        if terms is not None and self._drafting is not None and self._plans:
+            waiting = self._drafting.waiting(self._queues.decodes, self._plans, terms)
+            if waiting and self._waits_for(len(waiting), self._drafting.num_ahead_per_waiting):
+                return StepPlan.of(())
         draft = StepDraft(self.limits, self.pool, allowance)
         for sequence in self._kv_policy.overdue():
             self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way():
-            draft.add_decodes(self._kv_policy.decodes(draft))
-        return self._launch(draft, self._boarding.fill(draft))
+            decodes = self._kv_policy.decodes(draft)
+            draft.add_decodes([s for s in decodes if s not in waiting] if waiting else decodes)
+        constraint = self._boarding.fill(draft)
+        if terms is not None and self._drafting is not None:
+            self._drafting.add_drafts(draft, self._kv_policy.num_draft_blocks, self.pool.block_size, terms)
+        return self._launch(draft, constraint)
+
+    def _waits_for(self, num_waiting: int, num_ahead_per_waiting: int) -> bool:
+        """Returns whether no other sequence goes ahead of decodes that wait for the steps in flight. Where blocks are
+        scarce, the others might give up theirs in a step without rows."""
+        num_ahead = self._queues.num_seated - num_waiting
+        return self._kv_policy.is_scarce or num_ahead <= num_ahead_per_waiting * num_waiting
 
     def update(self, result: StepResult) -> StepOutcome:
         """Retires the oldest plan: appends the sampled tokens, publishes full blocks and ends sequences.
@@ -253,39 +278,34 @@ class Scheduler:
         A row without a token ends its own sequence only.
         """
         plan = self._land(result.plan)
-        result.keep_logprobs()
+        result.keep_prompt_logprobs()
         scored = tuple(rows for rows in plan.scored if rows.sequence not in self._queues.leaving)
         for restored in plan.restored:
             self.prefix_cache.publish_restored(restored)
-        num_sampling = sum(plan.samples)
-        assert len(result.sampled_ids) == num_sampling, f"{len(result.sampled_ids)} tokens for {num_sampling} rows"
-        sampled_ids = iter(result.sampled_ids)
+        assert len(result.sampled_ids) == plan.num_sampled, f"{len(result.sampled_ids)} ids for {plan.num_sampled}"
         tokens, finished = NewTokens(), list(self.take_finished())
-        block_size, leaving = self.pool.block_size, self._queues.leaving
-        for sequence, start, length, samples in zip(
-            plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True
+        num_read = 0
+        for row, (sequence, start, length, samples) in enumerate(
+            zip(plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True)
         ):
-            token_id = next(sampled_ids) if samples else None
+            drafts = plan.drafts.get(row, ())
+            first_read, num_read = num_read, num_read + samples + len(drafts)
             sequence.num_in_flight -= 1
             sequence.num_pending -= samples
-            if sequence in leaving:
+            if sequence in self._queues.leaving:
                 finished.extend(self._release_leaving(sequence))
                 continue
-            end = start + length
-            if samples and (token_id is None or token_id == ALL_EXCLUDED):
-                finished.append(self._end_without_token(sequence, token_id))
+            end = start + length - len(drafts)
+            if not samples:
+                if error := self._publish(sequence, start, end):
+                    finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
                 continue
-            if (length > 1 or end % block_size == 0) and (error := self._publish(sequence, start, end)):
-                finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
-                continue
-            if token_id is None:
-                continue
-            sequence.token_ids.append(token_id)
-            tokens.sequences.append(sequence)
-            tokens.offsets.append(end - sequence.num_prompt_tokens)
-            tokens.token_ids.append(token_id)
-            if end + 1 == sequence.length_limit or token_id in sequence.stopping.stop_token_ids:
-                finished.extend(self._end_after(sequence, token_id))
+            new_ids: ReadOnlyList[int | None] = result.sampled_ids[first_read:num_read]
+            if drafts:
+                new_ids = self._accepted(drafts, new_ids)
+            logprobs = [result.logprobs.get(first_read + i) for i in range(len(new_ids))] if result.logprobs else ()
+            if event := self._receive(sequence, start, end, zip_longest(new_ids, logprobs), tokens):
+                finished.append(event)
         return StepOutcome(tokens, tuple(finished), scored)
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
@@ -366,6 +386,16 @@ class Scheduler:
     def budget_blocks(self) -> int:
         """Blocks that routers may reserve in all, including those reserved now."""
         return self._kv_policy.budget_blocks(self._gate.num_reserved_blocks)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its sequences may draft."""
+        return self._drafting is not None
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Drafted tokens that were verified and accepted since the start."""
+        return DraftCounts() if self._drafting is None else self._drafting.counts
 
     def kv_counts(self) -> KvCounts:
         return KvCounts.of(
@@ -470,6 +500,46 @@ class Scheduler:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
 
+    def _accepted(self, drafts: tuple[int, ...], sampled_ids: ReadOnlyList[int | None]) -> list[int | None]:
+        new_ids = accepted_ids(drafts, sampled_ids)
+        assert self._drafting is not None
+        self._drafting.count(len(drafts), len(new_ids) - 1)
+        return new_ids
+
+    def _receive(
+        self,
+        sequence: Sequence,
+        start: int,
+        end: int,
+        new: Iterable[tuple[int | None, TokenLogprobs | None]],
+        tokens: NewTokens,
+    ) -> FinishEvent | None:
+        """Appends the tokens that a row yields, the first after computing `[start, end)`, each further one after
+        computing one position more. Returns the sequence's end if one of them is its last."""
+        num_known = len(sequence.token_ids)
+        for token_id, logprobs in new:
+            if len(sequence.token_ids) > num_known:
+                start, end = end, end + 1
+                self._queues.advance(sequence)
+            if token_id is None or token_id == ALL_EXCLUDED:
+                return self._end_without_token(sequence, token_id)
+            is_full = end - start > 1 or end % self.pool.block_size == 0
+            if is_full and (error := self._publish(sequence, start, end)):
+                return self._finish(sequence, FinishReason.ERROR, error=error)
+            offset = end - sequence.num_prompt_tokens
+            if logprobs is not None:
+                sequence.logprobs[offset] = logprobs
+            sequence.token_ids.append(token_id)
+            tokens.sequences.append(sequence)
+            tokens.offsets.append(offset)
+            tokens.token_ids.append(token_id)
+            is_last = end + 1 == sequence.length_limit or token_id in sequence.stopping.stop_token_ids
+            if is_last and (event := self._end_after(sequence, token_id)):
+                return event
+        if self._drafting is not None:
+            self._drafting.follow(sequence, sequence.token_ids[num_known:])
+        return None
+
     def _end_without_token(self, sequence: Sequence, token_id: int | None) -> FinishEvent:
         """Ends a sequence that excludes every token, or has no usable logit. In that case its KV is withdrawn from the
         prefix cache, since it may be corrupt."""
@@ -481,7 +551,7 @@ class Scheduler:
         self.prefix_cache.retract(sequence)
         return self._finish(sequence, FinishReason.ERROR, error=INVALID_LOGITS)
 
-    def _end_after(self, sequence: Sequence, token_id: int) -> Iterator[FinishEvent]:
+    def _end_after(self, sequence: Sequence, token_id: int) -> FinishEvent | None:
         """Ends the sequence if this token, its newest, is its last. The end of a constrained output comes before
         min_tokens where the grammar allows nothing else."""
         stopping, constraint = sequence.stopping, sequence.constraint
@@ -489,10 +559,11 @@ class Scheduler:
         # The token itself does not count towards min_tokens.
         has_enough = sequence.num_output_tokens > stopping.min_tokens
         if is_complete or (token_id in stopping.stop_token_ids and has_enough):
-            yield self._finish(sequence, FinishReason.STOP_TOKEN, stop_token_id=token_id)
-        elif len(sequence.token_ids) == sequence.length_limit:
+            return self._finish(sequence, FinishReason.STOP_TOKEN, stop_token_id=token_id)
+        if len(sequence.token_ids) == sequence.length_limit:
             is_whole = sequence.length_limit == self._gate.most_tokens(sequence)
-            yield self._finish(sequence, FinishReason.LENGTH if is_whole else FinishReason.PREEMPTED)
+            return self._finish(sequence, FinishReason.LENGTH if is_whole else FinishReason.PREEMPTED)
+        return None
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> FinishEvent | None:
         """Ends a sequence from outside: now, or when its last step in flight retires."""
@@ -515,6 +586,8 @@ class Scheduler:
         self._queues.leave(sequence, reason)
         self._pending_prefixes.forget(sequence)
         self._gate.leave(sequence)
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
 
     def _release_leaving(self, sequence: Sequence) -> Iterator[FinishEvent]:
         """Releases a leaving sequence once its last step has retired."""

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from executor.scheduler.step_constraint import StepConstraint
+from executor.speculation.proposer import Proposer
 
 
 class FinishReason(Enum):
@@ -152,6 +153,8 @@ class Sequence:
     `num_prompt_logprobs` is the same for each token of the prompt after the first. `prompt_logprobs[i]` belongs to
     prompt token `i + 1`, which row `i` predicts. It only grows, so a preemption loses none. `num_scored` counts those
     rows and the ones in flight; at least `min(num_computed, num_prompt_tokens - 1)` where the prompt is scored.
+
+    A step verifies at most `max_drafts` drafted tokens of it, which its `proposer` drafts.
     """
 
     request_id: str
@@ -187,6 +190,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     processors: Processors = NO_PROCESSORS
     constraint: Constraint | None = None
+    max_drafts: int = 0
+    proposer: Proposer | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -232,6 +237,8 @@ class PlanRow(NamedTuple):
 
     `samples` says whether the row's last position yields the next token; a prefill chunk that is not the last of its
     prompt does not. `carries` says that the row's one input token comes from the previous step, which is in flight.
+    `drafts` are tokens that may follow the known ones: the row computes them behind its one known token, and each
+    position yields a token.
     """
 
     sequence: Sequence
@@ -239,11 +246,15 @@ class PlanRow(NamedTuple):
     num_tokens: int
     samples: bool
     carries: bool = False
+    drafts: tuple[int, ...] = ()
 
     @property
     def output_index(self) -> int:
-        """The index of the token that the row yields among the sequence's output tokens."""
-        return self.start + self.num_tokens - self.sequence.num_prompt_tokens
+        """The index of the first token that the row yields among the sequence's output tokens."""
+        return self.start + self.num_tokens - len(self.drafts) - self.sequence.num_prompt_tokens
+
+
+NO_DRAFTS: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 class ScoredRows(NamedTuple):
@@ -272,10 +283,11 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded`, `grown`
-    and `preempted` are the sequences that boarded, got blocks or lost their seat for this step. `constraint` kept it
-    from holding more. `scored` are the rows that score their prompt, at most MAX_PROMPT_LOGPROB_ROWS positions in all;
-    none of these positions yields a token.
+    """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. Behind them are
+    the rows that verify `drafts`, given by row, and then those of prompts. `boarded`, `grown` and `preempted` are the
+    sequences that boarded, got blocks or lost their seat for this step. `constraint` kept it from holding more.
+    `scored` are the rows that score their prompt, at most MAX_PROMPT_LOGPROB_ROWS positions in all; none of these
+    positions yields a token.
 
     First of all the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host block,
     then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences that own this KV;
@@ -299,6 +311,7 @@ class StepPlan:
     constraint: StepConstraint = StepConstraint.NO_WORK
     restored: tuple[Restored, ...] = ()
     scored: tuple[ScoredRows, ...] = ()
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: NO_DRAFTS)
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:
@@ -312,13 +325,14 @@ class StepPlan:
             [row.samples for row in rows],
             [row.carries for row in rows],
             [*is_decode, False].index(False),
+            drafts={index: row.drafts for index, row in enumerate(rows) if row.drafts},
         )
 
     @property
     def rows(self) -> tuple[PlanRow, ...]:
         """The rows as objects, made on each access, for code that reads a plan rarely."""
         columns = (self.sequences, self.starts, self.lengths, self.samples, self.carries)
-        return tuple(PlanRow(*row) for row in zip(*columns, strict=True))
+        return tuple(PlanRow(*row, self.drafts.get(i, ())) for i, row in enumerate(zip(*columns, strict=True)))
 
     @property
     def touched(self) -> tuple[Sequence, ...]:
@@ -336,27 +350,37 @@ class StepPlan:
         """Tokens that the step computes."""
         return sum(self.lengths)
 
+    @property
+    def num_sampled(self) -> int:
+        """Token ids that the step samples."""
+        return sum(self.samples) + (sum(map(len, self.drafts.values())) if self.drafts else 0)
+
+
+def accepted_ids(drafts: tuple[int, ...], sampled_ids: Iterable[int | None]) -> list[int | None]:
+    """Returns the sampled ids up to the first that is not equal to its draft, which is the last one that counts: those
+    behind it follow a token that was not sampled."""
+    accepted: list[int | None] = []
+    for token_id, draft in zip(sampled_ids, (*drafts, None), strict=True):
+        accepted.append(token_id)
+        if token_id != draft:
+            break
+    return accepted
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Results from the device: the sampled token ids of the rows that sample, in the order of the plan's rows, and the
-    log probabilities by index among those rows. Behind them follow the positions that score a prompt, in the order of
-    the plan. An id is None where the row has no usable logit, only NaN and -inf, and `ALL_EXCLUDED` where the request's
-    bans left none."""
+    log probabilities by index among those ids. A row with drafts has an id for each of its positions. Behind them
+    follow the positions that score a prompt, in the order of the plan. An id is None where the row has no usable logit,
+    only NaN and -inf, and `ALL_EXCLUDED` where the request's bans left none."""
 
     plan: StepPlan
     sampled_ids: tuple[int | None, ...]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
-    def keep_logprobs(self) -> None:
-        """Stores the log probabilities in their sequences, before the tokens are appended."""
-        if not self.logprobs:
-            return
-        sampling = [s for s, samples in zip(self.plan.sequences, self.plan.samples, strict=True) if samples]
-        for row, (sequence, token_id) in enumerate(zip(sampling, self.sampled_ids, strict=True)):
-            if token_id not in (None, ALL_EXCLUDED) and row in self.logprobs:
-                sequence.logprobs[sequence.num_output_tokens] = self.logprobs[row]
-        row = len(sampling)
+    def keep_prompt_logprobs(self) -> None:
+        """Stores the log probabilities of prompts in their sequences."""
+        row = len(self.sampled_ids)
         for scored in self.plan.scored:
             end = row + scored.end - scored.start
             scored.sequence.prompt_logprobs += [self.logprobs[each] for each in range(row, end)]

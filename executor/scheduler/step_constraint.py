@@ -4,6 +4,8 @@ holding more."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,6 +63,23 @@ class PrefillAllowance:
         """Counts tokens that a prompt takes. What is left may become negative."""
         self.seconds -= self.cost.of(num_tokens, position)
         self.least_tokens -= num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTerms:
+    """What drafts may cost: `time_of_step` predicts the seconds of the step by its tokens, which should stay below
+    `longest_s`; None: any."""
+
+    time_of_step: Callable[[int], float]
+    longest_s: float | None = None
+
+    def fitting(self, num_tokens: int, num_wanted: int) -> int:
+        """Returns how many of `num_wanted` tokens may join a step of `num_tokens`."""
+        longest_s = self.longest_s
+        if longest_s is None:
+            return num_wanted
+        sizes = range(num_tokens + 1, num_tokens + num_wanted + 1)
+        return bisect_right(sizes, longest_s, key=self.time_of_step)
 
 
 class StepConstraint(Enum):

@@ -37,8 +37,8 @@ NO_TIMES = DeviceTimes(0.0, 0.0)
 
 
 class PlanCounts(NamedTuple):
-    """Composition of a step. `boarded_prompt_tokens` are the prompt tokens of the sequences that board for the first
-    time."""
+    """Composition of a step. Sequences that verify drafts count as decodes. `boarded_prompt_tokens` are the prompt
+    tokens of the sequences that board for the first time."""
 
     num_decodes: int
     num_prefills: int
@@ -51,7 +51,7 @@ class PlanCounts(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan) -> PlanCounts:
         """Counts a plan at its launch. Later its sequences may have moved to other queues."""
-        num_decodes, num_rows = plan.num_decodes, plan.num_rows
+        num_decodes, num_rows = plan.num_decodes + len(plan.drafts), plan.num_rows
         return cls(
             num_decodes,
             num_rows - num_decodes,

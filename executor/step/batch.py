@@ -1,6 +1,7 @@
 """Tensors of a step: every new token of every sequence in one flat row, and where its KV goes.
 
-With S sequences, T new tokens, R rows that sample and Q positions that score a prompt, in the order of the plan's rows:
+With S sequences, T new tokens, R positions that yield a token (one of each row that samples, and one for each draft)
+and Q positions that score a prompt, in the order of the plan's rows:
 
     sequence i has tokens [query_starts[i], query_starts[i + 1]) of the T
     and attends to positions [0, context_lengths[i]), found through block_tables[table_rows[i]]
@@ -103,6 +104,28 @@ class _Rows:
     num_decodes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class YieldingRows:
+    """The plan's row of each position that yields a token, `rows[R]`, and how many positions of that row are behind it,
+    `num_behind[R]`."""
+
+    rows: npt.NDArray[np.int64]
+    num_behind: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> YieldingRows:
+        rows = np.flatnonzero(plan.samples)
+        if not plan.drafts:
+            return cls(rows, np.zeros(len(rows), np.int64))
+        num_behind = [np.arange(len(plan.drafts.get(row, ())), -1, -1) for row in rows.tolist()]
+        return cls(np.repeat(rows, [len(behind) for behind in num_behind]), np.concatenate(num_behind))
+
+    @classmethod
+    def of_decodes(cls, counted: npt.NDArray[np.int64], plan: StepPlan) -> YieldingRows:
+        """Returns those of a plan that has nothing but decodes. `counted` are the numbers from 0 on."""
+        return cls(counted[: plan.num_rows], np.zeros(plan.num_rows, np.int64))
+
+
 class StepPacker:
     """Packs plans into batches, with block tables kept by seat between steps.
 
@@ -127,21 +150,22 @@ class StepPacker:
         self._newest = rows = self._rows(plan)
         if plan.num_decodes == plan.num_rows:
             lengths, query_starts = np.ones(plan.num_rows, np.int64), self._counted[: plan.num_rows + 1]
-            positions, seat_of_token, sampling_rows = rows.starts, rows.seats, self._counted[: plan.num_rows]
+            positions, seat_of_token, yielding = rows.starts, rows.seats, YieldingRows.of_decodes(self._counted, plan)
         else:
             lengths = np.array(plan.lengths)
             query_starts = np.concatenate(([0], np.cumsum(lengths)))
             seat_of_token = np.repeat(rows.seats, lengths)
             positions = np.arange(len(seat_of_token)) + np.repeat(rows.starts - query_starts[:-1], lengths)
-            sampling_rows = np.flatnonzero(plan.samples)
+            yielding = YieldingRows.of(plan)
         blocks = self._tables[seat_of_token, positions // self._block_size].astype(np.int64)
         carried_rows, carried_from = self._carried(plan, rows)
-        logit_rows = query_starts[1:][sampling_rows] - 1
+        logit_rows = query_starts[1:][yielding.rows] - 1 - yielding.num_behind
         if plan.scored:
             firsts = query_starts[:-1] - rows.starts
             scored_rows = [np.arange(one.start, one.end) + firsts[one.row] for one in plan.scored]
             logit_rows = np.concatenate([logit_rows, *scored_rows])
-        self._sampled_index[rows.seats[sampling_rows]] = self._counted[: len(sampling_rows)]
+        # No step carries a token of a row with drafts, which has several.
+        self._sampled_index[rows.seats[yielding.rows]] = np.arange(len(yielding.rows))
         return StepBatch(
             token_ids=torch.from_numpy(_token_ids(plan, len(carried_rows))),
             positions=torch.from_numpy(positions),
@@ -197,13 +221,15 @@ def _token_ids(plan: StepPlan, num_carried: int) -> npt.NDArray[np.int64]:
     if num_carried == plan.num_rows:
         return np.zeros(num_carried, np.int64)
     token_ids: list[int] = []
-    for sequence, start, length, carries in zip(plan.sequences, plan.starts, plan.lengths, plan.carries, strict=True):
+    columns = zip(plan.sequences, plan.starts, plan.lengths, plan.carries, strict=True)
+    for row, (sequence, start, length, carries) in enumerate(columns):
         if carries:
             token_ids.append(0)
         elif length == 1:
             token_ids.append(sequence.token_ids[start])
         else:
             token_ids += sequence.token_ids[start : start + length]
+            token_ids += plan.drafts.get(row, ())
     return np.array(token_ids, np.int64)
 
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from executor.logits.grammar import Guide
 from executor.logits.row import LogitsRow, mask_of
-from executor.scheduler.sequence import NO_PROCESSORS, Sampling, StepPlan
+from executor.scheduler.sequence import NO_DRAFTS, NO_PROCESSORS, Sampling, StepPlan, accepted_ids
 from executor.scheduler.sequence import Sequence as BoardedSequence
-from executor.step.batch import StepBatch
+from executor.step.batch import StepBatch, YieldingRows
 from executor.step.sampling import SampleRow
 
 NO_IDS: frozenset[int] = frozenset()
@@ -31,7 +31,8 @@ class SamplingBatch:
     The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
     takes its largest logit, and nothing is banned or changed. `processed` are the rows whose logits are changed first,
     by row. `reporting` are the rows that report log probabilities, each with the number of likeliest tokens to report;
-    the positions that score a prompt follow behind the R rows.
+    the positions that score a prompt follow behind the R rows. Where `drafts` are verified from row i on, row i + 1 is
+    sampled as if the first draft were output, and so on.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -45,6 +46,7 @@ class SamplingBatch:
     is_greedy: bool
     processed: Mapping[int, LogitsRow] = field(default_factory=lambda: NO_ROWS)
     reporting: tuple[tuple[int, int], ...] = ()
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: NO_DRAFTS)
 
     @classmethod
     def of(cls, rows: Iterable[SampleRow]) -> SamplingBatch:
@@ -101,7 +103,11 @@ class SamplingBatch:
     def append(self, sampled_ids: Sequence[int]) -> None:
         """Adds the sampled tokens to the rows that depend on them. The thread that runs the steps calls it."""
         for index, row in self.processed.items():
-            row.append(sampled_ids[index])
+            if row.has_drafts:
+                continue
+            drafts = self.drafts.get(index, ())
+            for token_id in accepted_ids(drafts, sampled_ids[index : index + 1 + len(drafts)]):
+                row.append(token_id)
 
 
 class SamplingColumns:
@@ -126,12 +132,14 @@ class SamplingColumns:
         """Returns the columns of the rows that sample. Plans must come in the order in which they are made."""
         for sequence in plan.boarded:
             self._board(sequence, plan)
-        sampling_rows = np.flatnonzero(plan.samples)
-        seats = batch.table_rows.numpy()[sampling_rows]
-        output_index = batch.context_lengths.numpy()[sampling_rows] - self._prompt_length[seats]
+        yielding = YieldingRows.of(plan)
+        seats = batch.table_rows.numpy()[yielding.rows]
+        ends = batch.context_lengths.numpy()[yielding.rows] - yielding.num_behind
+        output_index = ends - self._prompt_length[seats]
         temperature = self._temperature[seats]
         banned_starts, banned_ids = self._banned(seats, output_index)
-        processed = self._processed_rows(seats)
+        drafts = {int(np.searchsorted(yielding.rows, row)): ids for row, ids in plan.drafts.items()}
+        processed = self._processed_rows(seats, drafts)
         return SamplingBatch(
             temperature=temperature,
             top_k=self._top_k[seats],
@@ -144,6 +152,7 @@ class SamplingColumns:
             is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
             processed=processed,
             reporting=self._reporting_rows(seats) + (_scoring_rows(plan, len(seats)) if plan.scored else ()),
+            drafts=drafts,
         )
 
     def _board(self, sequence: BoardedSequence, plan: StepPlan) -> None:
@@ -186,11 +195,17 @@ class SamplingColumns:
         allowed = mask_of(allowed_ids, self._vocabulary_size) if allowed_ids else None
         return Guide(sequence.constraint, sequence.stopping, allowed, self._vocabulary_size)
 
-    def _processed_rows(self, seats: npt.NDArray[np.int32]) -> Mapping[int, LogitsRow]:
+    def _processed_rows(
+        self, seats: npt.NDArray[np.int32], drafts: Mapping[int, tuple[int, ...]]
+    ) -> Mapping[int, LogitsRow]:
         if not self._processed:
             return NO_ROWS
         rows = ((row, self._processed.get(seat)) for row, seat in enumerate(seats.tolist()))
-        return {row: processed for row, processed in rows if processed is not None}
+        processed = {row: state for row, state in rows if state is not None}
+        for first, ids in drafts.items():
+            if first in processed:
+                processed.update(enumerate(processed[first].after(ids), start=first + 1))
+        return processed
 
     def _reporting_rows(self, seats: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
         if not self._reporting:
@@ -214,7 +229,9 @@ class SamplingColumns:
             return NO_IDS
         if output_index < sequence.stopping.min_tokens:
             return sequence.stopping.stop_token_ids
-        del self._restrained[seat]
+        # A row may be sampled beyond drafts that are then not accepted.
+        if sequence.num_output_tokens >= sequence.stopping.min_tokens:
+            del self._restrained[seat]
         return NO_IDS
 
 

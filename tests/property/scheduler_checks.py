@@ -35,13 +35,16 @@ class RowChecks:
         assert len({row.sequence for row in plan.rows}) == len(plan.rows) <= self._limits.max_num_sequences
         for row in plan.rows:
             sequence = row.sequence
-            end = row.start + row.num_tokens
-            assert row.num_tokens > 0
-            assert end == sequence.num_computed < sequence.length_limit, "a step behind the last token"
+            last = row.start + row.num_tokens
+            end = last - len(row.drafts)
+            assert end > row.start
+            assert end == sequence.num_computed <= last < sequence.length_limit, "a step behind the last token"
+            assert len(row.drafts) <= sequence.max_drafts
+            assert not row.drafts or (end == row.start + 1 == len(sequence.token_ids) and not row.carries)
             assert row.samples == (end == sequence.num_tokens - row.samples)
             assert row.samples or self._limits.enable_chunked_context
             assert row.carries == (row.start >= len(sequence.token_ids))
-            assert len(sequence.block_table) * self._block_size >= end
+            assert len(sequence.block_table) * self._block_size >= last
 
 
 class PassingChecks:
@@ -76,8 +79,8 @@ class OvercommittedChecks:
         self._limits = limits
         self._rows = RowChecks(limits, block_size)
 
-    def check(self, plan: StepPlan, standing: Standing) -> None:
-        """Asserts what holds."""
+    def check(self, plan: StepPlan, standing: Standing, waits: bool = False) -> None:
+        """Asserts what holds. With `waits` a decode may wait for the step in flight."""
         self._rows.check(plan)
         # A sequence can give up its seat in this very step and get it back, when its blocks are shared or still cached.
         back = [s for s in plan.boarded if s in standing.preempted or s in plan.preempted]
@@ -105,14 +108,17 @@ class ReservedChecks:
         self.decodes_skipped: set[Sequence] = set()
         self.head_skipped: list[Sequence] = []
 
-    def check(self, plan: StepPlan, standing: Standing) -> None:
-        """Asserts what holds."""
+    def check(self, plan: StepPlan, standing: Standing, waits: bool = False) -> None:
+        """Asserts what holds. With `waits` a decode may wait for the step in flight."""
         self._rows.check(plan)
         for row in plan.rows:
-            assert len(row.sequence.block_table) == math.ceil((row.start + row.num_tokens) / self.block_size)
+            num_blocks = math.ceil((row.start + row.num_tokens) / self.block_size)
+            # An earlier draft may have taken blocks.
+            num_held = len(row.sequence.block_table)
+            assert num_held == num_blocks or (num_held > num_blocks and row.sequence.max_drafts)
         assert [*plan.preempted, *plan.swaps_out, *plan.swaps_in, *plan.swapped] == []
         self._check_boarding(plan, standing)
-        self._check_decodes(plan, standing.decodes)
+        self._check_decodes(plan, standing.decodes, waits)
         self._check_line_of_prefills(plan, standing.seated, standing.decodes)
 
     def _check_boarding(self, plan: StepPlan, standing: Standing) -> None:
@@ -136,16 +142,18 @@ class ReservedChecks:
 
     def _has_room(self, plan: StepPlan, decodes: set[Sequence]) -> bool:
         """Whether a prompt could have had more of this step."""
-        num_left = self.limits.max_num_tokens - plan.num_tokens
+        num_left = self.limits.max_num_tokens - plan.num_tokens + sum(map(len, plan.drafts.values()))
         if self.max_prefill_tokens is not None:
             num_prefill = sum(row.num_tokens for row in plan.rows if row.sequence not in decodes)
             num_left = min(num_left, self.max_prefill_tokens - num_prefill)
         return num_left > 0
 
-    def _check_decodes(self, plan: StepPlan, decodes: set[Sequence]) -> None:
-        """Decodes are in every step; without chunks they may give way to a long prompt, but not twice in a row."""
+    def _check_decodes(self, plan: StepPlan, decodes: set[Sequence], waits: bool) -> None:
+        """Decodes are in every step; they may give way to a long prompt without chunks, and wait for the step in flight
+        with drafts, but not twice in a row."""
         skipped = decodes - {row.sequence for row in plan.rows}
-        assert not skipped or not self.limits.enable_chunked_context
+        may_skip = waits and all(sequence.max_drafts for sequence in skipped)
+        assert not skipped or may_skip or not self.limits.enable_chunked_context
         assert not skipped & self.decodes_skipped
         self.decodes_skipped = skipped
 

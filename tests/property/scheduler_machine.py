@@ -20,6 +20,7 @@ from executor.scheduler.sequence import (
     StepResult,
 )
 from executor.scheduler.step_constraint import PrefillAllowance
+from tests.drafting import CHEAP, PROPOSERS, eager
 from tests.fake_device import FakeDevice, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
 from tests.property.scheduler_model import Expectation, Promises, limits_strategy, sequence_strategy
@@ -52,9 +53,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         overlap=st.booleans(),
         max_prefill_tokens=st.none() | st.integers(1, 6),
+        drafts=st.none() | st.sampled_from(sorted(PROPOSERS)),
+        num_ahead=st.sampled_from((0, 1, 8)),
     )
     def build(
-        self, limits: SchedulerLimits, num_tokens: int, block_size: int, overlap: bool, max_prefill_tokens: int | None
+        self,
+        limits: SchedulerLimits,
+        num_tokens: int,
+        block_size: int,
+        overlap: bool,
+        max_prefill_tokens: int | None,
+        drafts: str | None,
+        num_ahead: int,
     ) -> None:
         self.most_plans = 2 if overlap else 1
         self.max_prefill_tokens = max_prefill_tokens
@@ -62,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Overcommitted, a pool that a few of them fill.
         num_blocks = (35 + num_tokens // 4 if limits.is_overcommitted else num_tokens) // block_size
         self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler = Scheduler(limits, self.pool)
+        self.scheduler = Scheduler(limits, self.pool, eager(PROPOSERS[drafts], num_ahead) if drafts else None)
         self.device = FakeDevice(self.pool)
         max_held = limits.max_num_sequences + limits.num_standby_sequences
         self.promises = Promises(num_blocks, block_size, max_held, limits.context_length)
@@ -298,9 +308,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             decodes={sequence for sequence in seated if sequence in self.sampled},
             has_leaving=not in_flight <= set(held),
         )
-        plan = self.scheduler.schedule(
-            None if self.max_prefill_tokens is None else PrefillAllowance(self.max_prefill_tokens)
-        )
+        allowance = None if self.max_prefill_tokens is None else PrefillAllowance(self.max_prefill_tokens)
+        plan = self.scheduler.schedule(allowance, CHEAP)
         self._receive(StepOutcome(NewTokens(), self.scheduler.take_finished()))
         # Some of them may just have been handed back.
         standing.preempted[:] = [sequence for sequence in standing.preempted if sequence in held]
@@ -309,7 +318,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.boardings[sequence] = self.num_boardings
         assert plan.rows or self.launched or not self._has_ready, "held sequences but nothing to do"
         assert not plan.rows or held
-        self.checks.check(plan, standing)
+        waits = self.scheduler.drafts and bool(self.launched)
+        if plan.rows or not waits:
+            self.checks.check(plan, standing, waits)
         if plan.rows:
             self.launched.append(Launched(plan))
             self.sampled.update(row.sequence for row in plan.rows if row.samples)

@@ -150,5 +150,6 @@ def sequence_strategy(
         inter_token_target_ms=draw(st.sampled_from((None, 20.0, 50.0))),
         deadline_ms=draw(st.sampled_from((None, None, 10, 20))),
         num_prompt_logprobs=draw(st.sampled_from((None, None, None, 0, 2))),
+        max_drafts=draw(st.sampled_from((0, 1, 3, 7))),
         constraint=unready_constraint() if may_be_unready and draw(st.integers(0, 4)) == 0 else None,
     )

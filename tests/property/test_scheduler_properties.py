@@ -13,6 +13,7 @@ from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler, SchedulerLimits
 from executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
 from executor.scheduler.step_constraint import PrefillAllowance, PrefillCost
+from tests.drafting import CHEAP, PROPOSERS, eager
 from tests.examples import examples
 from tests.fake_device import FakeDevice, solo_output
 from tests.property.scheduler_machine import SchedulerMachine
@@ -30,12 +31,19 @@ ALLOWANCES = st.none() | st.builds(
 
 @pytest.mark.parametrize("overlap", [False, True])
 @settings(max_examples=examples(60), deadline=None)
-@given(limits=limits_strategy(), num_extra_blocks=st.integers(0, 30), allowance=ALLOWANCES, choice=st.data())
+@given(
+    limits=limits_strategy(),
+    num_extra_blocks=st.integers(0, 30),
+    allowance=ALLOWANCES,
+    drafts=st.none() | st.sampled_from(sorted(PROPOSERS)),
+    choice=st.data(),
+)
 def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunks(
     overlap: bool,
     limits: SchedulerLimits,
     num_extra_blocks: int,
     allowance: PrefillAllowance | None,
+    drafts: str | None,
     choice: st.DataObject,
 ) -> None:
     """Requests come back with a new attempt until they are taken, as routers do."""
@@ -54,7 +62,8 @@ def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunk
         num_extra_blocks //= 4
     most_reserved = max([1, *(s.num_reserved_blocks for s in waiting)])
     pool = BlockPool(max(math.ceil(longest / block_size), most_reserved) + num_extra_blocks, block_size)
-    scheduler, device = Scheduler(limits, pool), FakeDevice(pool)
+    scheduler = Scheduler(limits, pool, eager(PROPOSERS[drafts], choice.draw(st.integers(0, 8))) if drafts else None)
+    device = FakeDevice(pool)
 
     # When it is offered until everyone has been taken, and run until everyone has ended.
     ends: dict[str, tuple[list[int], FinishReason]] = {}
@@ -63,7 +72,7 @@ def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunk
     while waiting or not scheduler.is_idle:
         refused = [s for s in waiting if scheduler.offer(s) is not None]
         waiting = [_again(s, s.attempt + 1) for s in refused]
-        plan = scheduler.schedule(None if allowance is None else replace(allowance))
+        plan = scheduler.schedule(None if allowance is None else replace(allowance), CHEAP)
         scheduler.check()
         finished = list(scheduler.take_finished())
         launched += [plan] if plan.rows else []
@@ -94,6 +103,7 @@ def _again(sequence: Sequence, attempt: int, least_blocks: int = 0) -> Sequence:
         stopping=sequence.stopping,
         num_reserved_blocks=max(sequence.num_reserved_blocks, least_blocks),
         cache_salt=sequence.cache_salt,
+        max_drafts=sequence.max_drafts,
     )
 
 

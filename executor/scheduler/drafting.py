@@ -1,0 +1,130 @@
+"""Drafts of the running sequences: which of them a step verifies, and which sequences wait for the step in flight.
+
+A sequence without a matching draft is planned one step ahead, like any other. A draft continues the known tokens, so a
+sequence whose draft is likely to pay is planned only once its step has retired, and so is one whose drafts are being
+verified. Where few sequences would go ahead of those that wait, the whole step waits, so that the batch stays one.
+
+A draft decides how many tokens a step yields and never which ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass
+
+from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.sequence import Sequence, StepPlan
+from executor.scheduler.step_constraint import DraftTerms
+from executor.speculation.budget import DraftBudget
+from executor.speculation.proposer import NO_DRAFT, Draft, Proposer
+
+# The step waits unless more than this many sequences can go ahead for each one that waits. A sequence that misses the
+# step loses all of its time, the others lose only the time that the host takes between two steps.
+NUM_AHEAD_PER_WAITING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Drafted tokens that were verified since the start, and those of them that were accepted, by position in the
+    draft."""
+
+    verified: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+
+class Drafting:
+    """The proposers and newest drafts of the sequences that may draft."""
+
+    def __init__(
+        self,
+        make_proposer: Callable[[], Proposer],
+        budget: DraftBudget,
+        num_ahead_per_waiting: int = NUM_AHEAD_PER_WAITING,
+    ) -> None:
+        self.num_ahead_per_waiting = num_ahead_per_waiting
+        self._make_proposer = make_proposer
+        self._budget = budget
+        # What may follow the known tokens.
+        self._drafts: dict[Sequence, Draft] = {}
+        self._verified: list[int] = []
+        self._accepted: list[int] = []
+
+    @property
+    def counts(self) -> DraftCounts:
+        return DraftCounts(tuple(self._verified), tuple(self._accepted))
+
+    def waiting(
+        self, decodes: Collection[Sequence], plans: ReadOnlyList[StepPlan], terms: DraftTerms
+    ) -> frozenset[Sequence]:
+        """Returns the decodes that are not to be in a step before the plans in flight have retired."""
+        verifying = {plan.sequences[row] for plan in plans for row in plan.drafts}
+        waiting = [sequence for sequence in decodes if sequence in verifying]
+        drafts = {s: self._draft(s) for s in decodes if s.max_drafts and s.num_pending and s not in verifying}
+        # The first id of each is the token in flight.
+        drafts = {sequence: draft for sequence, draft in drafts.items() if len(draft.ids) > 1}
+        if drafts:
+            num_ids = terms.fitting(len(decodes), sum(len(draft.ids) for draft in drafts.values()))
+            others = [NO_DRAFT] * (len(decodes) - len(drafts))
+            chosen = self._budget.choose([*drafts.values(), *others], len(decodes), terms.time_of_step, num_ids)
+            waiting += [sequence for sequence, number in zip(drafts, chosen, strict=False) if number > 1]
+        return frozenset(waiting)
+
+    def add_drafts(self, step: StepDraft, num_blocks: int, block_size: int, terms: DraftTerms) -> None:
+        """Adds drafts to the step that is being planned, with what prompts left of its tokens. They take at most
+        `num_blocks` blocks."""
+        drafts = {s: self._draft(s) for s in step.known_decodes if s.max_drafts}
+        drafts = {s: _within(draft, s.length_limit - len(s.token_ids) - 1) for s, draft in drafts.items() if draft.ids}
+        num_wanted = sum(len(draft.ids) for draft in drafts.values())
+        num_ids = terms.fitting(step.num_tokens, min(num_wanted, step.num_tokens_left))
+        if not num_ids:
+            return
+        others = [NO_DRAFT] * (step.num_decodes + len(step.prompts_done) - len(drafts))
+        chosen = self._budget.choose([*drafts.values(), *others], step.num_tokens, terms.time_of_step, num_ids)
+        taken: dict[Sequence, tuple[int, ...]] = {}
+        for (sequence, draft), number in zip(drafts.items(), chosen, strict=False):
+            num_held = len(sequence.block_table)
+            most = (num_held + num_blocks) * block_size - len(sequence.token_ids)
+            if ids := draft.ids[: min(number, most)]:
+                taken[sequence] = ids
+                num_blocks -= max(0, -(-(len(sequence.token_ids) + len(ids)) // block_size) - num_held)
+        if taken:
+            step.add_drafts(taken)
+
+    def count(self, num_verified: int, num_accepted: int) -> None:
+        """Counts the outcome of a row that verified drafts."""
+        num_new = num_verified - len(self._verified)
+        self._verified += [0] * num_new
+        self._accepted += [0] * num_new
+        for position in range(num_verified):
+            self._verified[position] += 1
+            self._accepted[position] += position < num_accepted
+
+    def follow(self, sequence: Sequence, new_ids: ReadOnlyList[int]) -> None:
+        """Takes the newest tokens of a sequence, whether or not they were drafted, and learns from them."""
+        if sequence.proposer is None:
+            return
+        draft = self._drafts.pop(sequence, NO_DRAFT)
+        num_compared = min(len(draft.ids), len(new_ids))
+        if num_compared:
+            is_equal = [one == other for one, other in zip(draft.ids, new_ids, strict=False)]
+            self._budget.observe(draft, num_compared, [*is_equal, False].index(False))
+        sequence.proposer.extend(new_ids)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drops what belongs to a sequence that ends."""
+        self._drafts.pop(sequence, None)
+        sequence.proposer = None
+
+    def _draft(self, sequence: Sequence) -> Draft:
+        draft = self._drafts.get(sequence)
+        if draft is None:
+            if sequence.proposer is None:
+                sequence.proposer = self._make_proposer()
+                sequence.proposer.extend(sequence.token_ids)
+            draft = self._drafts[sequence] = sequence.proposer.propose(sequence.max_drafts)
+        return draft
+
+
+def _within(draft: Draft, limit: int) -> Draft:
+    return draft if len(draft.ids) <= limit else Draft(draft.ids[: max(0, limit)], draft.match_length)

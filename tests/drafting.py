@@ -1,0 +1,80 @@
+"""Proposers and budgets for tests: drafts that are all right, all wrong or random, and a budget that verifies all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from executor.scheduler.drafting import Drafting
+from executor.scheduler.step_constraint import DraftTerms
+from executor.speculation.budget import DraftBudget
+from executor.speculation.proposer import Draft, NgramProposer, Proposer
+from tests.fake_device import VOCABULARY_SIZE, next_content
+
+CHEAP = DraftTerms(lambda num_tokens: 1.0 + 1e-6 * num_tokens)
+
+
+class EagerBudget(DraftBudget):
+    """Verifies as much of the drafts as it may, the first ones first."""
+
+    def choose(self, drafts: Sequence[Draft], rows: int, time_of_step: Callable[[int], float], limit: int) -> list[int]:
+        chosen = []
+        for draft in drafts:
+            chosen.append(min(len(draft.ids), limit))
+            limit -= chosen[-1]
+        return chosen
+
+
+class GuessingProposer:
+    """Drafts ids by a function of all tokens before."""
+
+    def __init__(self, guess: Callable[[Sequence[int]], int]) -> None:
+        self._guess = guess
+        self._ids: list[int] = []
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self._ids += ids
+
+    def propose(self, limit: int) -> Draft:
+        ids = list(self._ids)
+        for _ in range(limit):
+            ids.append(self._guess(ids))
+        return Draft(tuple(ids[len(self._ids) :]), 3)
+
+
+def token_of_fake_device(ids: Sequence[int]) -> int:
+    """What the fake device samples for a greedy request with an empty salt."""
+    content = int.from_bytes(b"salt:", "little")
+    for token_id in ids:
+        content = next_content(content, token_id)
+    return content % VOCABULARY_SIZE
+
+
+def right() -> Proposer:
+    """Drafts what the fake device samples."""
+    return GuessingProposer(token_of_fake_device)
+
+
+def wrong() -> Proposer:
+    """Drafts what the fake device does not sample."""
+    return GuessingProposer(lambda ids: (token_of_fake_device(ids) + 1) % VOCABULARY_SIZE)
+
+
+def half_right() -> Proposer:
+    """Drafts what the fake device samples, or something else, by chance."""
+    return GuessingProposer(
+        lambda ids: (token_of_fake_device(ids) + random.Random(sum(ids) + len(ids)).randrange(2)) % VOCABULARY_SIZE
+    )
+
+
+PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "right": right,
+    "wrong": wrong,
+    "half": half_right,
+    "ngram": NgramProposer,
+}
+
+
+def eager(make_proposer: Callable[[], Proposer], num_ahead_per_waiting: int = 0) -> Drafting:
+    """Drafts whose every token is verified, as far as the step allows."""
+    return Drafting(make_proposer, EagerBudget(), num_ahead_per_waiting)

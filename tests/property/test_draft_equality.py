@@ -1,0 +1,251 @@
+"""Tokens do not depend on drafts: with drafts that are right, wrong, random or looked up, each request gets what it gets
+without any."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from common.model_source import resolve_model
+from executor.engine.runner import PendingStep
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.drafting import DraftCounts, Drafting
+from executor.scheduler.limits import Overcommit
+from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from executor.scheduler.sequence import (
+    FinishReason,
+    Processors,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Stopping,
+    TokenLogprobs,
+)
+from executor.scheduler.sequence import Sequence as Request
+from executor.speculation.proposer import NgramProposer, Proposer
+from tests.drafting import CHEAP, GuessingProposer, eager
+from tests.examples import examples
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.torch_threads import torch_threads
+
+BLOCK_SIZE = 16
+CONTEXT_LENGTH = 128
+MOST_REQUESTS = 4
+LIMITS = SchedulerLimits(
+    max_num_sequences=MOST_REQUESTS,
+    num_standby_sequences=MOST_REQUESTS,
+    max_num_tokens=64,
+    context_length=CONTEXT_LENGTH,
+    enable_chunked_context=True,
+    batching=Batching.INFLIGHT,
+    enable_prefix_cache=True,
+)
+# Four sequences of up to five blocks each in eight.
+PREEMPTING = replace(
+    LIMITS,
+    policy=SchedulerPolicy.MAX_UTILIZATION,
+    overcommit=Overcommit(watermark=0.0, margin=0.0, max_steps_away=10**6),
+    num_host_blocks=4,
+)
+NUM_BLOCKS = {SchedulerPolicy.GUARANTEED_NO_EVICT: 32, SchedulerPolicy.MAX_UTILIZATION: 8}
+MODES = {
+    "batch": LIMITS,
+    "few-tokens": replace(LIMITS, max_num_tokens=MOST_REQUESTS + 3),
+    "preempting": PREEMPTING,
+}
+DRAFTERS = ("right", "wrong", "random", "ngram")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request got."""
+
+    ids: list[int]
+    reason: FinishReason
+    stop_token_id: int | None
+    logprobs: dict[int, TokenLogprobs]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The answers to some requests, and what happened meanwhile."""
+
+    answers: dict[str, Answer]
+    counts: DraftCounts
+    num_preemptions: int
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[PagedModel]:
+    with torch_threads(1), pytest.MonkeyPatch.context() as patch:
+        if request.param == "reference":
+            patch.setattr("executor.model.model._native_sampler", lambda *_: None)
+        loaded = PagedModel.load(
+            resolve_model(str(folder)), dtype_name="float32", device_name="cpu", backend_name=request.param
+        )
+        loaded.allocate_kv(max(NUM_BLOCKS.values()), BLOCK_SIZE)
+        yield loaded
+
+
+def run(
+    model: PagedModel, requests: Sequence[Request], limits: SchedulerLimits, overlap: bool, drafting: Drafting | None
+) -> Run:
+    """Runs requests that arrive at once."""
+    pool = BlockPool(NUM_BLOCKS[limits.policy], BLOCK_SIZE)
+    scheduler, runner = Scheduler(limits, pool, drafting), ModelRunner(model, limits, BLOCK_SIZE)
+    for request in requests:
+        assert scheduler.offer(request) is None
+    launched: deque[tuple[StepPlan, PendingStep]] = deque()
+    answers: dict[str, Answer] = {}
+    while launched or not scheduler.is_idle:
+        plan = scheduler.schedule(terms=CHEAP)
+        if plan.rows:
+            launched.append((plan, runner.launch(plan)))
+        while len(launched) > int(overlap and bool(plan.rows)):
+            done, pending = launched.popleft()
+            for event in scheduler.update(StepResult(done, pending.result(), pending.logprobs())).finished:
+                sequence = event.sequence
+                ids = sequence.token_ids[sequence.num_prompt_tokens :]
+                answers[sequence.request_id] = Answer(ids, event.reason, event.stop_token_id, sequence.logprobs)
+    runner.close()
+    scheduler.check_when_idle()
+    assert pool.num_used == 0
+    return Run(answers, scheduler.draft_counts, scheduler.num_preemptions)
+
+
+IDS = st.integers(3, VOCABULARY_SIZE - 1)
+PROCESSORS = st.builds(
+    Processors,
+    bias=st.just(()) | st.dictionaries(IDS, st.floats(-5, 5, width=32), max_size=6).map(lambda one: tuple(one.items())),
+    allowed_ids=st.just(frozenset()) | st.frozensets(IDS, min_size=20, max_size=60),
+    repetition_penalty=st.sampled_from((1.0, 1.0, 0.7, 1.3)),
+    frequency_penalty=st.sampled_from((0.0, 0.0, -0.5, 1.5)),
+    presence_penalty=st.sampled_from((0.0, 0.0, -0.5, 1.5)),
+    bad_words=st.just(()) | st.lists(st.lists(IDS, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
+    no_repeat_ngram_size=st.sampled_from((0, 0, 2, 3)),
+)
+# Greedy rows and rows without changes often, because they take other ways through the code.
+SAMPLING = st.just(Sampling(0.0, 0, 1.0, 0)) | st.builds(
+    Sampling,
+    temperature=st.sampled_from((0.0, 0.3, 1.0)),
+    top_k=st.sampled_from((0, 0, 1, 20)),
+    top_p=st.sampled_from((1.0, 0.9, 0.3)),
+    seed=st.integers(0, 2**64 - 1),
+    min_p=st.sampled_from((0.0, 0.0, 0.2)),
+)
+
+
+@st.composite
+def request_strategy(draw: st.DrawFn, number: int) -> Request:
+    # The first token tells the requests apart, the rest repeats itself, so that n-grams are found.
+    prompt = [3 + number, *draw(st.lists(IDS, min_size=1, max_size=8)) * draw(st.integers(1, 3))]
+    most = draw(st.integers(1, 40))
+    stops = frozenset(draw(st.just([]) | st.lists(IDS, min_size=1, max_size=6)))
+    return Request(
+        request_id=f"r{number}",
+        attempt=1,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        sampling=draw(SAMPLING),
+        stopping=Stopping(most, draw(st.integers(0, 6)), stops),
+        num_reserved_blocks=-(-(len(prompt) + most) // BLOCK_SIZE),
+        cache_salt=draw(st.sampled_from((None, b"", b""))),
+        num_top_logprobs=draw(st.sampled_from((None, None, 0, 3))),
+        processors=draw(st.just(Processors()) | PROCESSORS),
+        max_drafts=draw(st.integers(0, 7)),
+    )
+
+
+def again(requests: Sequence[Request], limits: SchedulerLimits) -> list[Request]:
+    """The requests before they ran, with a reservation that the policy would make."""
+    return [
+        Request(
+            one.request_id,
+            1,
+            one.token_ids[: one.num_prompt_tokens],
+            one.num_prompt_tokens,
+            one.sampling,
+            one.stopping,
+            -(-(one.num_prompt_tokens + 1) // BLOCK_SIZE) if limits.is_overcommitted else one.num_reserved_blocks,
+            one.cache_salt,
+            num_top_logprobs=one.num_top_logprobs,
+            processors=one.processors,
+            max_drafts=one.max_drafts,
+        )
+        for one in requests
+    ]
+
+
+def proposers(drafter: str, texts: dict[int, list[int]], seed: int) -> Callable[[], Proposer]:
+    """Returns what makes proposers that know the texts of the run without drafts, by their first token."""
+    some = random.Random(seed)
+
+    def right(ids: Sequence[int]) -> int:
+        text = texts[ids[0]]
+        return text[len(ids)] if len(ids) < len(text) else 0
+
+    guesses: dict[str, Callable[[Sequence[int]], int]] = {
+        "right": right,
+        "wrong": lambda ids: (right(ids) + 1) % VOCABULARY_SIZE,
+        "random": lambda ids: right(ids) if some.random() < 0.7 else some.randrange(VOCABULARY_SIZE),
+    }
+    if drafter == "ngram":
+        return NgramProposer
+    return lambda: GuessingProposer(guesses[drafter])
+
+
+def tokens_of(answers: dict[str, Answer]) -> dict[str, tuple[list[int], FinishReason, int | None]]:
+    return {name: (answer.ids, answer.reason, answer.stop_token_id) for name, answer in answers.items()}
+
+
+def assert_same_logprobs(found: Answer, expected: Answer, is_exact: bool) -> None:
+    """The products of torch round differently by the number of their rows."""
+    if is_exact:
+        assert found.logprobs == expected.logprobs
+        return
+    assert found.logprobs.keys() == expected.logprobs.keys()
+    for offset, one in expected.logprobs.items():
+        assert found.logprobs[offset].logprob == pytest.approx(one.logprob, abs=1e-4)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    requests=st.integers(1, MOST_REQUESTS).flatmap(lambda n: st.tuples(*(request_strategy(i) for i in range(n)))),
+    drafter=st.sampled_from(DRAFTERS),
+    mode=st.sampled_from(sorted(MODES)),
+    overlap=st.booleans(),
+    num_ahead=st.sampled_from((0, 1, 8)),
+)
+def test_tokens_do_not_depend_on_drafts(
+    model: PagedModel, requests: tuple[Request, ...], drafter: str, mode: str, overlap: bool, num_ahead: int
+) -> None:
+    expected = run(model, again(requests, LIMITS), LIMITS, False, None).answers
+    texts = {one.token_ids[0]: [*one.token_ids, *expected[one.request_id].ids] for one in requests}
+    drafting = eager(proposers(drafter, texts, seed=len(requests)), num_ahead)
+
+    found = run(model, again(requests, MODES[mode]), MODES[mode], overlap, drafting)
+
+    assert tokens_of(found.answers) == tokens_of(expected)
+    for name, answer in expected.items():
+        assert_same_logprobs(found.answers[name], answer, is_exact=model.native is not None)
+    if drafter in ("right", "wrong"):
+        # A draft ends where the text does, and what is behind it is not counted.
+        num_right = sum(found.counts.accepted)
+        assert (
+            num_right == 0 if drafter == "wrong" else num_right <= sum(len(answer.ids) for answer in expected.values())
+        )

@@ -11,6 +11,7 @@ from executor.scheduler.seat_view import Seating, SequencePhase, SequenceSnapsho
 from executor.scheduler.sequence import FinishEvent, NewTokens, ScoredRows, Sequence, StepOutcome
 from executor.scheduler.step_constraint import StepConstraint
 from executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
+from executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class EngineStatus:
     share of the time in which there is work. `device_busy_s` and `elapsed_s` are totals since the start. `constraint`
     is that of the newest step, `bounds` counts the steps by constraint. `kv` has details of the blocks.
     `num_invalid_logits` counts the sequences that ended because a row of theirs had no usable logit.
+    `drafts` counts the drafted tokens since the start.
     """
 
     budget_blocks: int
@@ -100,6 +102,7 @@ class EngineStatus:
     bounds: tuple[tuple[StepConstraint, int], ...]
     kv: KvCounts
     num_invalid_logits: int = 0
+    drafts: DraftCounts = NO_DRAFT_COUNTS
 
 
 @dataclass(slots=True)

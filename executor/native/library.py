@@ -16,6 +16,8 @@ from executor.native.build import BuildFailure, load_library, prebuild
 NAME = "kernels"
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / name for name in ("decoder.cpp", "attention.cpp", "sampler.cpp", "pool.cpp", "trial.cpp"))
+# Without vector code, so it has one build; it changes rarely and compiles in a second, also where the device is a GPU.
+AUTOMATON_SOURCES = (FOLDER / "automaton.cpp",)
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -48,6 +50,7 @@ INSTRUCTION_SETS = (
 )
 # Processors other than x86-64 have one build, for themselves.
 NATIVE = InstructionSet("native", frozenset(), ())
+AUTOMATON_FLAGS = (*INSTRUCTION_SETS[-1].compiler_flags, *COMMON_FLAGS)
 NAMES = ("auto", *(instructions.name for instructions in INSTRUCTION_SETS), NATIVE.name)
 
 
@@ -84,13 +87,22 @@ def load_native(name: str = "auto") -> NativeLibrary | BuildFailure:
     return failure
 
 
+def load_automaton() -> ctypes.CDLL | BuildFailure:
+    """Loads the suffix automaton, which drafts tokens. Compiles it if necessary."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return load_library("automaton", AUTOMATON_SOURCES, (), AUTOMATON_FLAGS if is_x86 else COMMON_FLAGS)
+
+
 def prebuild_all(folder: Path) -> list[Path]:
     """Builds for every instruction set of x86-64 into `folder`; see `executor.native.build`."""
     folder.mkdir(parents=True, exist_ok=True)
     headers = sorted(FOLDER.glob("*.h"))
     return [
-        prebuild(folder, NAME, SOURCES, headers, (*instructions.compiler_flags, *COMMON_FLAGS))
-        for instructions in INSTRUCTION_SETS
+        *(
+            prebuild(folder, NAME, SOURCES, headers, (*instructions.compiler_flags, *COMMON_FLAGS))
+            for instructions in INSTRUCTION_SETS
+        ),
+        prebuild(folder, "automaton", AUTOMATON_SOURCES, (), AUTOMATON_FLAGS),
     ]
 
 

@@ -84,6 +84,7 @@ class StandingMetrics(Collector):
         yield from self._counters(status)
         yield from self._split_counters(status)
         yield from self._vllm(status)
+        yield from self._drafts(status)
 
     def describe(self) -> Iterator[Metric]:
         """Yields nothing: the registry would scrape the executor before it has a status."""
@@ -185,6 +186,34 @@ class StandingMetrics(Collector):
         )
         config.add_metric([model, str(description.block_size), str(description.total_blocks)], 1)
         yield config
+
+    def _drafts(self, status: EngineStatus) -> Iterator[Metric]:
+        """Yields what drafts brought, under names of ours by position, and under vLLM's."""
+        model, drafts = self._service.description.model, status.drafts
+        for prefix, label, name, text, counts in (
+            ("inflight_", "model", "draft_tokens", "Drafted tokens that were verified.", drafts.verified),
+            ("inflight_", "model", "draft_tokens_accepted", "Drafted tokens that were accepted.", drafts.accepted),
+            (
+                "vllm:",
+                "model_name",
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Drafted tokens that were accepted.",
+                drafts.accepted,
+            ),
+        ):
+            by_position = CounterMetricFamily(f"{prefix}{name}", f"{text} By position.", labels=[label, "position"])
+            # A counter exists from the start, so that its rate includes the first draft.
+            for position, count in enumerate(counts or (0,)):
+                by_position.add_metric([model, str(position)], count)
+            yield by_position
+        for name, text, number in (
+            ("num_drafts", "Drafts of which tokens were verified.", drafts.num_drafts),
+            ("num_draft_tokens", "Drafted tokens that were verified.", drafts.num_verified),
+            ("num_accepted_tokens", "Drafted tokens that were accepted.", drafts.num_accepted),
+        ):
+            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=["model_name"])
+            counter.add_metric([model], number)
+            yield counter
 
 
 def _num_waiting(status: EngineStatus) -> int:

@@ -102,6 +102,7 @@ async def test_what_is_counted_is_what_was_done() -> None:
     assert value(samples, "inflight_blocks_cached") == value(samples, "inflight_blocks_evictable") > 0
     assert value(samples, "inflight_draining") == 0
     assert value(samples, "inflight_executor_invalid_logits_total") == 0
+    assert value(samples, "vllm:spec_decode_num_draft_tokens_total") == 0
     assert value(samples, "vllm:cache_config_info", block_size="4", num_gpu_blocks="32") == 1
 
 
@@ -164,4 +165,5 @@ def documented() -> dict[str, set[str]]:
     for name in re.findall(r"`(vllm:[^`]+)`", prose):
         found[name] = {"model_name"}
     found["vllm:cache_config_info"] |= {"block_size", "num_gpu_blocks"}
+    found["vllm:spec_decode_num_accepted_tokens_per_pos_total"] |= {"position"}
     return found

@@ -1,0 +1,313 @@
+"""What drafts predict of real outputs, by proposer, and what the proposers cost; no step is timed.
+
+    python -m bench.engine.drafts [--tokens 256] [--limit 7] [--show]
+
+A model answers prompts of four kinds, greedily and at temperature 0.8. The answers are then replayed: at each step a
+proposer drafts up to `--limit` tokens, and the step yields those that are equal to the answer and one more. Output does
+not depend on drafts, so these are the steps that the executor would take. `tokens/step` verifies every draft in full.
+The next columns are for an executor of 1, 4 or 32 seats and what its budget chooses: the time of the steps without
+drafts divided by that with them, by the step times of SmolLM2-135M on two cores of a Xeon with AMX (docs/cpu.md).
+Processor time is per token appended and per call.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.report.table import Table
+from common.machine import num_usable_cores
+from common.model_source import load_tokenizer, resolve_model
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.limits import Batching, SchedulerLimits
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Sampling, Stopping
+from executor.scheduler.sequence import Sequence as TokenSequence
+from executor.speculation.budget import DraftBudget
+from executor.speculation.choice import PROPOSERS, choose_proposer
+from executor.speculation.proposer import Draft, Proposer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEXT = Path(__file__).parents[1] / "texts" / "passages.txt"
+CONTEXT_LENGTH = 2048
+# Answers per seat, so that most steps are full.
+ROUNDS = 5
+TEMPERATURES = (0.0, 0.8)
+SEATS = (1, 4, 32)
+# Seconds of a step without prefill by its tokens.
+STEP_TIMES_S = ((1, 0.0117), (8, 0.0123), (32, 0.0175), (64, 0.0240), (128, 0.0430), (512, 0.1200))
+EDITS = (
+    "Repeat the text below and change nothing.",
+    "Repeat the text below, but replace every number with the number 7.",
+    "Correct the spelling of the text below and repeat it in full.",
+    "Copy the text below. Write British spelling, and change nothing else.",
+)
+JSON_TASK = 'Add a field "country" to each record of this JSON list. Answer with JSON only.'
+QUESTIONS = (
+    "What is the difference between a lake and a sea?",
+    "Explain to a child why the sky is blue.",
+    "Write a short story about a clockmaker who loses the time.",
+    "How do I make a good vegetable soup?",
+    "Give me three tips for learning a language.",
+    "Why do ships float although they are made of steel?",
+    "Describe a walk through a forest in winter.",
+    "What should I think about before I buy a used car?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt and what the model answered."""
+
+    kind: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Steps of an answer with drafts, and the tokens that were drafted and accepted."""
+
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+
+def messages() -> dict[str, list[str]]:
+    """Returns the user messages by kind."""
+    passages = [part for part in TEXT.read_text(encoding="utf-8").split("\n\n") if 300 < len(part) < 1000]
+    records = [
+        {"id": 100 + i, "name": name, "city": city, "active": i % 2 == 0, "score": round(3.7 * i, 1)}
+        for i, (name, city) in enumerate(
+            (("Ada", "Arnholt"), ("Boris", "Bergen"), ("Clara", "Cadiz"), ("Dmitri", "Delft"), ("Elena", "Essen"))
+        )
+    ]
+    lists = [json.dumps(records[: 2 + i % 4], indent=2 if i % 2 else None) for i in range(8)]
+    return {
+        "copy and edit": [f"{EDITS[i % len(EDITS)]}\n\n{passage}" for i, passage in enumerate(passages[:8])],
+        "JSON": [f"{JSON_TASK}\n\n{one}" for one in lists],
+        "chat": list(QUESTIONS),
+        "summary": [f"Summarise this text in a few sentences.\n\n{passage}" for passage in passages[8:16]],
+    }
+
+
+def answers(model: PagedModel, tokenizer: PreTrainedTokenizerBase, temperature: float, max_tokens: int) -> list[Answer]:
+    """Returns the model's answers to all messages, which run in one batch."""
+    sequences: dict[str, TokenSequence] = {}
+    kinds: dict[str, str] = {}
+    num_blocks_each = -(-CONTEXT_LENGTH // BLOCK_SIZE)
+    for kind, texts in messages().items():
+        for text in texts:
+            chat = [{"role": "user", "content": text}]
+            prompt: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            name = f"r{len(sequences)}"
+            kinds[name] = kind
+            sequences[name] = TokenSequence(
+                name,
+                1,
+                list(prompt),
+                len(prompt),
+                Sampling(temperature, 0, 0.95, len(sequences)),
+                Stopping(max_tokens, 0, frozenset(model.description.eos_token_ids)),
+                num_blocks_each,
+                None,
+            )
+    limits = SchedulerLimits(
+        max_num_sequences=len(sequences),
+        num_standby_sequences=0,
+        max_num_tokens=512,
+        context_length=CONTEXT_LENGTH,
+        enable_chunked_context=True,
+        batching=Batching.INFLIGHT,
+        enable_prefix_cache=False,
+    )
+    num_blocks = len(sequences) * num_blocks_each
+    model.allocate_kv(num_blocks, BLOCK_SIZE)
+    outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+    runner = ModelRunner(model, limits, BLOCK_SIZE)
+    engine = Engine(Scheduler(limits, BlockPool(num_blocks, BLOCK_SIZE)), runner, outputs.put, lambda error: None)
+    for sequence in sequences.values():
+        engine.submit(sequence)
+    engine.start()
+    num_left = len(sequences)
+    while num_left:
+        num_left -= len(outputs.get().finished)
+    engine.stop()
+    runner.close()
+    return [
+        Answer(
+            kinds[name],
+            tuple(sequence.token_ids[: sequence.num_prompt_tokens]),
+            tuple(sequence.token_ids[sequence.num_prompt_tokens :]),
+        )
+        for name, sequence in sequences.items()
+    ]
+
+
+def num_equal(draft: Sequence[int], actual: Sequence[int]) -> int:
+    """Returns the number of leading ids that are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, actual, strict=False)))
+
+
+def replay(answer: Answer, proposer: Proposer, limit: int) -> Replay:
+    """Replays an answer whose first token is known, and verifies every draft."""
+    proposer.extend((*answer.prompt_ids, *answer.output_ids[:1]))
+    position, num_steps, num_drafted, num_accepted = 1, 0, 0, 0
+    while position < len(answer.output_ids):
+        draft = proposer.propose(limit)
+        rest = answer.output_ids[position : position + limit + 1]
+        accepted = min(num_equal(draft.ids, rest), len(rest) - 1)
+        num_steps += 1
+        num_drafted += len(draft.ids)
+        num_accepted += accepted
+        proposer.extend(rest[: accepted + 1])
+        position += accepted + 1
+    return Replay(num_steps, num_drafted, num_accepted)
+
+
+def step_s(num_tokens: int) -> float:
+    """Returns the seconds of a step, between the measured ones on a line."""
+    for (fewer, short_s), (more, long_s) in pairwise(STEP_TIMES_S):
+        if num_tokens <= more:
+            return short_s + (long_s - short_s) * (num_tokens - fewer) / (more - fewer)
+    return STEP_TIMES_S[-1][1] * num_tokens / STEP_TIMES_S[-1][0]
+
+
+class Seat:
+    """A replayed answer in a seat."""
+
+    def __init__(self, answer: Answer, proposer: Proposer) -> None:
+        self._output_ids, self._proposer, self._position = answer.output_ids, proposer, 1
+        proposer.extend((*answer.prompt_ids, *answer.output_ids[:1]))
+        self.is_done = len(answer.output_ids) < 2
+
+    def advance(self, draft: Draft, num_verified: int, budget: DraftBudget) -> None:
+        """Accepts what is right of a draft and lets the budget learn."""
+        rest = self._output_ids[self._position : self._position + num_verified + 1]
+        num_new = min(num_equal(draft.ids[:num_verified], rest), len(rest) - 1) + 1
+        compared = min(len(draft.ids), num_new)
+        budget.observe(draft, compared, num_equal(draft.ids[:compared], rest))
+        self._proposer.extend(rest[:num_new])
+        self._position += num_new
+        self.is_done = self._position >= len(self._output_ids)
+
+    def draft(self, limit: int) -> Draft:
+        """Returns what may follow."""
+        return self._proposer.propose(limit)
+
+
+def decode_s(those: Sequence[Answer], make: Callable[[], Proposer], limit: int, num_seats: int) -> float:
+    """Returns the time of the steps in which an executor yields the answers, several times over if the seats would
+    stay empty. One of them boards per step."""
+    budget, seats, seconds = DraftBudget(), list[Seat](), 0.0
+    waiting = deque([*those] * max(1, -(-ROUNDS * num_seats // len(those))))
+    while waiting or seats:
+        if waiting and len(seats) < num_seats:
+            seats.append(Seat(waiting.popleft(), make()))
+        drafts = [seat.draft(limit) for seat in seats]
+        chosen = budget.choose(drafts, len(seats), step_s, 10**6)
+        seconds += step_s(len(seats) + sum(chosen))
+        for seat, draft, number in zip(seats, drafts, chosen, strict=True):
+            seat.advance(draft, number, budget)
+        seats = [seat for seat in seats if not seat.is_done]
+    return seconds
+
+
+def speed_up(those: Sequence[Answer], make: Callable[[], Proposer], limit: int, num_seats: int) -> float:
+    """Returns the time of the steps without drafts divided by that with them."""
+    return decode_s(those, make, 0, num_seats) / decode_s(those, make, limit, num_seats)
+
+
+def outcome(kind: Sequence[Answer], make: Callable[[], Proposer], limit: int) -> list[str]:
+    """Returns a row of the table: tokens per step, share of drafts accepted, speed by seats."""
+    replays = [replay(answer, make(), limit) for answer in kind]
+    num_tokens = sum(len(answer.output_ids) - 1 for answer in kind)
+    num_steps, num_drafted = sum(one.num_steps for one in replays), sum(one.num_drafted for one in replays)
+    return [
+        f"{num_tokens / num_steps:.2f}",
+        f"{sum(one.num_accepted for one in replays) / max(1, num_drafted):.0%}",
+        *(f"{speed_up(kind, make, limit, num_seats):.2f}" for num_seats in SEATS),
+    ]
+
+
+def cost_us(all_answers: Sequence[Answer], make: Callable[[], Proposer], limit: int) -> tuple[float, float, float]:
+    """Returns the processor time of a prompt's token, of an output token that is appended alone, and of a draft."""
+    prompt_s = output_s = draft_s = 0.0
+    for answer in all_answers:
+        proposer = make()
+        began_s = time.process_time()
+        proposer.extend(answer.prompt_ids)
+        prompt_s += time.process_time() - began_s
+        began_s = time.process_time()
+        for token_id in answer.output_ids:
+            proposer.extend((token_id,))
+        output_s += time.process_time() - began_s
+        began_s = time.process_time()
+        for _ in answer.output_ids:
+            proposer.propose(limit)
+        draft_s += time.process_time() - began_s
+    num_prompt = sum(len(answer.prompt_ids) for answer in all_answers)
+    num_output = sum(len(answer.output_ids) for answer in all_answers)
+    return 1e6 * prompt_s / num_prompt, 1e6 * output_s / num_output, 1e6 * draft_s / num_output
+
+
+def tables(by_temperature: Mapping[float, Sequence[Answer]], limit: int) -> tuple[Table, Table]:
+    """Returns what the proposers predict, and what they cost."""
+    rows, costs = [], []
+    for temperature, all_answers in by_temperature.items():
+        by_kind: dict[str, list[Answer]] = {}
+        for answer in all_answers:
+            by_kind.setdefault(answer.kind, []).append(answer)
+        by_kind["all together"] = [answer for some in zip(*by_kind.values(), strict=True) for answer in some]
+        for kind, those in by_kind.items():
+            for name in PROPOSERS:
+                rows.append([kind, f"{temperature}", name, *outcome(those, choose_proposer(name), limit)])
+    for name in PROPOSERS:
+        every = [answer for all_answers in by_temperature.values() for answer in all_answers]
+        costs.append([name, *(f"{us:.2f}" for us in cost_us(every, choose_proposer(name), limit))])
+    seats = [f"speed at {number}" for number in SEATS]
+    return (
+        Table(["text", "temperature", "proposer", "tokens/step", "accepted", *seats], rows),
+        Table(["proposer", "us per prompt token", "us per output token", "us per draft"], costs),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables; with `--show` also the answers."""
+    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=1)
+    parser.add_argument("--tokens", type=int, default=256, help="longest answer; default: %(default)s")
+    parser.add_argument("--limit", type=int, default=7, help="longest draft; default: %(default)s")
+    parser.add_argument("--show", action="store_true", help="print the answers")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(num_usable_cores())
+    source = resolve_model(arguments.model)
+    model = PagedModel.load(source, dtype_name=arguments.dtype, weight_dtype=arguments.weight_dtype)
+    tokenizer = load_tokenizer(source)
+    by_temperature = {each: answers(model, tokenizer, each, arguments.tokens) for each in TEMPERATURES}
+    if arguments.show:
+        for temperature, all_answers in by_temperature.items():
+            for answer in all_answers:
+                print(f"--- {answer.kind}, temperature {temperature}\n{tokenizer.decode(list(answer.output_ids))}")
+    for table in tables(by_temperature, arguments.limit):
+        print(table.text())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

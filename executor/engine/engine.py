@@ -344,6 +344,7 @@ class Engine:
             bounds=scheduler.bounds.num_steps,
             kv=scheduler.kv_counts(),
             num_invalid_logits=scheduler.num_invalid_logits,
+            drafts=scheduler.draft_counts,
         )
 
     def _num_standby(self) -> int:

@@ -11,26 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ReadOnlyList
-from dataclasses import dataclass
 
 from executor.scheduler.plan_builder import StepDraft
 from executor.scheduler.sequence import Sequence, StepPlan
 from executor.scheduler.step_constraint import DraftTerms
 from executor.speculation.budget import DraftBudget
+from executor.speculation.counts import DraftTally
 from executor.speculation.proposer import NO_DRAFT, Draft, Proposer
 
 # The step waits unless more than this many sequences can go ahead for each one that waits. A sequence that misses the
 # step loses all of its time, the others lose only the time that the host takes between two steps.
 NUM_AHEAD_PER_WAITING = 8
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """Drafted tokens that were verified since the start, and those of them that were accepted, by position in the
-    draft."""
-
-    verified: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
 
 
 class Drafting:
@@ -47,12 +38,8 @@ class Drafting:
         self._budget = budget
         # What may follow the known tokens.
         self._drafts: dict[Sequence, Draft] = {}
-        self._verified: list[int] = []
-        self._accepted: list[int] = []
-
-    @property
-    def counts(self) -> DraftCounts:
-        return DraftCounts(tuple(self._verified), tuple(self._accepted))
+        # Drafted tokens that were verified and accepted.
+        self.tally = DraftTally()
 
     def waiting(
         self, decodes: Collection[Sequence], plans: ReadOnlyList[StepPlan], terms: DraftTerms
@@ -90,15 +77,6 @@ class Drafting:
                 num_blocks -= max(0, -(-(len(sequence.token_ids) + len(ids)) // block_size) - num_held)
         if taken:
             step.add_drafts(taken)
-
-    def count(self, num_verified: int, num_accepted: int) -> None:
-        """Counts the outcome of a row that verified drafts."""
-        num_new = num_verified - len(self._verified)
-        self._verified += [0] * num_new
-        self._accepted += [0] * num_new
-        for position in range(num_verified):
-            self._verified[position] += 1
-            self._accepted[position] += position < num_accepted
 
     def follow(self, sequence: Sequence, new_ids: ReadOnlyList[int]) -> None:
         """Takes the newest tokens of a sequence, whether or not they were drafted, and learns from them."""

@@ -50,7 +50,7 @@ from itertools import chain, zip_longest
 
 from executor.scheduler.admission import Gate, Refusal
 from executor.scheduler.blocks import BlockError, BlockPool
-from executor.scheduler.drafting import DraftCounts, Drafting
+from executor.scheduler.drafting import Drafting
 from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.max_utilization import MaxUtilization, ReserveController
@@ -72,6 +72,7 @@ from executor.scheduler.sequence import (
 )
 from executor.scheduler.step_constraint import DecodeLoad, DraftTerms, PrefillAllowance, StepBounds, StepConstraint
 from executor.scheduler.step_record import KvCounts
+from executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
 
 class Boarding:
@@ -395,7 +396,7 @@ class Scheduler:
     @property
     def draft_counts(self) -> DraftCounts:
         """Drafted tokens that were verified and accepted since the start."""
-        return DraftCounts() if self._drafting is None else self._drafting.counts
+        return NO_DRAFT_COUNTS if self._drafting is None else self._drafting.tally.counts
 
     def kv_counts(self) -> KvCounts:
         return KvCounts.of(
@@ -503,7 +504,7 @@ class Scheduler:
     def _accepted(self, drafts: tuple[int, ...], sampled_ids: ReadOnlyList[int | None]) -> list[int | None]:
         new_ids = accepted_ids(drafts, sampled_ids)
         assert self._drafting is not None
-        self._drafting.count(len(drafts), len(new_ids) - 1)
+        self._drafting.tally.record(len(drafts), len(new_ids) - 1)
         return new_ids
 
     def _receive(

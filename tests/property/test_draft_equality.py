@@ -19,7 +19,7 @@ from executor.engine.runner import PendingStep
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
-from executor.scheduler.drafting import DraftCounts, Drafting
+from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import Overcommit
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import (
@@ -32,6 +32,7 @@ from executor.scheduler.sequence import (
     TokenLogprobs,
 )
 from executor.scheduler.sequence import Sequence as Request
+from executor.speculation.counts import DraftCounts
 from executor.speculation.proposer import NgramProposer, Proposer
 from tests.drafting import CHEAP, GuessingProposer, eager
 from tests.examples import examples

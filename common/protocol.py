@@ -30,6 +30,8 @@ MAX_BAD_WORD_IDS = 1024
 MAX_PENALTY = 2.0
 # A minute between tokens is no limit in practice.
 MAX_INTER_TOKEN_TARGET_MS = 60_000
+# Tokens drafted for one sequence in one step. Few drafts survive this far.
+MAX_DRAFTS = 64
 # Rows of logits that a step computes for log probabilities of prompts, over all its sequences.
 MAX_PROMPT_LOGPROB_ROWS = 64
 # A canonical grammar, in bytes.

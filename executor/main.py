@@ -44,6 +44,7 @@ from executor.logits.grammar import GrammarCompiler
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
+from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import InterTokenTargets
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.serving.metrics import executor_metrics
@@ -53,6 +54,8 @@ from executor.serving.router_auth import PeerNameCheck, load_server_tls
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
 from executor.settings import ExecutorSettings
+from executor.speculation.budget import DraftBudget
+from executor.speculation.choice import choose_proposer
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
@@ -117,6 +120,8 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         forward_name=settings.forward,
         instructions=settings.cpu_isa,
     )
+    if settings.speculation != "off" and (model.device.type != "cpu" or model.gpu_decoder is not None):
+        raise SettingError(f"speculation={settings.speculation} needs a CPU; on {model.device} it must be off")
     limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(
         _kv_budget(settings, model, limits),
@@ -286,7 +291,7 @@ def build_executor(
 
     runner = start_runner(settings, loaded)
     engine = Engine(
-        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block)),
+        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), _drafting(settings)),
         runner,
         publish,
         on_death,
@@ -346,6 +351,12 @@ def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
     return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer, wire_limits=LINK_WIRE_LIMITS)
 
 
+def _drafting(settings: ExecutorSettings) -> Drafting | None:
+    if settings.speculation == "off":
+        return None
+    return Drafting(choose_proposer(settings.speculation), DraftBudget())
+
+
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
     """Returns the runner of the model's steps. A GPU is driven from the engine's thread, a CPU model runs on its own
     thread."""
@@ -403,7 +414,8 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         settings.inter_token_target_batch_ms,
     )
     eos_token_ids = frozenset(model.eos_token_ids)
-    submission = SubmissionLimits(limits.context_length, model.vocabulary_size, eos_token_ids, targets)
+    max_drafts = 0 if settings.speculation == "off" else settings.speculation_max_drafts
+    submission = SubmissionLimits(limits.context_length, model.vocabulary_size, eos_token_ids, targets, max_drafts)
     return Identity(description, submission)
 
 

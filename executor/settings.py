@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
+from common.protocol import MAX_DRAFTS
 from common.settings import ProcessSettings
 from executor.scheduler.limits import InterTokenTargets
 
@@ -98,6 +99,14 @@ class ExecutorSettings(ProcessSettings):
     )
     inter_token_target_batch_ms: float = Field(
         TARGETS.batch_ms, ge=0, description="the same for sequences of class batch; 0: none"
+    )
+    speculation: Literal["off", "ngram", "suffix"] = Field(
+        "off",
+        description="how the next tokens of a sequence are drafted, which a step verifies: by n-grams or with a suffix "
+        "automaton over its own tokens; the output does not depend on it; CPU only",
+    )
+    speculation_max_drafts: int = Field(
+        7, ge=1, le=MAX_DRAFTS, description="maximum tokens drafted for a sequence in a step"
     )
     enable_cuda_graphs: bool = Field(True, description="replay decode steps as CUDA graphs; off: launch every kernel")
     enable_kv_cache_reuse: bool = Field(True, description="reuse KV blocks of equal prompt prefixes")

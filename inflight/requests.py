@@ -89,6 +89,7 @@ class GenerateOptions(TypedDict, total=False):
     adapter_id: str
     priority: Priority
     inter_token_target_ms: int
+    max_drafts: int
     tenant: str
     first_token_deadline_s: float
     deadline_s: float
@@ -166,6 +167,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "adapter_id": ("adapter_id",),
     "priority": ("priority",),
     "inter_token_target_ms": ("inter_token_target_ms",),
+    "max_drafts": ("max_drafts",),
     "tenant": ("tenant",),
     "first_token_deadline_s": ("deadlines", "first_token"),
     "deadline_s": ("deadlines", "total"),

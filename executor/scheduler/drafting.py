@@ -38,6 +38,7 @@ class Drafting:
         self._budget = budget
         # What may follow the known tokens.
         self._drafts: dict[Sequence, Draft] = {}
+        # Drafted tokens that were verified and accepted.
         self.tally = DraftTally()
 
     def waiting(

@@ -145,8 +145,9 @@ class StepDraft:
         decodes = self._sequences[: self.num_decodes]
         order = sorted(range(self.num_decodes), key=lambda row: decodes[row] in drafts)
         first = self.num_decodes - len(drafts)
-        for column in (self._sequences, self._starts, self._carries):
-            column[: self.num_decodes] = [column[row] for row in order]
+        self._sequences[: self.num_decodes] = [decodes[row] for row in order]
+        self._starts[: self.num_decodes] = [self._starts[row] for row in order]
+        self._carries[: self.num_decodes] = [self._carries[row] for row in order]
         self._drafts = {row: drafts[self._sequences[row]] for row in range(first, self.num_decodes)}
         for row, draft in self._drafts.items():
             self._lengths[row] += len(draft)

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from executor.scheduler.step_constraint import StepConstraint
 from executor.speculation.proposer import Proposer
+
+Id = TypeVar("Id", int, int | None)
 
 
 class FinishReason(Enum):
@@ -356,10 +358,10 @@ class StepPlan:
         return sum(self.samples) + (sum(map(len, self.drafts.values())) if self.drafts else 0)
 
 
-def accepted_ids(drafts: tuple[int, ...], sampled_ids: Iterable[int | None]) -> list[int | None]:
+def accepted_ids(drafts: tuple[int, ...], sampled_ids: Iterable[Id]) -> list[Id]:
     """Returns the sampled ids up to the first that is not equal to its draft, which is the last one that counts: those
     behind it follow a token that was not sampled."""
-    accepted: list[int | None] = []
+    accepted = []
     for token_id, draft in zip(sampled_ids, (*drafts, None), strict=True):
         accepted.append(token_id)
         if token_id != draft:

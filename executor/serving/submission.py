@@ -14,6 +14,7 @@ from common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
+    MAX_DRAFTS,
     MAX_INTER_TOKEN_TARGET_MS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
@@ -45,12 +46,13 @@ NEUTRAL_SAMPLING = {"typical_p": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class SubmissionLimits:
-    """Limits of the model, and the targets of sequences that bring none."""
+    """Limits of the model and of drafts, and the targets of sequences that bring none."""
 
     context_length: int
     vocabulary_size: int
     eos_token_ids: frozenset[int]
     inter_token_targets: InterTokenTargets = field(default_factory=InterTokenTargets)
+    max_drafts: int = 0
 
 
 class SubmissionError(Exception):
@@ -104,7 +106,17 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         num_prompt_logprobs=_num_likeliest(submit, "num_prompt_logprobs"),
         processors=_processors(submit.sampling, limits.vocabulary_size),
         constraint=_constraint(submit, limits.eos_token_ids),
+        max_drafts=_max_drafts(submit, limits.max_drafts),
     )
+
+
+def _max_drafts(submit: executor_pb2.Submit, most: int) -> int:
+    """Returns the number of drafts. None are made of constrained output, whose masks are not computed behind drafts."""
+    if submit.max_drafts > MAX_DRAFTS:
+        raise _invalid(f"max_drafts must be at most {MAX_DRAFTS}")
+    if submit.HasField("constraint"):
+        return 0
+    return min(submit.max_drafts, most) if submit.HasField("max_drafts") else most
 
 
 def _constraint(submit: executor_pb2.Submit, eos_token_ids: frozenset[int]) -> Constraint | None:

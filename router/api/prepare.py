@@ -437,6 +437,7 @@ def _submit(
         cache_bypass=spec.cache_bypass,
         priority=types_pb2.PriorityClass.Name(spec.priority),
         inter_token_target_ms=spec.inter_token_target_ms,
+        max_drafts=spec.max_drafts,
         num_choices=1,
         num_top_logprobs=0 if context.hides_logprobs else spec.output.num_top_logprobs,
         num_prompt_logprobs=spec.output.num_prompt_logprobs,

@@ -19,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
-from common.protocol import MAX_CHOICES, MAX_INTER_TOKEN_TARGET_MS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from common.protocol import MAX_CHOICES, MAX_DRAFTS, MAX_INTER_TOKEN_TARGET_MS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.constraining import constraint_source, constraint_violations
 from router.constraint.answer_grammar import ToolSchema
@@ -131,6 +131,7 @@ def validate_generate(
         output=_output_flags(request.output),
         priority=request.priority or types_pb2.PRIORITY_CLASS_STANDARD,
         inter_token_target_ms=request.inter_token_target_ms or None,
+        max_drafts=request.max_drafts if request.HasField("max_drafts") else None,
         first_token_deadline_s=_deadline_s(request.deadlines, "first_token"),
         total_deadline_s=_deadline_s(request.deadlines, "total"),
         session_id=request.session_id,
@@ -389,6 +390,8 @@ def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:
     target_ms = request.inter_token_target_ms
     if request.HasField("inter_token_target_ms") and not 1 <= target_ms <= MAX_INTER_TOKEN_TARGET_MS:
         yield FieldViolation("inter_token_target_ms", f"is {target_ms}; must be 1 to {MAX_INTER_TOKEN_TARGET_MS}")
+    if request.max_drafts > MAX_DRAFTS:
+        yield FieldViolation("max_drafts", f"is {request.max_drafts}; must be at most {MAX_DRAFTS}")
     for name in ("first_token", "total"):
         deadline_s = _deadline_s(request.deadlines, name)
         if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:

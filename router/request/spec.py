@@ -210,8 +210,8 @@ class GenerateSpec:
     """A request that is sound in itself. `request_id`, `model` and `tenant` None are the router's to choose.
 
     `priority` is a `PriorityClass` of the protocol, never unspecified. `inter_token_target_ms` None is that of the
-    class. Deadlines count from arrival. `resume_ttl_s` None was not asked for. `prior_ids` are output that the client
-    has, and `place` is how far it has read them.
+    class, `max_drafts` None that of the executor. Deadlines count from arrival. `resume_ttl_s` None was not asked for.
+    `prior_ids` are output that the client has, and `place` is how far it has read them.
     """
 
     request_id: str | None
@@ -224,6 +224,7 @@ class GenerateSpec:
     output: OutputFlags
     priority: int
     inter_token_target_ms: int | None
+    max_drafts: int | None
     first_token_deadline_s: float | None
     total_deadline_s: float | None
     session_id: str

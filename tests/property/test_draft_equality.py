@@ -1,5 +1,5 @@
-"""Tokens do not depend on drafts: with drafts that are right, wrong, random or looked up, each request gets what it gets
-without any."""
+"""Tokens do not depend on drafts: with right, wrong, random and looked-up ones each request gets what it gets without
+any."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,6 @@ from bench.timeline.timeline import US_PER_S
 from bench.timeline.traffic import SimRequest, poisson_us, prompt_of
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sequence
-from executor.scheduler.step_constraint import PrefillAllowance
 from router.store.types import Ending
 from tests.simulation.worlds import make_world, run_world
 
@@ -210,7 +210,7 @@ def keep_blocks(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
     def later(self: Scheduler, sequence: Sequence) -> None:
         kept[self, sequence] = num_steps
 
-    def plan(self: Scheduler, *args: PrefillAllowance | None) -> object:
+    def plan(self: Scheduler, *args: Any) -> object:
         for (scheduler, sequence), left in list(kept.items()):
             if scheduler is self and left > 0:
                 kept[self, sequence] = left - 1

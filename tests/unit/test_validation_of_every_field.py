@@ -86,6 +86,7 @@ SUPPORTED = frozenset(
         "output.echo",
         "priority",
         "inter_token_target_ms",
+        "max_drafts",
         "tenant",
         "deadlines.first_token",
         "deadlines.total",

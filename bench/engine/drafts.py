@@ -30,9 +30,11 @@ from common.machine import num_usable_cores
 from common.model_source import load_tokenizer, resolve_model
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
+from executor.engine.prefill_budget import PrefillBudget
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
+from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import Batching, SchedulerLimits
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sampling, Stopping
@@ -45,7 +47,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXT = Path(__file__).parents[1] / "texts" / "passages.txt"
-CONTEXT_LENGTH = 2048
+CONTEXT_LENGTH = 1024
+BLOCKS_EACH = CONTEXT_LENGTH // BLOCK_SIZE
+MAX_DRAFTS = 7
 # Answers per seat, so that most steps are full.
 ROUNDS = 5
 TEMPERATURES = (0.0, 0.8)
@@ -107,56 +111,81 @@ def messages() -> dict[str, list[str]]:
     }
 
 
-def answers(model: PagedModel, tokenizer: PreTrainedTokenizerBase, temperature: float, max_tokens: int) -> list[Answer]:
-    """Returns the model's answers to all messages, which run in one batch."""
-    sequences: dict[str, TokenSequence] = {}
-    kinds: dict[str, str] = {}
-    num_blocks_each = -(-CONTEXT_LENGTH // BLOCK_SIZE)
-    for kind, texts in messages().items():
-        for text in texts:
-            chat = [{"role": "user", "content": text}]
-            prompt: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            name = f"r{len(sequences)}"
-            kinds[name] = kind
-            sequences[name] = TokenSequence(
-                name,
-                1,
-                list(prompt),
-                len(prompt),
-                Sampling(temperature, 0, 0.95, len(sequences)),
-                Stopping(max_tokens, 0, frozenset(model.description.eos_token_ids)),
-                num_blocks_each,
-                None,
+def sequences_of(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    eos_ids: Sequence[int],
+    temperature: float,
+    max_tokens: int,
+) -> list[TokenSequence]:
+    """Returns the sequences of user messages; each may draft up to `MAX_DRAFTS` tokens where the scheduler drafts."""
+    made = []
+    for seed, text in enumerate(texts):
+        chat = [{"role": "user", "content": text}]
+        prompt: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        sampling = Sampling(temperature, 0, 0.95, seed)
+        stopping = Stopping(max_tokens, 0, frozenset(eos_ids))
+        made.append(
+            TokenSequence(
+                f"r{seed}", 1, list(prompt), len(prompt), sampling, stopping, BLOCKS_EACH, None, max_drafts=MAX_DRAFTS
             )
+        )
+    return made
+
+
+def answer_all(
+    model: PagedModel,
+    sequences: Sequence[TokenSequence],
+    drafting: Drafting | None = None,
+    budget: PrefillBudget | None = None,
+) -> tuple[float, float]:
+    """Runs the sequences in one batch, to their ends. The first step computes all prompts. Returns the wall and
+    processor seconds of the steps after it. The model needs KV for `BLOCKS_EACH` blocks of each sequence."""
+    num_blocks = len(sequences) * BLOCKS_EACH
     limits = SchedulerLimits(
         max_num_sequences=len(sequences),
         num_standby_sequences=0,
-        max_num_tokens=512,
+        max_num_tokens=len(sequences) * CONTEXT_LENGTH,
         context_length=CONTEXT_LENGTH,
         enable_chunked_context=True,
         batching=Batching.INFLIGHT,
         enable_prefix_cache=False,
     )
-    num_blocks = len(sequences) * num_blocks_each
-    model.allocate_kv(num_blocks, BLOCK_SIZE)
     outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
     runner = ModelRunner(model, limits, BLOCK_SIZE)
-    engine = Engine(Scheduler(limits, BlockPool(num_blocks, BLOCK_SIZE)), runner, outputs.put, lambda error: None)
-    for sequence in sequences.values():
+    scheduler = Scheduler(limits, BlockPool(num_blocks, BLOCK_SIZE), drafting)
+    engine = Engine(scheduler, runner, outputs.put, lambda error: None, prefill_budget=budget)
+    for sequence in sequences:
         engine.submit(sequence)
     engine.start()
+    began = began_cpu = 0.0
     num_left = len(sequences)
     while num_left:
-        num_left -= len(outputs.get().finished)
+        output = outputs.get()
+        if not began and len(output.tokens):
+            began, began_cpu = time.perf_counter(), time.process_time()
+        num_left -= len(output.finished)
+    seconds = time.perf_counter() - began, time.process_time() - began_cpu
     engine.stop()
     runner.close()
+    return seconds
+
+
+def answers(model: PagedModel, tokenizer: PreTrainedTokenizerBase, temperature: float, max_tokens: int) -> list[Answer]:
+    """Returns the model's answers to all messages."""
+    by_kind = messages()
+    kinds = [kind for kind, texts in by_kind.items() for _ in texts]
+    texts = [text for texts in by_kind.values() for text in texts]
+    sequences = sequences_of(texts, tokenizer, model.description.eos_token_ids, temperature, max_tokens)
+    model.allocate_kv(len(sequences) * BLOCKS_EACH, BLOCK_SIZE)
+    answer_all(model, sequences)
     return [
         Answer(
-            kinds[name],
+            kind,
             tuple(sequence.token_ids[: sequence.num_prompt_tokens]),
             tuple(sequence.token_ids[sequence.num_prompt_tokens :]),
         )
-        for name, sequence in sequences.items()
+        for kind, sequence in zip(kinds, sequences, strict=True)
     ]
 
 
@@ -292,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables; with `--show` also the answers."""
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=1)
     parser.add_argument("--tokens", type=int, default=256, help="longest answer; default: %(default)s")
-    parser.add_argument("--limit", type=int, default=7, help="longest draft; default: %(default)s")
+    parser.add_argument("--limit", type=int, default=MAX_DRAFTS, help="longest draft; default: %(default)s")
     parser.add_argument("--show", action="store_true", help="print the answers")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())

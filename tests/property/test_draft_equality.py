@@ -3,18 +3,23 @@ any."""
 
 from __future__ import annotations
 
+import queue
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.model_source import resolve_model
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput
 from executor.engine.runner import PendingStep
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
@@ -32,9 +37,10 @@ from executor.scheduler.sequence import (
     TokenLogprobs,
 )
 from executor.scheduler.sequence import Sequence as Request
+from executor.speculation.budget import DraftBudget
 from executor.speculation.counts import DraftCounts
 from executor.speculation.proposer import NgramProposer, Proposer
-from tests.drafting import CHEAP, GuessingProposer, eager
+from tests.drafting import CHEAP, EagerBudget, GuessingProposer, eager
 from tests.examples import examples
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
@@ -64,6 +70,7 @@ MODES = {
     "few-tokens": replace(LIMITS, max_num_tokens=MOST_REQUESTS + 3),
     "preempting": PREEMPTING,
 }
+GREEDY = Sampling(0.0, 0, 1.0, 0)
 DRAFTERS = ("right", "wrong", "random", "ngram")
 
 
@@ -224,17 +231,32 @@ def assert_same_logprobs(found: Answer, expected: Answer, is_exact: bool) -> Non
         assert found.logprobs[offset].logprob == pytest.approx(one.logprob, abs=1e-4)
 
 
-@settings(max_examples=examples(300), deadline=None)
-@given(
-    requests=st.integers(1, MOST_REQUESTS).flatmap(lambda n: st.tuples(*(request_strategy(i) for i in range(n)))),
-    drafter=st.sampled_from(DRAFTERS),
-    mode=st.sampled_from(sorted(MODES)),
-    overlap=st.booleans(),
-    num_ahead=st.sampled_from((0, 1, 8)),
-)
-def test_tokens_do_not_depend_on_drafts(
+CASES: dict[str, st.SearchStrategy[Any]] = {
+    "requests": st.integers(1, MOST_REQUESTS).flatmap(lambda n: st.tuples(*(request_strategy(i) for i in range(n)))),
+    "drafter": st.sampled_from(DRAFTERS),
+    "mode": st.sampled_from(sorted(MODES)),
+    "overlap": st.booleans(),
+    "num_ahead": st.sampled_from((0, 1, 8)),
+}
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(**CASES)
+def test_tokens_do_not_depend_on_drafts(model: PagedModel, **case: Any) -> None:
+    check(model, **case)
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(500), deadline=None)
+@given(**CASES)
+def test_tokens_of_many_requests_do_not_depend_on_drafts(model: PagedModel, **case: Any) -> None:
+    check(model, **case)
+
+
+def check(
     model: PagedModel, requests: tuple[Request, ...], drafter: str, mode: str, overlap: bool, num_ahead: int
 ) -> None:
+    """Asserts that the requests get with drafts what they get without."""
     expected = run(model, again(requests, LIMITS), LIMITS, False, None).answers
     texts = {one.token_ids[0]: [*one.token_ids, *expected[one.request_id].ids] for one in requests}
     drafting = eager(proposers(drafter, texts, seed=len(requests)), num_ahead)
@@ -250,3 +272,53 @@ def test_tokens_do_not_depend_on_drafts(
         assert (
             num_right == 0 if drafter == "wrong" else num_right <= sum(len(answer.ids) for answer in expected.values())
         )
+
+
+def ride(
+    model: PagedModel, requests: Sequence[Request], drafting: Drafting
+) -> tuple[dict[str, list[int]], DraftCounts]:
+    """Returns the output of requests that arrive at once at an engine, and what it drafted."""
+    outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+    scheduler = Scheduler(LIMITS, BlockPool(NUM_BLOCKS[LIMITS.policy], BLOCK_SIZE), drafting)
+    runner = ModelRunner(model, LIMITS, BLOCK_SIZE)
+    engine = Engine(scheduler, runner, outputs.put, lambda error: None)
+    for request in requests:
+        engine.submit(request)
+    engine.start()
+    ends: dict[str, list[int]] = {}
+    received: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    while len(ends) < len(requests):
+        output = outputs.get(timeout=60)
+        for sequence, offset, token_id in output.tokens:
+            assert offset == len(received[sequence.request_id])
+            received[sequence.request_id].append(token_id)
+        ends |= {one.sequence.request_id: received[one.sequence.request_id] for one in output.finished}
+    engine.stop()
+    runner.close()
+    scheduler.check_when_idle()
+    return ends, scheduler.draft_counts
+
+
+@pytest.mark.parametrize("budget", [EagerBudget, DraftBudget])
+def test_greedy_output_equals_prompt_lookup_of_transformers(
+    model: PagedModel, folder: Path, budget: Callable[[], DraftBudget]
+) -> None:
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    some = random.Random(11)
+    prompts = [[3 + i, *[some.randrange(3, VOCABULARY_SIZE) for _ in range(6)] * 3] for i in range(MOST_REQUESTS)]
+    # The model is random, so only a reward makes it repeat itself.
+    fields: dict[str, Any] = {"processors": Processors(repetition_penalty=0.4), "max_drafts": 7}
+    requests = [
+        Request(f"r{i}", 1, [*prompt], len(prompt), GREEDY, Stopping(60, 0, frozenset()), 5, b"", **fields)
+        for i, prompt in enumerate(prompts)
+    ]
+
+    found, counts = ride(model, requests, Drafting(NgramProposer, budget()))
+
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, "repetition_penalty": 0.4}
+        theirs = network.generate(ids, attention_mask=torch.ones_like(ids), prompt_lookup_num_tokens=7, **options)
+        assert found[f"r{i}"] == theirs[0, len(prompt) :].tolist()
+    if budget is EagerBudget:
+        assert counts.num_accepted > 20

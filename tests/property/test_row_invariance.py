@@ -1,0 +1,96 @@
+"""A row's logits are the same bits alone, behind drafts, in a chunk and in a batch, so that a token does not depend on
+how many others its step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+
+from common.model_source import resolve_model
+from executor.model.model import PagedModel
+from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
+from executor.scheduler.sequence import Sequence as Request
+from executor.step.batch import pack
+from tests.examples import examples
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.torch_threads import torch_threads
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedModel]:
+    folder = save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
+    with torch_threads(2):
+        loaded = PagedModel.load(resolve_model(str(folder)), dtype_name=request.param, device_name="cpu")
+        assert loaded.native is not None
+        loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        yield loaded
+
+
+def sequence_of(number: int, token_ids: Sequence[int], first_block: int) -> Request:
+    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    made = Request(
+        f"r{number}",
+        1,
+        list(token_ids),
+        len(token_ids),
+        Sampling(0.0, 0, 1.0, 0),
+        Stopping(1, 0, frozenset()),
+        num_blocks,
+        None,
+    )
+    made.block_table = list(range(first_block, first_block + num_blocks))
+    return made
+
+
+def one_by_one(model: PagedModel, ids: Sequence[int], first_block: int) -> Tensor:
+    """Logits `[len(ids), vocabulary]`, each position in a step of its own."""
+    sequence = sequence_of(0, ids, first_block)
+    return torch.cat([model.forward(pack(plan_of(sequence, i, 1), BLOCK_SIZE)) for i in range(len(ids))])
+
+
+def plan_of(sequence: Request, start: int, num_tokens: int) -> StepPlan:
+    return StepPlan.of([PlanRow(sequence, start, num_tokens, True)])
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    texts=st.lists(st.lists(st.integers(0, VOCABULARY_SIZE - 1), min_size=2, max_size=60), min_size=1, max_size=5),
+    numbers=st.lists(st.integers(0, 8), min_size=5, max_size=5),
+)
+def test_row_has_the_same_logits_alone_with_drafts_and_in_a_batch(
+    model: PagedModel, texts: list[list[int]], numbers: list[int]
+) -> None:
+    # Given sequences whose last tokens are drafts
+    num_drafts = [min(number, len(ids) - 1) for number, ids in zip(numbers, texts, strict=False)]
+    alone = [one_by_one(model, ids, 1) for ids in texts]
+
+    # When the text before is computed in one step, and the drafts of all in another
+    known, verifying = [], []
+    for i, (ids, number) in enumerate(zip(texts, num_drafts, strict=True)):
+        first = len(ids) - number - 1
+        known.append((sequence_of(i, ids, 1 + 5 * i), first))
+        drafting = sequence_of(i, ids, 1 + 5 * i)
+        drafting.token_ids = ids[: first + 1]
+        verifying.append(PlanRow(drafting, first, number + 1, True, drafts=tuple(ids[first + 1 :])))
+    chunks = [PlanRow(sequence, 0, first, True) for sequence, first in known if first]
+    chunk_logits = model.forward(pack(StepPlan.of(chunks), BLOCK_SIZE)) if chunks else torch.empty(0)
+    verifying.sort(key=lambda row: len(row.drafts) > 0)
+    logits = model.forward(pack(StepPlan.of(verifying), BLOCK_SIZE))
+
+    # Then each position has the bits that it has alone
+    for row, chunk in zip(chunks, chunk_logits, strict=True):
+        assert torch.equal(chunk, alone[int(row.sequence.request_id[1:])][row.num_tokens - 1])
+    first_row = 0
+    for row in verifying:
+        expected = alone[int(row.sequence.request_id[1:])][row.start :]
+        assert torch.equal(logits[first_row : first_row + row.num_tokens], expected)
+        first_row += row.num_tokens

@@ -39,7 +39,8 @@ class ExecutorCapacity:
     `device_busy_s` of the `elapsed_s` in which there was work are totals since its start; None if not measured.
     `scheduler_policy` is `guaranteed_no_evict` or `max_utilization`, which reserves the `reserve_quantile` of the
     likely output. `constraint` is what keeps waiting requests from it now, and `bounds` counts its steps by what bound
-    them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`.
+    them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`. `tokens_per_draft` is the mean
+    number of tokens that a step yields for a sequence that verifies drafts, since the start; None if none did.
     """
 
     executor_id: str
@@ -70,6 +71,7 @@ class ExecutorCapacity:
     constraint: str = "unspecified"
     bounds: Mapping[str, int] = field(default_factory=dict)
     steps_per_s: float | None = None
+    tokens_per_draft: float | None = None
 
     @property
     def stands_still(self) -> bool:
@@ -252,7 +254,14 @@ def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
             for bound in wire.bounds
         },
         steps_per_s=_measured(wire, "steps_per_s"),
+        tokens_per_draft=tokens_per_draft(wire),
     )
+
+
+def tokens_per_draft(wire: inference_pb2.ExecutorCapacity) -> float | None:
+    """Returns the mean number of tokens that a step yields for a sequence that verifies drafts; None if none did."""
+    drafts = wire.drafts
+    return 1 + drafts.num_accepted / drafts.num_drafts if drafts.num_drafts else None
 
 
 def _variant(wire: inference_pb2.VariantCapacity) -> VariantCapacity:

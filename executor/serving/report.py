@@ -183,6 +183,10 @@ def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], 
     )
     if status.constraint is not None:
         report.constraint = CONSTRAINT_PROTO[status.constraint]
+    if status.drafts.num_drafts:
+        report.drafts.num_drafts = status.drafts.num_drafts
+        report.drafts.num_verified = status.drafts.num_verified
+        report.drafts.num_accepted = status.drafts.num_accepted
     for one in held:
         report.held.add(
             request_id=one.request_id,

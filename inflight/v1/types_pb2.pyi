@@ -77,6 +77,16 @@ STEP_CONSTRAINT_PACE: StepConstraint
 STEP_CONSTRAINT_STATIC_BATCH: StepConstraint
 STEP_CONSTRAINT_TWIN: StepConstraint
 
+class DraftCounts(_message.Message):
+    __slots__ = ("num_drafts", "num_verified", "num_accepted")
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    num_drafts: int
+    num_verified: int
+    num_accepted: int
+    def __init__(self, num_drafts: _Optional[int] = ..., num_verified: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
+
 class StepBound(_message.Message):
     __slots__ = ("constraint", "num_steps")
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]

@@ -150,4 +150,6 @@ def _executor_capacity(
     for name in MEASURES:
         if report.HasField(name):
             setattr(capacity, name, getattr(report, name))
+    if report.HasField("drafts"):
+        capacity.drafts.CopyFrom(report.drafts)
     return capacity

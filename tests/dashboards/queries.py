@@ -89,6 +89,7 @@ def documented() -> dict[str, frozenset[str]]:
     vllm = text[text.index("vLLM's names, all") :].split("\n\n")[0]
     found |= {name: frozenset({"model_name"}) for name in re.findall(r"`(vllm:\w+)`", vllm)}
     found["vllm:cache_config_info"] |= {"block_size", "num_gpu_blocks"}
+    found["vllm:spec_decode_num_accepted_tokens_per_pos_total"] |= {"position"}
     return found
 
 

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from inflight.catalogue import enum_name
+from inflight.catalogue import enum_name, tokens_per_draft
 from inflight.cli.top.screen import Screen
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
@@ -119,6 +119,8 @@ def _executor_line(
     rate = "" if step_rate is None else f"{step_rate:.0f} steps/s  "
     step_ms = "-" if capacity.HasField("steps_per_s") and not capacity.steps_per_s else f"{capacity.step_ms:.1f}"
     line.append(f"  {rate}{capacity.output_tokens_per_s:.0f} tokens/s  step {step_ms} ms")
+    if (yielded := tokens_per_draft(capacity)) is not None:
+        line.append(f"  {yielded:.1f} tokens/draft")
     constraint = _constraint(capacity.constraint)
     if constraint:
         line.append(f"  bound by {constraint}", "magenta")

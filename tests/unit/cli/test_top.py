@@ -100,6 +100,14 @@ def test_executor_that_stands_still_has_no_speed_and_steps_and_tokens_are_of_one
     assert "0 steps/s  0 tokens/s  step - ms" in shown
 
 
+def test_executor_that_drafts_shows_the_tokens_of_a_draft() -> None:
+    plain, drafting = executor("e0"), executor("e0")
+    drafting.capacity.drafts.num_drafts, drafting.capacity.drafts.num_accepted = 10, 25
+
+    assert "tokens/draft" not in drawn(Screen.of(message(plain)))
+    assert "3.5 tokens/draft" in drawn(Screen.of(message(drafting)))
+
+
 def test_many_seats_wrap_and_very_many_are_a_bar() -> None:
     wrapped = drawn(Screen.of(message(executor("e0", total=80))), width=60)
     assert wrapped.count("□") == 80 + 1, "and the legend's"

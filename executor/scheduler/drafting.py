@@ -17,6 +17,7 @@ from executor.scheduler.sequence import Sequence, StepPlan
 from executor.scheduler.step_constraint import DraftTerms
 from executor.speculation.budget import DraftBudget
 from executor.speculation.counts import DraftTally
+from executor.speculation.earlier import EarlierOutputs
 from executor.speculation.proposer import NO_DRAFT, Draft, Proposer
 
 # The step waits unless more than this many sequences can go ahead for each one that waits. A sequence that misses the
@@ -36,6 +37,7 @@ class Drafting:
         self.num_ahead_per_waiting = num_ahead_per_waiting
         self._make_proposer = make_proposer
         self._budget = budget
+        self._earlier = EarlierOutputs()
         # What may follow the known tokens.
         self._drafts: dict[Sequence, Draft] = {}
         # Drafted tokens that were verified and accepted.
@@ -90,15 +92,18 @@ class Drafting:
         sequence.proposer.extend(new_ids)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drops what belongs to a sequence that ends."""
+        """Drops what belongs to a sequence that ends, and keeps its output for those that come."""
         self._drafts.pop(sequence, None)
         sequence.proposer = None
+        if sequence.max_drafts:
+            self._earlier.add(sequence.cache_salt, sequence.token_ids[sequence.num_prompt_tokens :])
 
     def _draft(self, sequence: Sequence) -> Draft:
         draft = self._drafts.get(sequence)
         if draft is None:
             if sequence.proposer is None:
                 sequence.proposer = self._make_proposer()
+                sequence.proposer.extend(self._earlier.of(sequence.cache_salt))
                 sequence.proposer.extend(sequence.token_ids)
             draft = self._drafts[sequence] = sequence.proposer.propose(sequence.max_drafts)
         return draft

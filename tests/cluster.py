@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
@@ -35,6 +35,7 @@ from executor.serving.placements import RetentionPolicy
 from executor.serving.report import policy_proto
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
+from executor.speculation.proposer import Proposer
 from inflight.v1 import (
     executor_pb2,
     executor_pb2_grpc,
@@ -52,10 +53,13 @@ from router.settings import RouterSettings
 from router.stats.source import StatsSource
 from router.store.settings import StoreSettings
 from router.text.tokenizer import TextModel
+from tests.drafting import eager
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
 
 BLOCK_SIZE = 4
 CONTEXT_LENGTH = 64
+# Drafts of a sequence in a step, where an executor drafts.
+NUM_DRAFTS = 7
 # For what a machine that stands still for seconds would end: calls of Redis, and requests without an executor.
 PATIENCE_S = 60.0
 PATIENCE_MS = 60_000
@@ -94,7 +98,7 @@ class Brake:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorShape:
-    """How large an executor is. A block has 4 tokens, the context 64."""
+    """How large an executor is, and how it drafts. A block has 4 tokens, the context 64."""
 
     num_blocks: int = 32
     max_num_sequences: int = 4
@@ -103,6 +107,7 @@ class ExecutorShape:
     policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
     num_host_blocks: int = 0
     overlap: bool = True
+    make_proposer: Callable[[], Proposer] | None = None
 
 
 class BrakedStep:
@@ -241,7 +246,8 @@ async def start_executor(
         policy=shape.policy,
         num_host_blocks=shape.num_host_blocks,
     )
-    brake, scheduler = Brake(), Scheduler(limits, pool)
+    drafting = None if shape.make_proposer is None else eager(shape.make_proposer)
+    brake, scheduler = Brake(), Scheduler(limits, pool, drafting)
 
     def publish(output: EngineOutput) -> None:
         with suppress(RuntimeError):  # the test is over and its loop closed
@@ -286,7 +292,9 @@ def _identity(name: str, model: str, shape: ExecutorShape, generation: int, limi
         scheduler_policy=policy_proto(limits),
         host_blocks=shape.num_host_blocks,
     )
-    return Identity(description, SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset()))
+    max_drafts = 0 if shape.make_proposer is None else NUM_DRAFTS
+    submission = SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset(), max_drafts=max_drafts)
+    return Identity(description, submission)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -42,17 +42,17 @@ class GuessingProposer:
         return Draft(tuple(ids[len(self._ids) :]), 3)
 
 
-def token_of_fake_device(ids: Sequence[int]) -> int:
-    """What the fake device samples for a greedy request with an empty salt."""
-    content = int.from_bytes(b"salt:", "little")
+def token_of_fake_device(ids: Sequence[int], salt: bytes = b"") -> int:
+    """What the fake device samples for a greedy request."""
+    content = int.from_bytes(b"salt:" + salt, "little")
     for token_id in ids:
         content = next_content(content, token_id)
     return content % VOCABULARY_SIZE
 
 
-def right() -> Proposer:
+def right(salt: bytes = b"") -> Proposer:
     """Drafts what the fake device samples."""
-    return GuessingProposer(token_of_fake_device)
+    return GuessingProposer(lambda ids: token_of_fake_device(ids, salt))
 
 
 def wrong() -> Proposer:

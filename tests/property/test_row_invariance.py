@@ -25,11 +25,18 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+FORMS: dict[str, dict[str, str]] = {
+    "float32": {"dtype_name": "float32"},
+    "bfloat16": {"dtype_name": "bfloat16"},
+    "int8": {"dtype_name": "float32", "weight_dtype": "int8", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module", params=sorted(FORMS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedModel]:
     folder = save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
     with torch_threads(2):
-        loaded = PagedModel.load(resolve_model(str(folder)), dtype_name=request.param, device_name="cpu")
+        loaded = PagedModel.load(resolve_model(str(folder)), device_name="cpu", **FORMS[request.param])
         assert loaded.native is not None
         loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         yield loaded

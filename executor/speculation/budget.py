@@ -37,9 +37,15 @@ class DraftBudget:
         by its tokens; it must not fall as they rise, and is called about once for each id.
         """
         chosen = [0] * len(drafts)
-        candidates = [
-            (-survival, index) for index, draft in enumerate(drafts) if draft.ids for survival in self.survivals(draft)
-        ]
+        candidates: list[tuple[float, int]] = []
+        # By what determines them, since many drafts are alike.
+        survivals: dict[tuple[int, int], list[float]] = {}
+        for index, draft in enumerate(drafts):
+            if draft.ids:
+                shape = min(draft.match_length, len(PRIOR) - 1), len(draft.ids)
+                if shape not in survivals:
+                    survivals[shape] = self.survivals(draft)
+                candidates += [(-survival, index) for survival in survivals[shape]]
         if not candidates or limit <= 0:
             return chosen
         # A stable order: equal survivals go to the first sequence, and the positions of a draft stay in order.

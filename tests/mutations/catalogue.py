@@ -53,6 +53,13 @@ SCHEDULER = (
         ("tests/property/test_draft_equality.py",),
     ),
     Mutation(
+        "drafts are looked up in outputs of other tenants",
+        "executor/speculation/earlier.py",
+        "return tuple(self._outputs[salt])",
+        "return tuple(token_id for output in self._outputs.values() for token_id in output)",
+        ("tests/unit/test_earlier_outputs.py",),
+    ),
+    Mutation(
         "a stop token ends a sequence one token before min_tokens",
         "executor/scheduler/scheduler.py",
         "sequence.num_output_tokens > stopping.min_tokens\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import llguidance
 from llguidance.hf import from_tokenizer
@@ -165,7 +166,7 @@ def chat_model(build: Callable[[], PreTrainedTokenizerBase]) -> TextModel:
 @functools.cache
 def guided(model: TextModel) -> llguidance.LLTokenizer:
     """The vocabulary of a model for grammars, which has `<|im_end|>` or `<|return|>` for the end of an output."""
-    tokenizer = model._tokenizer
+    tokenizer: Any = model._tokenizer
     (end,) = (t for t in ("<|im_end|>", "<|return|>") if t in tokenizer.get_vocab())
     return from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=tokenizer.convert_tokens_to_ids(end))
 

@@ -119,7 +119,7 @@ class TextModel:
         tokens."""
         markers = markers_of(self._support)
         added = {str(token): token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
-        special = {self._tokenizer.convert_ids_to_tokens(token_id): token_id for token_id in self._special_token_ids}
+        special = dict(zip(self.token_names(list(self._special_token_ids)), self._special_token_ids, strict=True))
         parts = {text: token_id for text, token_id in special.items() if any(text in marker for marker in markers)}
         return parts | {text: token_id for text, token_id in added.items() if text in markers}
 

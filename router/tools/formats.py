@@ -206,13 +206,10 @@ class AnswerFormat:
 def answer_format(text: str) -> AnswerFormat:
     """Returns the format that `to_json` wrote, by this or another version of a router."""
     stored = json.loads(text)
-    tools, reasoning = (
-        one and {key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}
-        for one in (stored["tools"], stored["reasoning"])
-    )
+    tools, reasoning = stored["tools"], stored["reasoning"]
     return AnswerFormat(
-        tools and ToolFormat(**_known(tools, ToolFormat)),
-        reasoning and ReasoningFormat(**_known(reasoning, ReasoningFormat)),
+        None if tools is None else ToolFormat(**_known(tools, ToolFormat)),
+        None if reasoning is None else ReasoningFormat(**_known(reasoning, ReasoningFormat)),
         stored["in_reasoning"],
         {name: tuple(parameters) for name, parameters in stored["texts"].items()},
     )
@@ -220,4 +217,5 @@ def answer_format(text: str) -> AnswerFormat:
 
 def _known(stored: Mapping[str, Any], kind: type[ToolFormat | ReasoningFormat]) -> dict[str, Any]:
     names = {one.name for one in fields(kind)}
-    return {key: value for key, value in stored.items() if key in names}
+    given = {key: value for key, value in stored.items() if key in names}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}

@@ -320,3 +320,19 @@ def test_long_text_that_is_never_complete_is_what_it_is_at_once(tools: str, begi
     parser = AnswerParser(answer)
     parts = [part for start in range(0, len(text), 4) for part in parser.feed(text[start : start + 4])]
     assert added_up(parts + parser.finish()) == read(answer, [text])
+
+
+def test_fragments_of_arguments_are_whole_characters_also_where_the_output_breaks_off() -> None:
+    model, tools = chat_models.chat_model(chat_models.smollm2), BY_NAME["hermes"]
+    text = written(tools, [("f", '{"a": "ü🚌ü"}')])
+    token_ids = model.encode(text)
+    assert any(not model.detokenizer().push([token_id]) for token_id in token_ids), "no token is half a character"
+    for num_tokens in range(len(token_ids)):
+        detokenizer, parser = model.detokenizer(), AnswerParser(AnswerFormat(tools))
+        parts = [part for token_id in token_ids[:num_tokens] for part in parser.feed(detokenizer.push([token_id]))]
+        fragments = [part.text for part in parts if isinstance(part, Arguments)]
+        assert "\ufffd" not in "".join(fragments)
+        assert text.find("".join(fragments)) >= 0
+        (_, content, calls) = added_up(parts + parser.feed(detokenizer.flush()) + parser.finish())
+        assert tools.begin.startswith(content)
+        assert all(text.find(arguments.removesuffix("\ufffd")) >= 0 for _, arguments in calls)

@@ -325,6 +325,8 @@ def _set_tools(request: inference_pb2.GenerateRequest, body: ChatBody) -> None:
     """Sets the tools, the choice among them, and that the answer comes in parts."""
     request.output.parts = True
     request.chat.reasoning_effort = body.reasoning_effort or ""
+    if body.thinking_token_budget is not None:
+        request.chat.thinking_token_budget = body.thinking_token_budget
     for tool in body.tools or ():
         request.chat.functions.append(function_of(tool.model_dump()))
     if body.tools and body.tool_choice is not None:

@@ -255,6 +255,7 @@ class ChatBody(Common):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Text | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:

@@ -117,6 +117,7 @@ _PARAMS = {
     "output.top_logprobs": "top_logprobs",
     "output.top_prompt_logprobs": "prompt_logprobs",
     "chat.reasoning_effort": "reasoning_effort",
+    "chat.thinking_token_budget": "thinking_token_budget",
     "functions": "tools",
     "session_id": "prompt_cache_key",
     "idempotency_key": "Idempotency-Key",

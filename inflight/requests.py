@@ -73,6 +73,7 @@ class GenerateOptions(TypedDict, total=False):
     tool_choice: ToolChoice
     parallel_tool_calls: bool
     reasoning_effort: str
+    thinking_token_budget: int
     want_parts: bool
     n: int
     best_of: int
@@ -117,6 +118,9 @@ class BeamOptions(TypedDict, total=False):
     metadata: Mapping[str, str]
 
 
+# Keywords that need a chat.
+OF_CHATS = ("tools", "reasoning_effort", "thinking_token_budget")
+
 # Keyword → path of the field in GenerateRequest.
 _PATHS: dict[str, tuple[str, ...]] = {
     "model": ("model",),
@@ -151,6 +155,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "tool_choice": ("tool_choice",),
     "parallel_tool_calls": ("tool_choice", "parallel"),
     "reasoning_effort": ("chat", "reasoning_effort"),
+    "thinking_token_budget": ("chat", "thinking_token_budget"),
     "want_parts": ("output", "parts"),
     "n": ("n",),
     "best_of": ("best_of",),
@@ -222,7 +227,7 @@ def generate_request(
         request.token_ids.SetInParent()
         _assign(request.token_ids, "ids", token_ids, keyword="token_ids")
     for keyword, value in options.items():
-        if chat is None and value is not None and keyword in ("tools", "reasoning_effort"):
+        if chat is None and value is not None and keyword in OF_CHATS:
             raise TypeError(f"{keyword} needs a chat")
         _set_option(request, keyword, value)
     return request
@@ -316,6 +321,8 @@ def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any
         value = (value,)
     elif keyword == "json_schema":
         value = _schema_text(value)
+    elif keyword == "thinking_token_budget":
+        request.output.parts = True
     elif keyword == "choice":
         if isinstance(value, str):
             raise ValueError("choice: must be several texts, not one text")

@@ -83,7 +83,7 @@ class RouterSettings(ProcessSettings):
     tool_call_format: str = Field(
         "auto",
         description="format in which the models write tool calls; auto: detected from each chat template; or hermes, "
-        "qwen3_coder, mistral, mistral_args, llama3_json, or a name from tool_formats_file",
+        "qwen3_coder, mistral, mistral_args, llama3_json, harmony, or a name from tool_formats_file",
     )
     tool_formats_file: Path | None = Field(
         None, description="TOML file with further formats of tool calls, a table [formats.NAME] for each"
@@ -92,6 +92,13 @@ class RouterSettings(ProcessSettings):
         True,
         description="describe tools in a system message if a model's chat template has no tools; otherwise requests "
         "with tools are refused for such a model",
+    )
+    default_thinking_token_budget: int | None = Field(
+        None,
+        ge=0,
+        le=2**31 - 1,
+        description="maximum tokens of reasoning of a chat that sets no thinking_token_budget, if the end of the "
+        "model's reasoning is a token; unset: no limit",
     )
     max_attempts: int = Field(
         2,

@@ -6,6 +6,7 @@ Fetched once into `.clients/bfcl`, without installing it. Names of types become 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ PACKAGE = "bfcl-eval==2026.3.23"
 CATEGORIES = ("simple_python", "multiple", "parallel")
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 Schema = dict[str, Any]
+# Set by `make bfcl`: tests take all cases instead of a sample.
+TAKES_ALL = bool(os.environ.get("BFCL_ALL"))
 
 
 class NotFetchedError(Exception):

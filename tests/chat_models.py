@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import llguidance
+from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -46,6 +49,22 @@ QWEN_3 = (
     "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n{{ value }}\n{% endfor %}"
     "{% endfor %}"
     "<|im_end|>\n{% endif %}{% endfor %}{{ kind }}<|im_start|>assistant\n"
+)
+# Each part of an answer is a message in a channel; past reasoning is only shown before calls.
+GPT_OSS = (
+    "{{ '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}"
+    "{% if tools %}{{ '<|start|>developer<|message|>' }}{% for tool in tools %}"
+    "{{ tool | tojson }}{% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}"
+    "{{ '<|start|>functions.tool to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}"
+    "{% elif message.tool_calls %}{% if message.thinking %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}"
+    "{% set call = message.tool_calls[0].function %}{{ '<|start|>assistant to=functions.' + call.name }}"
+    "{{ '<|channel|>commentary json<|message|>' + (call.arguments | tojson) + '<|call|>' }}"
+    "{% elif message.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}"
+    "{% else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 GEMMA = (
     "{{ bos_token }}{% for message in messages %}<start of turn>{{ message.role }}\n{{ message.content | trim }}</s>\n"
@@ -88,6 +107,16 @@ def qwen_3() -> PreTrainedTokenizerBase:
 
 
 @functools.cache
+def gpt_oss() -> PreTrainedTokenizerBase:
+    """Byte-level BPE whose model writes the parts of an answer as messages in channels."""
+    names = ["start", "end", "message", "channel", "constrain", "return", "call"]
+    tokenizer = _byte_level([f"<|{name}|>" for name in names], [])
+    tokenizer.eos_token = "<|return|>"
+    tokenizer.chat_template = GPT_OSS
+    return tokenizer
+
+
+@functools.cache
 def mistral() -> PreTrainedTokenizerBase:
     """Byte fallback with a word boundary before every piece."""
     brackets = ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
@@ -122,7 +151,7 @@ def wordpiece() -> PreTrainedTokenizerBase:
 
 
 BUILDERS: tuple[Callable[[], PreTrainedTokenizerBase], ...] = (
-    smollm2, llama_3, phi, qwen_3, mistral, gemma, unigram, wordpiece,
+    smollm2, llama_3, phi, qwen_3, gpt_oss, mistral, gemma, unigram, wordpiece,
 )  # fmt: skip
 # Their text comes back as it was; the others change spaces.
 EXACT = (smollm2, llama_3, phi, qwen_3)
@@ -132,6 +161,14 @@ EXACT = (smollm2, llama_3, phi, qwen_3)
 def chat_model(build: Callable[[], PreTrainedTokenizerBase]) -> TextModel:
     """The text side of a tokenizer of this module."""
     return TextModel(build())
+
+
+@functools.cache
+def guided(model: TextModel) -> llguidance.LLTokenizer:
+    """The vocabulary of a model for grammars, which has `<|im_end|>` or `<|return|>` for the end of an output."""
+    tokenizer: Any = model._tokenizer
+    (end,) = (t for t in ("<|im_end|>", "<|return|>") if t in tokenizer.get_vocab())
+    return from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=tokenizer.convert_tokens_to_ids(end))
 
 
 @functools.cache

@@ -42,6 +42,7 @@ SLOW = (
     "integration/test_board_layout.py",
     "integration/test_board_page.py",
     "integration/test_local_stack.py",
+    "integration/test_refused_tools.py",
     "integration/test_reservations.py",
     "kernels/",
     "simulation/",

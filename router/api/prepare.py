@@ -193,7 +193,7 @@ class RequestPreparation:
         spec = dataclasses.replace(spec, sampling=sampling)
         fitted = fit_tokens(prompt_ids, spec, limits)
         answer = answer_format_of(spec, pool.text, prompt_ids)
-        constraint = answer_constraint_of(spec, pool.text, answer)
+        constraint = answer_constraint_of(spec, pool.text, answer, self._settings.default_thinking_token_budget)
         grammar = None if constraint is None else await self._constraining.grammar(constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
         context.reservation_tokens = _reservation_tokens(fitted, self._settings)
@@ -329,22 +329,37 @@ def text_parameters(parameters: str) -> tuple[str, ...]:
     )
 
 
-def answer_constraint_of(spec: GenerateSpec, text: TextModel, answer: AnswerFormat) -> ConstraintSource | None:
+def answer_constraint_of(
+    spec: GenerateSpec, text: TextModel, answer: AnswerFormat, default_budget: int | None = None
+) -> ConstraintSource | None:
     """Returns what constrains the answer: the tools that it may call, or the request's constraint, which begins after
-    the reasoning."""
-    if spec.tools is not None:
-        return ConstraintSource(TOOLS, (_answer_rules(spec, text, answer).to_json(),), MAX_WHITESPACE_IN_ARGUMENTS)
+    the reasoning, or only the length of the reasoning. `default_budget` is that of requests without one."""
+    rules = _answer_rules(spec, text, answer, _most_reasoning(spec, text, answer, default_budget))
+    if spec.tools is not None or (spec.constraint is None and rules.most_reasoning is not None):
+        return ConstraintSource(TOOLS, (rules.to_json(),), MAX_WHITESPACE_IN_ARGUMENTS)
     if spec.constraint is None or answer.reasoning is None:
         return spec.constraint
-    return dataclasses.replace(spec.constraint, reasoning=_answer_rules(spec, text, answer).to_json())
+    return dataclasses.replace(spec.constraint, reasoning=rules.to_json())
 
 
-def _answer_rules(spec: GenerateSpec, text: TextModel, answer: AnswerFormat) -> AnswerRules:
+def _most_reasoning(
+    spec: GenerateSpec, text: TextModel, answer: AnswerFormat, default_budget: int | None
+) -> int | None:
+    """Returns the tokens of reasoning after which its end is forced; None for no limit."""
+    if answer.reasoning is None or not text.can_end_reasoning or not isinstance(spec.prompt, ChatPrompt):
+        return None
+    chat = spec.prompt.chat
+    budget = chat.thinking_token_budget if chat.HasField("thinking_token_budget") else default_budget
+    return budget if budget is not None and budget >= 0 else None
+
+
+def _answer_rules(spec: GenerateSpec, text: TextModel, answer: AnswerFormat, most_reasoning: int | None) -> AnswerRules:
     tools = spec.tools
     functions = () if tools is None else tools.functions
     must_call, may_repeat = (False, False) if tools is None else (tools.must_call, tools.may_repeat)
     # What only the parser needs would make equal grammars unequal.
-    return AnswerRules(dataclasses.replace(answer, texts={}), functions, must_call, may_repeat, text.marker_ids)
+    answer = dataclasses.replace(answer, texts={})
+    return AnswerRules(answer, functions, must_call, may_repeat, text.marker_ids, most_reasoning)
 
 
 def _reservation_tokens(fitted: FittedRequest, settings: RouterSettings) -> int:

@@ -350,6 +350,8 @@ def _tool_violations(request: inference_pb2.GenerateRequest) -> Violations:
     choice, functions = request.tool_choice, request.chat.functions
     if request.output.parts and request.WhichOneof("prompt") != "chat":
         yield FieldViolation("output.parts", "is allowed only with chat")
+    if request.chat.HasField("thinking_token_budget") and not request.output.parts:
+        yield FieldViolation("chat.thinking_token_budget", "is allowed only with output.parts")
     if request.output.parts and (request.output.echo or (request.output.HasField("text") and not request.output.text)):
         yield FieldViolation("output.parts", "needs output.text, and no output.echo")
     if choice.mode not in inference_pb2.ToolChoice.Mode.values():

@@ -3,6 +3,9 @@
 The same table of formats drives the parser (`router.tools.parser`). Text is free until a call begins; from there on the
 call names a tool and its arguments satisfy that tool's schema. Markers that are special tokens of the model are written
 by id, because no text matches them.
+
+A limit of the reasoning is part of the grammar, so that it holds wherever the output is continued: the position in the
+grammar is a function of the output's tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from router.constraint.exclusive import with_any_of
@@ -24,6 +27,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 _OTHER_PROPERTIES = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"}
 )
+NO_REASONING = ReasoningFormat("", "", "")
 # Between reasoning and what follows it.
 MAX_SPACE_AFTER_REASONING = 8
 _ESCAPED = {character: "\\" + character for character in r"\.+*?()|[]{}^$/"} | {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
@@ -53,7 +57,8 @@ class AnswerRules:
     """The form of an answer. Without `tools` it is reasoning and then something else.
 
     `must_call`: nothing but calls follows the reasoning. `may_repeat`: there may be several calls. `token_ids` are the
-    ids of the markers that are special tokens.
+    ids of the special tokens in markers. `most_reasoning` is the number of tokens after which the end of the reasoning
+    is forced; None: no limit.
     """
 
     answer: AnswerFormat
@@ -61,6 +66,7 @@ class AnswerRules:
     must_call: bool = False
     may_repeat: bool = True
     token_ids: Mapping[str, int] = field(default_factory=dict)
+    most_reasoning: int | None = None
 
     def to_json(self) -> str:
         """Returns the rules as text, for a compiling process."""
@@ -70,6 +76,7 @@ class AnswerRules:
             self.must_call,
             self.may_repeat,
             dict(self.token_ids),
+            self.most_reasoning,
         ]
         return json.dumps(parts, separators=(",", ":"))
 
@@ -80,19 +87,18 @@ class AnswerRules:
             return None
         any_object = json.dumps(ANY_OBJECT)
         tools = tuple(tool if tool.is_strict else ToolSchema(tool.name, any_object, True) for tool in self.tools)
-        return AnswerRules(self.answer, tools, self.must_call, self.may_repeat, self.token_ids)
+        return replace(self, tools=tools)
 
 
 def answer_rules(text: str) -> AnswerRules:
     """Returns the rules that `to_json` wrote."""
-    answer, tools, must_call, may_repeat, token_ids = json.loads(text)
-    schemas = tuple(ToolSchema(*tool) for tool in tools)
-    return AnswerRules(answer_format(answer), schemas, must_call, may_repeat, token_ids)
+    answer, tools, *others = json.loads(text)
+    return AnswerRules(answer_format(answer), tuple(ToolSchema(*tool) for tool in tools), *others)
 
 
 def answer_lark(rules: AnswerRules, options: dict[str, object], body: str = "") -> str:
-    """Returns the grammar. `options` are llguidance's for JSON, `body` is a rule in place of tool calls. Raises
-    `ToolSchemaError`."""
+    """Returns the grammar. `options` are llguidance's for JSON, `body` is a rule in place of tool calls; without both,
+    text is free. Raises `ToolSchemaError`."""
     return _Writer(rules, options).write(body)
 
 
@@ -103,32 +109,72 @@ class _Writer:
         self._lines: list[str] = []
 
     def write(self, body: str) -> str:
-        if not body:
+        content = self._marker(self._reasoning.content)
+        if body:
+            body = _join(content, body)
+        elif self._rules.tools:
             self._tools()
             body = "calls" if self._rules.must_call else "answer"
-        reasoning = self._rules.answer.reasoning
-        if reasoning is None:
+        else:
+            markers = self._reasoning.markers if content else ()
+            self._lines.append(f"FREE: {self._text_without(*markers)}{self._no_reasoning()}")
+            body = _join(content, "FREE")
+        if self._rules.answer.reasoning is None:
             return "\n".join([f"start: {body}", *self._lines])
-        self._reasoning(reasoning)
-        begin = self._marker(reasoning.begin)
-        whole = f"think space {body}" if self._rules.answer.in_reasoning else f"({begin} think space)? {body}"
+        self._think()
+        begin = self._marker(self._reasoning.begin)
+        whole = f"think {body}" if self._rules.answer.in_reasoning else f"({begin} think)? {body}"
         return "\n".join([f"start: {whole}", *self._lines])
 
-    def _reasoning(self, reasoning: ReasoningFormat) -> None:
-        self._until("think", reasoning.end)
-        self._lines.append(f"space: /[ \\n\\r\\t]{{0,{MAX_SPACE_AFTER_REASONING}}}/")
+    @property
+    def _reasoning(self) -> ReasoningFormat:
+        return self._rules.answer.reasoning or NO_REASONING
+
+    def _think(self) -> None:
+        """Adds the rule `think`, of the reasoning after its beginning up to what follows."""
+        reasoning, most = self._reasoning, self._rules.most_reasoning
+        if most is None:
+            self._until("thought", reasoning.end)
+        else:
+            # At the limit `thinking` ends whatever its text is, so that only the token of the marker can follow.
+            assert self._begins_with_token(reasoning.end)
+            thinking = f"thinking[max_tokens={most}]: THINKING"
+            self._lines.append(f"thought: {_join('thinking' if most else '', self._marker(reasoning.end))}")
+            self._lines += [thinking, f"THINKING: {self._text_without(reasoning.end)}"] if most else []
+        if reasoning.next_message:
+            self._lines.append(f"think: thought {self._marker(reasoning.next_message)}")
+        else:
+            self._lines.append("think: thought space")
+            self._lines.append(f"space: /[ \\n\\r\\t]{{0,{MAX_SPACE_AFTER_REASONING}}}/")
 
     def _until(self, rule: str, marker: str, other_than: str = "") -> None:
         """Adds a rule of text up to and including a marker."""
-        if marker in self._rules.token_ids:
-            self._lines += [f"{rule}: {rule.upper()} {self._marker(marker)}", f"{rule.upper()}: /(?s:.*)/{other_than}"]
+        name = rule.upper()
+        if self._begins_with_token(marker):
+            text = f"{self._text_without(marker)}{other_than}"
+            self._lines += [f"{rule}: {name} {self._marker(marker)}", f"{name}: {text}"]
         else:
-            name = rule.upper()
             self._lines += [f"{rule}[lazy]: {name}", f"{name}: /(?s:.*){_regex(marker)}/{other_than}"]
 
+    def _text_without(self, *markers: str) -> str:
+        """Returns an expression of text that has none of the markers, not even spelled by other tokens: the parser
+        reads text."""
+        texts = "|".join(map(_regex, markers))
+        return "/(?s:.*)/" + (f" & ~/(?s:.*({texts}).*)/" if texts else "")
+
+    def _no_reasoning(self) -> str:
+        """Returns what keeps reasoning from being taken for text at the beginning."""
+        begin = "" if self._rules.answer.in_reasoning else self._reasoning.begin
+        return f" & ~/(?s:\\s*{_regex(begin)}.*)/" if begin else ""
+
+    def _begins_with_token(self, marker: str) -> bool:
+        return any(marker.startswith(token) for token in self._rules.token_ids)
+
     def _marker(self, marker: str) -> str:
-        token_id = self._rules.token_ids.get(marker)
-        return _literal(marker) if token_id is None else f"<[{token_id}]>"
+        token_ids = self._rules.token_ids
+        tokens = "|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or "(?!)"
+        pieces = filter(None, re.split(f"({tokens})", marker))
+        return _join(*(f"<[{token_ids[one]}]>" if one in token_ids else _literal(one) for one in pieces))
 
     @property
     def _format(self) -> ToolFormat:
@@ -151,7 +197,7 @@ class _Writer:
             more = ' (", " body)*' if self._rules.may_repeat else ""
             after_begin = _join(f'"[" body{more} "]"', self._end())
         else:
-            separator = _literal(tools.separator) if tools.separator else ""
+            separator = self._marker(tools.separator)
             more = f" ({_join(separator, begin, 'body')})*" if self._rules.may_repeat else ""
             after_begin = f"body{more}"
         self._lines.append(f"calls: {_join(begin, after_begin)}")
@@ -159,28 +205,25 @@ class _Writer:
             self._free(after_begin)
 
     def _free(self, after_begin: str) -> None:
-        other_than = ""
-        reasoning = self._rules.answer.reasoning
-        if (
-            reasoning is not None
-            and not self._rules.answer.in_reasoning
-            and reasoning.begin not in (self._rules.token_ids)
-        ):
-            # Otherwise the reasoning could be taken for text.
-            other_than = f" & ~/(?s:{_regex(reasoning.begin)}.*)/"
+        reasoning, other_than = self._reasoning, self._no_reasoning()
+        if reasoning.content:
+            # Each is a message of its own.
+            preamble = f"{self._marker(reasoning.preamble)} spoken {self._marker(reasoning.next_message)}"
+            self._until("spoken", reasoning.end)
+            self._lines += [
+                f"answer: {self._marker(reasoning.content)} FREE | ({preamble})? calls",
+                f"FREE: {self._text_without(*reasoning.markers, self._format.begin)}",
+            ]
+            return
         if self._format.is_bare:
             self._lines += ["answer: calls | FREE", f"FREE: /(?s:\\s*([^{{\\s].*)?)/{other_than}"]
             return
         self._lines.append(f"answer: FREE | trigger {after_begin}")
-        if self._format.begin in self._rules.token_ids:
-            self._lines.append(f"FREE: /(?s:.*)/{other_than}")
-        else:
-            marker = _regex(self._format.begin)
-            self._lines.append(f"FREE: /(?s:.*)/ & ~/(?s:.*{marker}.*)/{other_than}")
+        self._lines.append(f"FREE: {self._text_without(self._format.begin)}{other_than}")
         self._until("trigger", self._format.begin, other_than)
 
     def _end(self) -> str:
-        return self._marker(self._format.end) if self._format.end else ""
+        return self._marker(self._format.end)
 
     def _body(self, number: int, tool: ToolSchema) -> Iterator[str]:
         """Yields the rules of a call after its beginning. Raises `ToolSchemaError`."""

@@ -51,6 +51,8 @@ MAX_UTF8_BYTES = 4
 MAX_COMPLAINT_CHARACTERS = 300
 # Tokens of a prompt in which the tag at its end is found.
 NUM_END_TOKENS = 16
+# Where most templates take the reasoning of a message.
+REASONING_KEY = "reasoning_content"
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 # Characters of a name in the path of a violation.
 MAX_NAME_CHARACTERS = 100
@@ -113,9 +115,13 @@ class TextModel:
         self._marked_pieces = self._pieces and self._pieces.showing(frozenset(self._marker_ids.values()))
 
     def _special_markers(self) -> dict[str, int]:
-        """Returns the ids of the markers of calls and reasoning that are special tokens, which text leaves out."""
-        named = {self._tokenizer.convert_ids_to_tokens(token_id): token_id for token_id in self._special_token_ids}
-        return {marker: named[marker] for marker in markers_of(self._support) if marker in named}
+        """Returns the ids of the special tokens in markers of calls and reasoning, and of the markers that are added
+        tokens."""
+        markers = markers_of(self._support)
+        added = {str(token): token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
+        special = dict(zip(self.token_names(list(self._special_token_ids)), self._special_token_ids, strict=True))
+        parts = {text: token_id for text, token_id in special.items() if any(text in marker for marker in markers)}
+        return parts | {text: token_id for text, token_id in added.items() if text in markers}
 
     @property
     def support(self) -> ToolSupport:
@@ -124,8 +130,14 @@ class TextModel:
 
     @property
     def marker_ids(self) -> Mapping[str, int]:
-        """The markers of calls and reasoning that are special tokens, with their ids."""
+        """The tokens of markers of calls and reasoning that are written by id."""
         return self._marker_ids
+
+    @property
+    def can_end_reasoning(self) -> bool:
+        """Whether the end of the model's reasoning is a token, which can be forced."""
+        reasoning = self._support.reasoning
+        return reasoning is not None and any(reasoning.end.startswith(token) for token in self._marker_ids)
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Returns whether a prompt ends within reasoning, which its template has opened."""
@@ -254,10 +266,17 @@ class TextModel:
         """Returns what the template gets. Raises `RequestError` for what it has no place for."""
         support = self._support
         messages, tools = template_messages(chat), template_tools(chat)
+        if support.reasoning is not None and support.reasoning.key != REASONING_KEY:
+            messages = [_with_reasoning_as(support.reasoning.key, message) for message in messages]
         effort = support.effort_variables(chat.reasoning_effort)
         if effort is None:
             text = f"is {chat.reasoning_effort[:40]!r}, but the model's chat template has no such choice"
             raise invalid(FieldViolation(f"{field}.reasoning_effort", text))
+        if chat.HasField("thinking_token_budget") and not self.can_end_reasoning:
+            text = "is set, but the model does not reason"
+            if support.reasoning is not None:
+                text = f"is set, but {support.reasoning.end}, the end of the model's reasoning, is not one token"
+            raise invalid(FieldViolation(f"{field}.thinking_token_budget", text))
         if chat.functions and support.tools is None:
             text = "the router does not know in which format the model calls tools; its operator can set it"
             if not support.in_template:
@@ -350,6 +369,9 @@ def chat_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViola
         if not tool.fields:
             yield FieldViolation(f"{field}.tools[{i}]", "is empty; must be a JSON schema of a function")
     yield from _function_violations(chat, field)
+    if chat.thinking_token_budget < -1:
+        text = f"is {chat.thinking_token_budget}; must be a number of tokens, or -1 for no limit"
+        yield FieldViolation(f"{field}.thinking_token_budget", text)
     yield from _struct_violations(chat.template_kwargs, f"{field}.template_kwargs")
     for name in sorted(RESERVED_VARIABLES & set(chat.template_kwargs.fields)):
         yield FieldViolation(f"{field}.template_kwargs.{name}", "is reserved; the router sets it by itself")
@@ -449,10 +471,18 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     if message.tool_call_id:
         made["tool_call_id"] = message.tool_call_id
     if message.reasoning:
-        made["reasoning_content"] = message.reasoning
+        made[REASONING_KEY] = message.reasoning
     if message.tool_calls:
         made["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return made
+
+
+def _with_reasoning_as(key: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with its reasoning under another key, unless it has content: gpt-oss's template takes only one
+    of them."""
+    if REASONING_KEY not in message or message["content"]:
+        return message
+    return {key if name == REASONING_KEY else name: value for name, value in message.items()}
 
 
 def _template_call(call: inference_pb2.ToolCall) -> dict[str, Any]:

@@ -53,10 +53,28 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers around reasoning."""
+    """The markers around reasoning; `detect`, a text that the chat template has if its model uses them; and `key`, the
+    member of a message in which the template takes earlier reasoning.
+
+    The other fields are for models that write each part of an answer as a message of its own. `next_message` comes
+    before every message but the first; `content` begins the message with the content, `preamble` one with content
+    before a call, both end with `end`; `frames` are other markers around messages. None of them is content.
+    """
 
     begin: str = "<think>"
     end: str = "</think>"
+    detect: str = "</think>"
+    key: str = "reasoning_content"
+    next_message: str = ""
+    content: str = ""
+    preamble: str = ""
+    frames: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Every marker."""
+        own = (self.begin, self.end, self.next_message, self.content, self.preamble, *self.frames)
+        return tuple(filter(None, own))
 
 
 HERMES = ToolFormat(
@@ -86,8 +104,29 @@ FORMATS: tuple[ToolFormat, ...] = (
         is_bare=True,
         detect=("ipython", '"parameters"'),
     ),
+    # A call ends the answer of gpt-oss, to which <|call|> is an end of the sequence.
+    ToolFormat(
+        "harmony",
+        "named",
+        "<|channel|>commentary to=functions.",
+        middle=" <|constrain|>json<|message|>",
+        separator="<|call|><|start|>assistant",
+        detect=("<|channel|>commentary", "functions."),
+    ),
 )
 THINK = ReasoningFormat()
+CHANNELS = ReasoningFormat(
+    begin="<|channel|>analysis<|message|>",
+    end="<|end|>",
+    detect="<|channel|>analysis<|message|>",
+    key="thinking",
+    next_message="<|start|>assistant",
+    content="<|channel|>final<|message|>",
+    preamble="<|channel|>commentary<|message|>",
+    frames=("<|call|>", "<|return|>"),
+)
+# In the order in which they are looked for in a chat template.
+REASONING: tuple[ReasoningFormat, ...] = (CHANNELS, THINK)
 
 
 def with_added(formats: Iterable[ToolFormat]) -> dict[str, ToolFormat]:
@@ -168,10 +207,15 @@ def answer_format(text: str) -> AnswerFormat:
     """Returns the format that `to_json` wrote, by this or another version of a router."""
     stored = json.loads(text)
     tools, reasoning = stored["tools"], stored["reasoning"]
-    known = {one.name for one in fields(ToolFormat)}
     return AnswerFormat(
-        tools and ToolFormat(**{key: value for key, value in tools.items() if key in known and key != "detect"}),
-        reasoning and ReasoningFormat(reasoning["begin"], reasoning["end"]),
+        None if tools is None else ToolFormat(**_known(tools, ToolFormat)),
+        None if reasoning is None else ReasoningFormat(**_known(reasoning, ReasoningFormat)),
         stored["in_reasoning"],
         {name: tuple(parameters) for name, parameters in stored["texts"].items()},
     )
+
+
+def _known(stored: Mapping[str, Any], kind: type[ToolFormat | ReasoningFormat]) -> dict[str, Any]:
+    names = {one.name for one in fields(kind)}
+    given = {key: value for key, value in stored.items() if key in names}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}

@@ -3,8 +3,8 @@
 A pure state machine. What it has returned after a text is a function of that text alone, however it was cut, so that
 the parser of a resumed stream is rebuilt by feeding the text so far. Work and memory are in proportion to the text.
 Invariants: the arguments of a call are passed on as they were written; a call has its name before any arguments; a
-complete call without arguments has `{}`, and one that is cut off has none; a call that is cut off before its name is
-content.
+complete call without arguments has `{}`, and one that is cut off has none; one that is cut off before its name, and a
+marker of a message that is cut off, are left out.
 """
 
 from __future__ import annotations
@@ -89,6 +89,15 @@ class AnswerParser:
         self._key = ""
         self._keeps_space = True
         self._may_reason = answer.reasoning is not None
+        # Markers around messages, which are no content; those of them that content follows; and what stands between
+        # calls.
+        framed = answer.reasoning if answer.reasoning is not None and answer.reasoning.next_message else None
+        self._frames = () if framed is None else framed.markers
+        self._contents = () if framed is None else (framed.content, framed.preamble)
+        separator = "" if self._format is None or self._format.is_bare else self._format.separator.strip()
+        self._separators = (separator,) if separator else ()
+        self._reasoning_end = _Markers(() if answer.reasoning is None else (answer.reasoning.end,))
+        self._after_content = _Markers((*self._call_markers(), *self._frames))
         self._may_be_bare = self._format is not None and self._format.is_bare
         self._depth = 0
         self._is_string = False
@@ -126,14 +135,16 @@ class AnswerParser:
     def finish(self) -> list[Part]:
         """Ends the answer and returns what was held back."""
         if self._is_tentative and not (self._state == self._item and self.num_calls):
-            self._say(self._text[self._mark :])
+            if self._format is not None and self._text.startswith("{", self._mark):
+                self._say(self._text[self._mark :])
         elif self._names_call:
             self._parts.append(CallEnds(self.num_calls))
             self.num_calls += 1
         elif self.is_reasoning:
             self._parts.append(Reasoning(self._text[self._at :]))
-        elif self._state == self._lead and not self._keeps_space:
-            self._say(self._text[self._at :].lstrip())
+        elif self._state == self._lead and (self._frames or not self._keeps_space):
+            rest = self._text[self._at :].lstrip()
+            self._say("" if any(frame.startswith(rest) for frame in self._frames) else rest)
         elif self._state not in (self._call_end, self._list_end, self._bare_separator, self._item):
             self._say(self._text[self._at :])
         self._text, self._at, self._names_call = "", 0, False
@@ -158,8 +169,7 @@ class AnswerParser:
         return self._reasoning if self._at < len(self._text) else None
 
     def _reasoning(self) -> State | None:
-        assert self._answer.reasoning is not None
-        found, end = self._find((self._answer.reasoning.end,))
+        found, end = self._find(self._reasoning_end)
         if self._at < end:
             self._parts.append(Reasoning(self._text[self._at : end]))
         self._at = end
@@ -182,6 +192,12 @@ class AnswerParser:
                 return self._reasoning_lead
             if begin.startswith(self._text[end:]):
                 return None
+        frames = (*self._separators, *self._frames) if self.num_calls else self._frames
+        for frame in frames:
+            if self._text.startswith(frame, end):
+                return self._after_frame(frame, end + len(frame))
+        if any(frame.startswith(self._text[end:]) for frame in frames):
+            return None
         self._may_reason = False
         if self._may_be_bare and rest == "{":
             self._may_be_bare = False
@@ -196,24 +212,32 @@ class AnswerParser:
         self._may_be_bare = False
         return self._content
 
+    def _after_frame(self, frame: str, at: int) -> State:
+        self._at, self._keeps_space, self._may_reason = at, False, bool(self._frames)
+        if self._answer.reasoning is not None and frame == self._answer.reasoning.begin:
+            return self._reasoning_lead
+        return self._content if frame in self._contents else self._lead
+
     def _content(self) -> State | None:
-        found, end = self._find(self._call_markers())
+        found, end = self._find(self._after_content)
         self._say(self._text[self._at : end])
         self._at = end
-        return None if found is None else self._begin_call(end, end + len(found))
+        if found is None:
+            return None
+        if found in self._frames:
+            return self._after_frame(found, end + len(found))
+        return self._begin_call(end, end + len(found))
 
     def _call_markers(self) -> tuple[str, ...]:
         return () if self._format is None else (self._format.begin,)
 
-    def _find(self, markers: Iterable[str]) -> tuple[str | None, int]:
+    def _find(self, markers: _Markers) -> tuple[str | None, int]:
         """Returns the first marker and where it begins, or None and where text begins that may become one."""
-        ends = []
-        for marker in markers:
-            at = self._text.find(marker, self._at)
-            if at >= 0:
-                return marker, at
-            ends.append(len(self._text) - _num_held(self._text, marker, self._at))
-        return None, min(ends, default=len(self._text))
+        found = markers.pattern.search(self._text, self._at)
+        if found is not None:
+            return found[0], found.start()
+        num_held = max((_num_held(self._text, marker, self._at) for marker in markers.texts), default=0)
+        return None, len(self._text) - num_held
 
     def _end_of_space(self) -> int:
         found = _SPACE.match(self._text, max(self._at, self._num_seen))
@@ -564,10 +588,7 @@ class AnswerParser:
                 return None
             self._at += self._text[self._at] == "\n"
             self._drops_newline = False
-        found, end = self._find(("\n</parameter>", "</parameter>"))
-        plain = self._text.find("</parameter>", self._at)
-        if found is not None and plain < end:
-            found, end = "</parameter>", plain
+        found, end = self._find(_ENDS_OF_PARAMETER)
         self._argue(json.dumps(self._text[self._at : end], ensure_ascii=False)[1:-1])
         self._at = end
         if found is None:
@@ -575,6 +596,17 @@ class AnswerParser:
         self._at += len(found)
         self._argue('"')
         return self._parameter
+
+
+class _Markers:
+    """Texts of which the first is looked for."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = tuple(texts)
+        self.pattern = re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
+
+
+_ENDS_OF_PARAMETER = _Markers(("\n</parameter>", "</parameter>"))
 
 
 def _num_held(text: str, marker: str, start: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.tools.formats import HERMES, THINK, ReasoningFormat, ToolFormat, detected, with_added
+from router.tools.formats import HERMES, REASONING, ReasoningFormat, ToolFormat, detected, with_added
 
 PROBE = "inflightprobetool"
 DETECTED = "auto"
@@ -63,8 +63,8 @@ class ToolSupport:
 def markers_of(support: ToolSupport) -> tuple[str, ...]:
     """Returns the markers of a model's calls and reasoning."""
     tools, reasoning = support.tools, support.reasoning
-    markers = (tools.begin, tools.middle, tools.end) if tools else ()
-    return tuple(filter(None, (*markers, *((reasoning.begin, reasoning.end) if reasoning else ()))))
+    markers = (tools.begin, tools.middle, tools.end, tools.separator) if tools else ()
+    return (*filter(None, markers), *(reasoning.markers if reasoning else ()))
 
 
 def find_support(
@@ -84,7 +84,7 @@ def find_support(
     return ToolSupport(
         tools if in_template or settings.writes_prompt else None,
         in_template,
-        THINK if THINK.end in text else None,
+        next((one for one in REASONING if one.detect in text), None),
         has_effort=EFFORT_VARIABLE in text,
         has_thinking_switch=THINKING_VARIABLE in text,
     )

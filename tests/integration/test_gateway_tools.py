@@ -174,7 +174,9 @@ async def test_tools_and_choices_become_fields_of_the_router() -> None:
     router = scripted(HERMES, "hi")
     async with gateway_of(router) as gateway, gateway.openai() as client:
         for fields, expected in cases:
-            await client.chat.completions.create(**CHAT, tools=TOOLS, reasoning_effort="low", **fields)
+            await client.chat.completions.create(
+                **CHAT, tools=TOOLS, reasoning_effort="low", extra_body={"thinking_token_budget": 7}, **fields
+            )
             (request,) = asked(router)
             choice = request.tool_choice
             parallel = choice.parallel if choice.HasField("parallel") else None
@@ -182,3 +184,12 @@ async def test_tools_and_choices_become_fields_of_the_router() -> None:
             assert json.loads(request.chat.functions[0].parameters) == TOOLS[0]["function"]["parameters"]
             assert request.output.parts
             assert request.chat.reasoning_effort == "low"
+            assert request.chat.thinking_token_budget == 7
+
+
+async def test_reasoning_that_never_ends_is_reasoning_only() -> None:
+    text = "<think>\n" + "I wonder. " * 2000
+    async with gateway_of(scripted(HERMES, text)) as gateway, gateway.openai() as client:
+        message = (await client.chat.completions.create(**CHAT)).choices[0].message
+        assert (message.content, message.tool_calls) == (None, None)
+        assert message.model_dump()["reasoning_content"] == text.removeprefix("<think>\n")

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.bfcl import CATEGORIES, Case, NotFetchedError, fetched_cases
+from tests.bfcl import CATEGORIES, TAKES_ALL, Case, NotFetchedError, fetched_cases
 from tests.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -32,7 +32,7 @@ def some_cases(category: str) -> list[Case]:
         cases = fetched_cases(category)
     except NotFetchedError as error:
         pytest.skip(f"BFCL cannot be fetched: {error}")
-    return cases[:: len(cases) // NUM_CASES][:NUM_CASES]
+    return cases if TAKES_ALL else cases[:: len(cases) // NUM_CASES][:NUM_CASES]
 
 
 async def answer(client: openai.AsyncOpenAI, case: Case, seed: int) -> Any:
@@ -57,9 +57,10 @@ async def test_every_call_names_a_function_and_its_arguments_are_valid(stack: Lo
     for case, choice in zip(cases, choices, strict=True):
         calls = choice.message.tool_calls or []
         assert choice.finish_reason in ("tool_calls", "length")
-        # What the limit cuts off is a call that is not valid JSON yet, or the beginning of a tag.
+        # What the limit cuts off is a call that is not valid JSON yet, or the beginning of a tag that is not one token.
         assert choice.message.content is None or choice.finish_reason == "length"
         for call in calls if choice.finish_reason == "tool_calls" else calls[:-1]:
             assert case.is_valid(call.function.name, json.loads(call.function.arguments)), (case.name, call)
             num_valid += 1
-    assert num_valid >= NUM_CASES // 2
+    print(f"{category}: {num_valid} complete calls of {len(cases)} answers are valid")
+    assert num_valid >= len(cases) // 2

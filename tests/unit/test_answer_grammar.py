@@ -10,8 +10,10 @@ import pytest
 from router.constraint.answer_grammar import AnswerRules, ToolSchema, answer_rules
 from router.constraint.source import TOOLS, ConstraintError, ConstraintSource
 from router.constraint.worker import Compiler
-from router.tools.formats import FORMATS, THINK, AnswerFormat, ToolFormat
-from tests.unit.test_tool_parser import BY_NAME, read, written
+from router.text.tokenizer import TextModel
+from router.tools.formats import CHANNELS, FORMATS, THINK, AnswerFormat, ToolFormat
+from tests import chat_models
+from tests.unit.test_tool_parser import BY_NAME, read, whole_answer, written
 
 SCHEMA = '{"type":"object","properties":{"city":{"type":"string"},"n":{"type":"integer"}},"required":["city"]}'
 TOOL = ToolSchema("weather.get", SCHEMA)
@@ -66,7 +68,7 @@ def test_markers_that_are_special_tokens_are_written_by_id() -> None:
     grammar = COMPILER.compile(ConstraintSource(TOOLS, (rules.to_json(),)).to_json())
     assert "<[9]>" in grammar
     assert "<[70]>" in grammar
-    assert "TOOL_CALLS" not in grammar
+    assert '"[TOOL_CALLS]' not in json.loads(grammar)["grammars"][0]["lark_grammar"]
 
 
 def test_parameters_that_cannot_be_enforced_are_any_object_or_refused() -> None:
@@ -129,3 +131,81 @@ def test_constraint_begins_after_the_reasoning(kind: str, text: str, good: str, 
 def test_rules_survive_being_sent() -> None:
     rules = AnswerRules(AnswerFormat(FORMATS[0], THINK, True), OTHERS, True, False, {"x": 3}).to_json()
     assert answer_rules(rules).to_json() == answer_rules(answer_rules(rules).to_json()).to_json()
+
+
+def harmony_model() -> TextModel:
+    """A model whose template writes messages in channels."""
+    return chat_models.chat_model(chat_models.gpt_oss)
+
+
+def walked(model: TextModel, rules: AnswerRules | ConstraintSource, text: str) -> str | None:
+    """The text if a grammar accepts its tokens, else what it allows next to their accepted beginning, which is one
+    token; None if that is not one."""
+    source = rules if isinstance(rules, ConstraintSource) else ConstraintSource(TOOLS, (rules.to_json(),))
+    grammar = COMPILER.compile(source.to_json())
+    matcher = llguidance.LLMatcher(chat_models.guided(model), grammar, log_level=0)
+    token_ids = model.encode(text)
+    for number, token_id in enumerate(token_ids):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        # The position in a grammar is a function of the tokens so far.
+        again = llguidance.LLMatcher(chat_models.guided(model), grammar, log_level=0)
+        assert again.consume_tokens(token_ids[:number])
+        assert int.from_bytes(again.compute_bitmask(), "little") == mask
+        if not mask >> token_id & 1:
+            allowed = [other for other in range(model.vocabulary_size) if mask >> other & 1]
+            return model.token_names(allowed)[0] if len(allowed) == 1 else None
+        assert matcher.consume_token(token_id)
+    return text if matcher.is_accepting() else None
+
+
+def test_answers_in_channels_are_accepted_and_read() -> None:
+    model, harmony = harmony_model(), BY_NAME["harmony"]
+    answer = AnswerFormat(harmony, CHANNELS)
+    for must_call in (True, False):
+        rules = AnswerRules(answer, OTHERS, must_call, token_ids=model.marker_ids)
+        for reasoning in ("", "So < it is."):
+            for content in ("", "Let me see."):
+                for calls in ([], GOOD[:1], GOOD):
+                    text = whole_answer(harmony, reasoning, content, calls)
+                    is_allowed = bool(calls) and not content if must_call else bool(content or calls)
+                    if content or calls:
+                        assert (walked(model, rules, text) == text) is is_allowed, text
+                    assert read(answer, [text]) == (reasoning, content, calls)
+            bad = whole_answer(harmony, reasoning, "", [("weather.get", '{"n": 3}')])
+            assert walked(model, rules, bad) != bad
+    source = ConstraintSource("choice", ("yes",), reasoning=AnswerRules(answer, token_ids=model.marker_ids).to_json())
+    for reasoning in ("", "So."):
+        for content in ("yes", "no"):
+            text = whole_answer(harmony, reasoning, content, [])
+            assert (walked(model, source, text) == text) is (content == "yes")
+
+
+@pytest.mark.parametrize("in_reasoning", [True, False])
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_end_of_reasoning_is_the_only_token_after_its_budget(budget: int, in_reasoning: bool) -> None:
+    model = chat_models.chat_model(chat_models.qwen_3)
+    assert "</think>" in model.marker_ids
+    answer = AnswerFormat(None, THINK, in_reasoning)
+    rules = AnswerRules(answer, token_ids=model.marker_ids, most_reasoning=budget)
+    begin = "" if in_reasoning else "<think>"
+    for constraint in (rules, ConstraintSource("regex", ("[a-z]+",), reasoning=rules.to_json())):
+        fitting = f"{begin}{'x' * budget}</think>yes"
+        assert walked(model, constraint, fitting) == fitting
+        assert walked(model, constraint, f"{begin}{'x' * (budget + 1)}") == "</think>"
+        if budget:
+            assert walked(model, constraint, f"{begin}</think>yes") == f"{begin}</think>yes"
+    half = f"{begin}{'x' * (budget - 1)}ü" if budget else begin
+    assert walked(model, rules, f"{half}ü") == "</think>"
+    if not in_reasoning:
+        assert walked(model, rules, "No <thin here.") == "No <thin here."
+        assert walked(model, rules, " <think>x") in (None, "</think>")
+
+
+def test_budget_holds_before_calls_and_in_channels() -> None:
+    for build, tools in ((chat_models.qwen_3, BY_NAME["hermes"]), (chat_models.gpt_oss, BY_NAME["harmony"])):
+        model = chat_models.chat_model(build)
+        reasoning = CHANNELS if tools.name == "harmony" else THINK
+        rules = AnswerRules(AnswerFormat(tools, reasoning), OTHERS, True, True, model.marker_ids, 4)
+        text = whole_answer(tools, "xxxx", "", GOOD[:1]).replace("<think>\n", "<think>")
+        assert walked(model, rules, text) == text
+        assert walked(model, rules, text.replace("xxxx", "xxxxx")) == reasoning.end

@@ -76,3 +76,19 @@ def test_ids_of_calls_follow_from_the_request_and_their_index() -> None:
     assert len(set(ids)) == len(ids)
     assert all(len(one) == 9 and one.isalnum() for one in ids)
     assert call_id("a", 0) == ids[0]
+
+
+def test_budget_of_reasoning_constrains_an_answer_that_is_otherwise_free() -> None:
+    model = templated(HERMES)
+    for asked, default, expected in ((None, None, None), (None, 7, 7), (5, 7, 5), (0, None, 0), (-1, 7, None)):
+        chat = CHAT if asked is None else {**CHAT, "thinking_token_budget": asked}
+        spec = validated(chat=chat, output={"parts": True})
+        source = answer_constraint_of(spec, model, answer_format_of(spec, model, []), default)
+        rules = None if source is None else answer_rules(source.texts[0])
+        assert (rules and rules.most_reasoning) == expected
+        called = validated(chat={**chat, "functions": FUNCTIONS}, output={"parts": True})
+        source = answer_constraint_of(called, model, answer_format_of(called, model, []), default)
+        assert source is not None
+        assert answer_rules(source.texts[0]).most_reasoning == expected
+    spec = validated(chat=CHAT, output={"parts": True})
+    assert answer_constraint_of(spec, smollm2(), answer_format_of(spec, smollm2(), []), 7) is None

@@ -22,7 +22,11 @@ from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import Overcommit
 from executor.scheduler.scheduler import NOTHING_ALLOWED, Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import FinishEvent, FinishReason, Processors, Sampling, Sequence, Stopping
+from router.constraint.answer_grammar import AnswerRules
+from router.constraint.source import ConstraintSource, canonical
+from router.tools.formats import THINK, AnswerFormat
 from tests.small_vocabulary import (
+    BOS_ID,
     EOS_ID,
     OTHER_EOS_ID,
     TEXTS,
@@ -258,6 +262,44 @@ def test_answer_goes_on_in_the_middle_of_an_object(model: PagedModel) -> None:
         cuts = [make(f"{n}", grammar, seed, prior_output=whole.output[:n]) for n in range(1, len(whole.output))]
         for answer in run(model, cuts).values():
             assert answer == whole
+
+
+def test_end_of_reasoning_is_forced_at_its_budget_in_every_circumstance(model: PagedModel) -> None:
+    def crowd(num: int, *, is_overcommitted: bool = False) -> list[Sequence]:
+        sequences = []
+        for i in range(num):
+            budget = 5 * i
+            rules = AnswerRules(
+                AnswerFormat(None, THINK, in_reasoning=True), token_ids={THINK.end: BOS_ID}, most_reasoning=budget
+            )
+            grammar = canonical(ConstraintSource("regex", ("([ab]{3,5} ){5,9}",), reasoning=rules.to_json()))
+            sequences.append(make(f"{budget}", grammar, i, is_overcommitted=is_overcommitted))
+        return sequences
+
+    expected = run(model, crowd(8), ALONE)
+    for name, answer in expected.items():
+        place = answer.output.index(BOS_ID)
+        assert place <= int(name)
+        assert answer.reason is FinishReason.STOP_TOKEN
+        assert set(text_of(answer.output[place + 1 :])) <= set("ab \n")
+    assert any(answer.output.index(BOS_ID) == int(name) for name, answer in expected.items() if name != "0")
+    assert run(model, crowd(8)) == expected
+    limits = replace(
+        LIMITS,
+        policy=SchedulerPolicy.MAX_UTILIZATION,
+        max_num_sequences=8,
+        overcommit=Overcommit(watermark=0, margin=0, max_steps_away=100_000),
+    )
+    assert run(model, crowd(8, is_overcommitted=True), limits, num_blocks=14) == expected
+    assert run_preemptions[-1] >= 3
+    whole = crowd(8)[4]
+    assert whole.constraint is not None
+    known = expected[whole.request_id]
+    cuts = [
+        make(f"{n}", whole.constraint.grammar, 4, prior_output=known.output[:n]) for n in range(1, len(known.output))
+    ]
+    for answer in run(model, cuts).values():
+        assert answer == known
 
 
 def test_prior_output_that_the_grammar_does_not_allow_is_an_error(model: PagedModel) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from router.tools.formats import FORMATS, THINK, AnswerFormat, ToolFormat, answer_format
+from router.text.tokenizer import TextModel
+from router.tools.formats import CHANNELS, FORMATS, THINK, AnswerFormat, ReasoningFormat, ToolFormat, answer_format
 from router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning
+from tests import chat_models
 
 BY_NAME = {one.name: one for one in FORMATS}
 Calls = Sequence[tuple[str, str]]
@@ -30,12 +32,30 @@ def written(tools: ToolFormat, calls: Calls) -> str:
             items = [f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls]
             return f"{tools.begin}[{', '.join(items)}]{tools.end}"
         case "named":
-            return "".join(f"{tools.begin}{name}{tools.middle}{arguments}{tools.end}" for name, arguments in calls)
+            return tools.separator.join(
+                f"{tools.begin}{name}{tools.middle}{arguments}{tools.end}" for name, arguments in calls
+            )
         case _:
             return tools.separator.join(
                 f"{tools.begin}\n<function={name}>\n{_parameters(arguments)}</function>\n{tools.end}"
                 for name, arguments in calls
             )
+
+
+def reasoning_of(tools: ToolFormat) -> ReasoningFormat:
+    """How models that write calls in a format write reasoning."""
+    return CHANNELS if tools.name == "harmony" else THINK
+
+
+def whole_answer(tools: ToolFormat, reasoning: str, content: str, calls: Calls) -> str:
+    """An answer as a model writes it."""
+    called = written(tools, calls) if calls else ""
+    if tools.name != "harmony":
+        return (f"<think>\n{reasoning}</think>\n\n" if reasoning else "") + content + called
+    messages = [f"<|channel|>analysis<|message|>{reasoning}"] if reasoning else []
+    if content or not calls:
+        messages.append(f"<|channel|>{'commentary' if calls else 'final'}<|message|>{content}")
+    return "<|end|><|start|>assistant".join([*messages, called] if calls else messages)
 
 
 def _parameters(arguments: str) -> str:
@@ -102,12 +122,12 @@ def random_answers(number: int, seed: int) -> Iterator[tuple[AnswerFormat, str, 
         if tools.layout == "parameters":
             calls = [(name, arguments) for name, arguments in calls if "</tool_call>" not in arguments]
         texts = {name: tuple(k for k, v in json.loads(args).items() if isinstance(v, str)) for name, args in calls}
-        answer = AnswerFormat(tools, THINK, texts=texts)
-        text = (f"<think>\n{reasoning}</think>\n\n" if reasoning else "") + content
-        yield answer, text + (written(tools, calls) if calls else ""), reasoning, content, calls
+        answer = AnswerFormat(tools, reasoning_of(tools), texts=texts)
+        yield answer, whole_answer(tools, reasoning, content, calls), reasoning, content, calls
 
 
-def test_cut_anywhere_an_answer_has_the_same_calls() -> None:
+def test_in_single_bytes_or_tokens_an_answer_has_the_same_calls() -> None:
+    model = chat_models.chat_model(chat_models.smollm2)
     for answer, text, reasoning, content, calls in random_answers(200, seed=1):
         whole = read(answer, [text])
         assert whole[:2] == (reasoning, content), text
@@ -116,16 +136,31 @@ def test_cut_anywhere_an_answer_has_the_same_calls() -> None:
             assert [(name, json.loads(args)) for name, args in whole[2]] == [(n, json.loads(a)) for n, a in calls]
         else:
             assert whole[2] == calls, text
-        assert read(answer, list(text)) == whole
-        for cut in range(1, len(text), 3):
-            assert read(answer, [text[:cut], text[cut:]]) == whole
-        assert read(answer, byte_pieces(text)) == whole
+        assert read(answer, decoded([bytes([byte]) for byte in text.encode()])) == whole
+        assert read(answer, list(pieces_of(model, text))) == whole
 
 
-def byte_pieces(text: str) -> list[str]:
-    """The text as a decoder of single bytes returns it, which holds back half a character."""
+@pytest.mark.slow
+def test_cut_in_two_at_any_byte_or_token_an_answer_has_the_same_calls() -> None:
+    model = chat_models.chat_model(chat_models.smollm2)
+    for answer, text, *_ in random_answers(200, seed=1):
+        whole, raw, tokens = read(answer, [text]), text.encode(), list(pieces_of(model, text))
+        for cut in range(1, len(raw)):
+            assert read(answer, decoded([raw[:cut], raw[cut:]])) == whole
+        for cut in range(1, len(tokens)):
+            assert read(answer, ["".join(tokens[:cut]), "".join(tokens[cut:])]) == whole
+
+
+def decoded(pieces: Sequence[bytes]) -> list[str]:
+    """The pieces as an incremental decoder returns them, which holds back half a character."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    return [decoder.decode(bytes([byte])) for byte in text.encode()]
+    return [decoder.decode(piece) for piece in pieces]
+
+
+def pieces_of(model: TextModel, text: str) -> Iterator[str]:
+    """The text that each token of it completes."""
+    detokenizer = model.detokenizer()
+    return (detokenizer.push([token_id]) for token_id in model.encode(text))
 
 
 def test_parts_of_a_text_do_not_depend_on_how_it_was_cut() -> None:
@@ -174,8 +209,6 @@ def test_other_members_and_orders_are_read(text: str) -> None:
     [
         "<tool_call>no</tool_call>",
         '<tool_call>{"x": 1}</tool_call>',
-        "<tool_call>",
-        '<tool_call>{"na',
         "<tool_c",
         " \n",
     ],
@@ -183,6 +216,44 @@ def test_other_members_and_orders_are_read(text: str) -> None:
 def test_text_that_is_no_call_is_content(text: str) -> None:
     for pieces in ([text], list(text)):
         assert read(AnswerFormat(BY_NAME["hermes"]), pieces) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>\n{"na'),
+        ("hermes", '<tool_call>\n{"name": "get_wea'),
+        ("qwen3_coder", "<tool_call>\n<function=get_wea"),
+        ("mistral", '[TOOL_CALLS][{"name": "get'),
+        ("mistral_args", "[TOOL_CALLS]get"),
+        ("llama3_json", '<|python_tag|>{"name": "get'),
+        ("harmony", "<|channel|>commentary to=functions.get"),
+        ("harmony", "<|channel|>comm"),
+        ("harmony", "<|channel|>analysis<|mess"),
+    ],
+)
+def test_call_that_is_cut_off_before_its_name_is_left_out(tools: str, text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(AnswerFormat(BY_NAME[tools], reasoning_of(BY_NAME[tools])), pieces) == ("", "", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>final<|message|> a <|b\n", ("", " a <|b\n")),
+        ("<|channel|>final<|message|>Yes.<|return|>", ("", "Yes.")),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.", ("hm", "Yes.")),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", ("ab", "")),
+        ("<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|end|>", ("", "ab")),
+        ("<|channel|>final<|message|>a<|end|><|start|>assis", ("", "a")),
+        ("no channel", ("", "no channel")),
+    ],
+)
+def test_messages_in_channels_are_read_without_their_markers(text: str, expected: tuple[str, str]) -> None:
+    for answer in (AnswerFormat(BY_NAME["harmony"], CHANNELS), AnswerFormat(None, CHANNELS)):
+        for pieces in ([text], list(text)):
+            assert read(answer, pieces) == (*expected, [])
 
 
 def test_too_long_name_is_content_however_it_is_cut() -> None:
@@ -220,8 +291,8 @@ def test_bare_object_that_is_no_call_is_content() -> None:
 
 def test_format_survives_being_stored() -> None:
     for tools in FORMATS:
-        answer = AnswerFormat(tools, THINK, True, {"f": ("a", "b")})
-        text = written(tools, [("f", '{"a": "x"}')]) + "</think>" + written(tools, [("f", '{"a": "x"}')])
+        answer = AnswerFormat(tools, reasoning_of(tools), True, {"f": ("a", "b")})
+        text = written(tools, [("f", '{"a": "x"}')]) + reasoning_of(tools).end + written(tools, [("f", '{"a": "x"}')])
         assert read(answer_format(answer.to_json()), [text]) == read(answer, [text])
 
 
@@ -238,11 +309,30 @@ def test_format_survives_being_stored() -> None:
         ("qwen3_coder", "<tool_call><function=f><parameter=a>", "1"),
         ("mistral", "[TOOL_CALLS][", '{"name":"f","arguments":{}},'),
         ("hermes", "<think>", "</thin"),
+        ("harmony", "<|channel|>final<|message|>", "<|end|><|start|>assistant"),
+        ("harmony", "<|channel|>final<|message|>", "<|channel|>comm"),
     ],
 )
 def test_long_text_that_is_never_complete_is_what_it_is_at_once(tools: str, begin: str, more: str) -> None:
     """A text that is never complete ends the test in time, and is what it is at once."""
     text = begin + more * (40_000 // len(more))
-    parser = AnswerParser(AnswerFormat(BY_NAME[tools], THINK))
+    answer = AnswerFormat(BY_NAME[tools], reasoning_of(BY_NAME[tools]))
+    parser = AnswerParser(answer)
     parts = [part for start in range(0, len(text), 4) for part in parser.feed(text[start : start + 4])]
-    assert added_up(parts + parser.finish()) == read(AnswerFormat(BY_NAME[tools], THINK), [text])
+    assert added_up(parts + parser.finish()) == read(answer, [text])
+
+
+def test_fragments_of_arguments_are_whole_characters_also_where_the_output_breaks_off() -> None:
+    model, tools = chat_models.chat_model(chat_models.smollm2), BY_NAME["hermes"]
+    text = written(tools, [("f", '{"a": "ü🚌ü"}')])
+    token_ids = model.encode(text)
+    assert any(not model.detokenizer().push([token_id]) for token_id in token_ids), "no token is half a character"
+    for num_tokens in range(len(token_ids)):
+        detokenizer, parser = model.detokenizer(), AnswerParser(AnswerFormat(tools))
+        parts = [part for token_id in token_ids[:num_tokens] for part in parser.feed(detokenizer.push([token_id]))]
+        fragments = [part.text for part in parts if isinstance(part, Arguments)]
+        assert "\ufffd" not in "".join(fragments)
+        assert text.find("".join(fragments)) >= 0
+        (_, content, calls) = added_up(parts + parser.feed(detokenizer.flush()) + parser.finish())
+        assert tools.begin.startswith(content)
+        assert all(text.find(arguments.removesuffix("\ufffd")) >= 0 for _, arguments in calls)

@@ -109,7 +109,8 @@ def test_markers_that_are_special_tokens_are_in_the_text_of_parsed_answers() -> 
     assert model.support.tools is not None
     assert model.support.tools.name == "mistral"
     ids = tokenizer("a[TOOL_CALLS]b<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert model.marker_ids == {"[TOOL_CALLS]": tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")}
+    markers = ("[TOOL_CALLS]", "<think>", "</think>")
+    assert model.marker_ids == {marker: tokenizer.convert_tokens_to_ids(marker) for marker in markers}
     assert model.detokenizer().push(ids) == "ab"
     assert model.detokenizer(shows_markers=True).push(ids) == "a[TOOL_CALLS]b"
 
@@ -202,3 +203,41 @@ def test_format_must_be_in_the_table(tmp_path: Path) -> None:
     assert set(with_added(())) == set(tool_settings(RouterSettings()).formats)
     with pytest.raises(FormatError, match="cannot read"):
         read_formats(tmp_path / "absent")
+
+
+def test_model_with_channels_gets_its_reasoning_tools_and_effort() -> None:
+    model = chat_model(chat_models.gpt_oss)
+    assert str(model.support) == (
+        "tool calls in the format harmony, tools shown by its chat template; reasoning ends with <|end|>"
+    )
+    assert model.can_end_reasoning
+    chat = asked(reasoning_effort="high")
+    turn = chat.messages.add(role="assistant", reasoning="I call it.")
+    turn.tool_calls.add(id="c", name="f.g", arguments='{"b": 1}')
+    chat.messages.add(role="tool", tool_call_id="c").content.add(text="42")
+    prompt = model.render_chat(chat)
+    assert prompt.startswith("<|start|>system<|message|>Reasoning: high<|end|>")
+    assert "<|start|>assistant<|channel|>analysis<|message|>I call it.<|end|><|start|>assistant to=" in prompt
+    assert prompt.endswith("<|start|>assistant")
+    assert not model.opens_reasoning(model.encode_chat(chat))
+    ids = model.encode("<|channel|>final<|message|>Yes.<|return|>")
+    detokenizer = model.detokenizer(shows_markers=True)
+    assert detokenizer.push(ids) + detokenizer.flush() == "<|channel|>final<|message|>Yes.<|return|>"
+
+
+def test_budget_of_reasoning_needs_an_end_that_is_a_token() -> None:
+    for tokenizer, text in (
+        (chat_models.smollm2(), "the model does not reason"),
+        (chat_models.phi(), "</think>, the end of the model's reasoning, is not one token"),
+    ):
+        copied = chat_models.copied(tokenizer)
+        if "not one token" in text:
+            copied.chat_template += "{# </think> #}"
+        chat = inference_pb2.Chat(thinking_token_budget=9)
+        chat.messages.add(role="user").content.add(text="hi")
+        field, description = refusal(TextModel(copied), chat)
+        assert field == "chat.thinking_token_budget"
+        assert text in description
+    chat.thinking_token_budget = -2
+    field, description = refusal(chat_model(chat_models.qwen_3), chat)
+    assert (field, "-1 for no limit" in description) == ("chat.thinking_token_budget", True)

@@ -45,6 +45,7 @@ SUPPORTED = frozenset(
         "chat.functions.parameters",
         "chat.functions.strict",
         "chat.reasoning_effort",
+        "chat.thinking_token_budget",
         "tool_choice.mode",
         "tool_choice.names",
         "tool_choice.parallel",
@@ -189,6 +190,7 @@ def request_for(path: str) -> inference_pb2.GenerateRequest:
             message.tool_calls.add(name="f")
         if path.startswith(("chat.functions", "tool_choice.")):
             request.chat.functions.extend(inference_pb2.Function(name=name) for name in ("f", "h"))
+        request.output.parts = path == "chat.thinking_token_budget"
     elif path not in ("text_bytes", "token_ids.ids"):
         request.text = "hi"
     if path == "constraint.max_whitespace":
@@ -203,7 +205,7 @@ def meaning(request: inference_pb2.GenerateRequest) -> tuple[object, ...]:
     if isinstance(spec.prompt, ChatPrompt):
         chat = spec.prompt.chat
         functions = [function.SerializeToString() for function in chat.functions]
-        variables = (plain_struct(chat.template_kwargs), chat.reasoning_effort)
+        variables = (plain_struct(chat.template_kwargs), chat.reasoning_effort, chat.thinking_token_budget)
         return (template_messages(chat), template_tools(chat), functions, *variables, *others)
     return (spec.prompt, *others)
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.cli.flags import ADDRESS_VARIABLE, API_KEY_VARIABLE, CA_FILE_VARIABLE, SERVER_NAME_VARIABLE
+from inflight.cli.main import COMMANDS
 from tests.deploy.chart import CHART, FOLDER, run_helm, template
 from tests.deploy.manifests import OVERLAYS, WORKLOADS, Object, matches, needs_kubectl, overlay, pod_labels
 from tests.deploy.test_schemas import NEWEST, check, schemas_read_once
@@ -23,6 +26,7 @@ from tests.examples import examples
 
 __all__ = ["schemas_read_once"]  # a fixture
 
+CLIENT_VARIABLES = {ADDRESS_VARIABLE, API_KEY_VARIABLE, CA_FILE_VARIABLE, SERVER_NAME_VARIABLE}
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 MODEL = {"pools": {"main": {"model": "/models/m"}}}
@@ -278,13 +282,21 @@ def test_valid_values_render_to_objects_that_kubernetes_accepts(values: dict[str
         assert matches(workload["spec"]["selector"], pod_labels(workload))
 
 
+PLACES = [
+    (),
+    ("pools", "main"),
+    ("executor", "gpu"),
+    ("models", "claim"),
+    ("router", "image"),
+    ("monitoring", "dashboards"),
+    *((key,) for key, entry in DEFAULTS.items() if isinstance(entry, dict) and key != "pools"),
+]
+
+
 @pytest.mark.slow
 @settings(max_examples=examples(8))
-@given(data=st.data())
-def test_unknown_key_is_refused_at_every_place(data: st.DataObject) -> None:
-    places = [[], *([key] for key, entry in DEFAULTS.items() if isinstance(entry, dict)), ["pools", "main"]]
-    places += [["executor", "gpu"], ["models", "claim"], ["router", "image"], ["monitoring", "dashboards"]]
-    place = data.draw(st.sampled_from([place for place in places if place != ["pools"]]))
+@given(place=st.sampled_from(PLACES))
+def test_unknown_key_is_refused_at_every_place(place: tuple[str, ...]) -> None:
     values: dict[str, Any] = copy.deepcopy(MODEL)
     target = values
     for key in place:
@@ -292,3 +304,19 @@ def test_unknown_key_is_refused_at_every_place(data: st.DataObject) -> None:
     target["unknownKey"] = "x"
     with pytest.raises(AssertionError, match="unknownKey"):
         template(values)
+
+
+def test_version_is_that_of_the_images() -> None:
+    project = tomllib.loads((CHART.parents[2] / "pyproject.toml").read_text())["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == project["version"]
+
+
+@pytest.mark.slow
+def test_test_pod_runs_commands_that_are_there() -> None:
+    (pod,) = (found for found in template(EVERYTHING) if found["kind"] == "Pod")
+    for container in pod["spec"]["containers"]:
+        program, command, *_ = container["command"]
+        assert program == "inflight"
+        assert command in {known.name for known in COMMANDS}
+        assert {variable["name"] for variable in container.get("env", ())} <= CLIENT_VARIABLES

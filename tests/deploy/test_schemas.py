@@ -100,7 +100,7 @@ def test_external_redis_replaces_ours() -> None:
 
 
 @needs_kubectl
-def test_claims_are_filled_by_a_job_and_keep_caches() -> None:
+def test_claims_are_filled_and_keep_caches() -> None:
     with overlay_of("model-pvc", "model-download", "cache-pvc") as objects:
         pass
     for manifest in objects:

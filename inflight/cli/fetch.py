@@ -1,7 +1,7 @@
 """`inflight fetch`: downloads a model into a folder, once, for the volume of a deployment.
 
 The folder is complete or absent: files are downloaded beside it, checked, and renamed into place. A repeated call
-continues an interrupted download and returns at once where the folder is there.
+continues an interrupted download. Where the folder is there, it compares source and digest and downloads nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 S3 = re.compile(r"s3://(?P<bucket>[\w.-]+)/(?P<prefix>.+)")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 CHUNK_BYTES = 1 << 22
+# In the folder: where it came from. Not part of its digest.
+ORIGIN = ".fetched-from"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,11 +48,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fetch(source: str, target: Path, sha256: str | None, environment: Mapping[str, str]) -> str:
-    """Downloads unless the folder is there, and returns its digest. Raises CommandError if the digest is another."""
+    """Downloads unless the folder is there, and returns its digest.
+
+    Raises CommandError if the folder came from another source or has another digest.
+    """
     if target.exists():
+        if (before := _origin(target)) not in (source, None):
+            raise CommandError(f"{target} came from {before}, not {source}; name another folder or remove it")
         return _checked(target, sha256)
     partial = target.with_name(f".{target.name}.partial")
+    if _origin(partial) != source:
+        shutil.rmtree(partial, ignore_errors=True)  # of another download, or of none
     partial.mkdir(parents=True, exist_ok=True)
+    (partial / ORIGIN).write_text(f"{source}\n")
     if (found := HUB.fullmatch(source)) is not None:
         _fetch_from_hub(found["name"], found["revision"], partial)
     else:
@@ -68,11 +78,17 @@ def fetch(source: str, target: Path, sha256: str | None, environment: Mapping[st
 def digest_of(folder: Path) -> str:
     """Returns the SHA-256 of the list of files as `sha256sum` prints it, sorted by path."""
     whole = hashlib.sha256()
-    for path in sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.as_posix()):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ORIGIN)
+    for path in sorted(files, key=lambda path: path.as_posix()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         whole.update(f"{digest}  {path.relative_to(folder).as_posix()}\n".encode())
     return whole.hexdigest()
+
+
+def _origin(folder: Path) -> str | None:
+    file = folder / ORIGIN
+    return file.read_text().strip() if file.is_file() else None
 
 
 def _checked(folder: Path, sha256: str | None) -> str:
@@ -115,8 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight fetch",
         description="Downloads a model from the Hugging Face hub or S3 into a folder that is complete or absent, and "
-        "prints the digest of its files. Does nothing if the folder is there. Credentials are those of the usual "
-        "variables: HF_TOKEN; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL.",
+        "prints the digest of its files. If the folder is there, nothing is downloaded; another source or digest is an "
+        "error. Credentials are those of the usual variables: HF_TOKEN; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+        "AWS_REGION, AWS_ENDPOINT_URL.",
     )
     parser.add_argument("source", metavar="SOURCE", help="hf://ORGANIZATION/NAME[@REVISION] or s3://BUCKET/PREFIX")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder to create, such as /models/NAME")

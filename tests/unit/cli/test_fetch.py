@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.cli.fetch import digest_of
+from inflight.cli.fetch import ORIGIN, digest_of
 from inflight.cli.main import main
 from inflight.tools.fetching.s3 import Credentials, canonical_query, signed
 
@@ -101,7 +101,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def fetched(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ORIGIN}
 
 
 WANTED = {name: content for name, content in FILES.items() if name != "notes.md"}
@@ -112,8 +112,23 @@ def test_bucket_is_listed_in_pages_and_downloaded_once(store: Store, tmp_path: P
     assert fetched(tmp_path / "m") == WANTED
     num_requests = len(store.requests)
     assert all(not authorization for _, authorization in store.requests)
-    assert main(("fetch", "s3://bucket/models/m/", str(tmp_path / "m"))) == 0
+    assert main(("fetch", "s3://bucket/models/m", str(tmp_path / "m"))) == 0
     assert len(store.requests) == num_requests
+
+
+def test_folder_of_another_source_is_not_taken_for_this_one(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(("fetch", "s3://bucket/models/m", str(tmp_path / "m"))) == 0
+    assert main(("fetch", "hf://org/m@v2", str(tmp_path / "m"))) == 1
+    assert "came from s3://bucket/models/m" in capsys.readouterr().err
+    # Nor is a part of another download
+    store.cut = "model.safetensors"
+    assert main(("fetch", "s3://bucket/models/m", str(tmp_path / "n"))) == 1
+    store.cut = ""
+    store.requests.clear()
+    assert main(("fetch", "s3://bucket/models/v2", str(tmp_path / "n"))) == 0
+    assert [path for path, _ in store.requests if path.endswith("config.json")]
 
 
 def test_interrupted_download_leaves_no_folder_and_continues(

@@ -140,8 +140,9 @@ def test_chart_renders_to_the_objects_of_the_overlay(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_helm_finds_no_fault() -> None:
-    linted = run_helm("lint", "--strict", str(CHART), "--set", "pools.main.model=/models/m")
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_helm_finds_no_fault(name: str) -> None:
+    linted = run_helm("lint", "--strict", str(CHART), "--values", str(FOLDER / "values" / f"{name}.yaml"))
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
 

@@ -31,13 +31,18 @@ PREFIX = "inflight-"  # so that scanners for leaked secrets can know it
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     flags = _parser().parse_args(argv)
-    key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    key = new_key()
     print("# The key. It is shown only once and gives full access as this tenant:", file=sys.stderr)
     print(key)
     _warn_of_unserved_models(flags)
     print("\n# The entry for the router's --api-keys-file:", file=sys.stderr)
     print(entry(key, flags))
     return 0
+
+
+def new_key() -> str:
+    """Returns a random API key."""
+    return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +81,7 @@ def _warn_of_unserved_models(flags: argparse.Namespace) -> None:
 
 
 def entry(key: str, flags: argparse.Namespace) -> str:
-    """Returns the TOML of a key."""
+    """Returns the TOML of a key. `flags` are those of `inflight key new`."""
     lines = [
         "[[key]]",
         f"id = {_quoted(flags.id or f'{flags.tenant}-{secrets.token_hex(3)}')}",

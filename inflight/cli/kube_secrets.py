@@ -1,7 +1,7 @@
 """`inflight kube-secrets`: random values for the secrets that the manifests under deploy/kubernetes refer to.
 
 Prints them as JSON for `kubectl apply -f -` and stores nothing. With cert-manager, `--without-certificates` leaves the
-certificates out.
+certificates out. `--without-api-keys` keeps keys that were added to the Secret later.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import secrets
 import tempfile
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from inflight.cli import key
 from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.parser import CommandParser
 from inflight.local.certificates import DEFAULT_DAYS, LOCAL_NAMES, CertificateFolder, make_certificates
 from inflight.local.redis_server import ACL_RULES, USER
 
 MAX_DAYS = 3650
-ROUTER_SERVICE = "inflight-router"
+DEFAULT_PREFIX = "inflight"
+OPERATOR = "operator"
+# A label of Kubernetes, with room for the longest suffix of a Secret's name.
+PREFIX = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 REPLICA = "replica"
 SENTINEL = "sentinel"
 
@@ -38,20 +43,24 @@ def main(argv: Sequence[str]) -> int:
     flags = _parser().parse_args(argv)
     if not 1 <= flags.days <= MAX_DAYS:
         raise CommandError(f"--days must be between 1 and {MAX_DAYS}, not {flags.days}", EXIT_USAGE)
-    made = random_secrets()
+    if not PREFIX.fullmatch(flags.prefix):
+        raise CommandError(f"--prefix must match {PREFIX.pattern}, not {flags.prefix!r}", EXIT_USAGE)
+    made = random_secrets(flags.prefix)
+    if not flags.without_api_keys:
+        made |= api_key_secrets(flags.prefix)
     if not flags.without_certificates:
-        made |= certificate_secrets(flags.namespace, flags.name, flags.days)
+        made |= certificate_secrets(flags.namespace, flags.name, flags.days, flags.prefix)
     print(json.dumps(_manifest(made, flags.namespace), indent=2))
     return 0
 
 
-def router_names(namespace: str) -> tuple[str, ...]:
+def router_names(namespace: str, prefix: str = DEFAULT_PREFIX) -> tuple[str, ...]:
     """Returns the names by which clients in the cluster find the routers."""
-    service = f"{ROUTER_SERVICE}.{namespace}"
+    service = f"{prefix}-router.{namespace}"
     return (f"{service}.svc", service, f"{service}.svc.cluster.local")
 
 
-def random_secrets() -> dict[str, dict[str, bytes]]:
+def random_secrets(prefix: str = DEFAULT_PREFIX) -> dict[str, dict[str, bytes]]:
     """Redis' passwords and users, and the secret of resume tokens."""
     password, replica_password, sentinel_password = (secrets.token_urlsafe(32) for _ in range(3))
     users = (
@@ -66,30 +75,44 @@ def random_secrets() -> dict[str, dict[str, bytes]]:
         f"user {SENTINEL} on #{_digest(sentinel_password)} allchannels allkeys +@all",
     )
     return {
-        "inflight-redis": {"password": password.encode()},
-        "inflight-redis-server": {
+        f"{prefix}-redis": {"password": password.encode()},
+        f"{prefix}-redis-server": {
             "users.acl": _lines(users),
             "sentinel-users.acl": _lines(sentinel_users),
             "replica-password": replica_password.encode(),
             "sentinel-password": sentinel_password.encode(),
         },
-        "inflight-resume": {"secret": secrets.token_urlsafe(48).encode()},
+        f"{prefix}-resume": {"secret": secrets.token_urlsafe(48).encode()},
     }
 
 
-def certificate_secrets(namespace: str, names: Sequence[str], days: int) -> dict[str, dict[str, bytes]]:
+def api_key_secrets(prefix: str = DEFAULT_PREFIX) -> dict[str, dict[str, bytes]]:
+    """Returns the routers' file of API keys with an operator's key, and that key, which `inflight pod-costs` uses."""
+    operator = key.new_key()
+    entry = key.entry(
+        operator, argparse.Namespace(id=OPERATOR, tenant=OPERATOR, operator=True, classes=None, models=None, days=None)
+    )
+    return {
+        f"{prefix}-api-keys": {"keys.toml": entry.encode() + b"\n"},
+        f"{prefix}-operator-key": {"key": operator.encode()},
+    }
+
+
+def certificate_secrets(
+    namespace: str, names: Sequence[str], days: int, prefix: str = DEFAULT_PREFIX
+) -> dict[str, dict[str, bytes]]:
     """Secrets in the format of cert-manager. Raises `CommandError` if a name is not valid in a certificate."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = make_certificates(Path(folder), (*LOCAL_NAMES, *router_names(namespace), *names), days)
+            made = make_certificates(Path(folder), (*LOCAL_NAMES, *router_names(namespace, prefix), *names), days)
         except ValueError as error:
             raise CommandError(f"--name: not valid in a certificate: {error}", EXIT_USAGE) from None
         authority = made.ca_file.read_bytes()
         return {
-            "inflight-router-tls": _pair(made, "router"),
-            "inflight-executor-tls": _pair(made, "executor"),
+            f"{prefix}-router-tls": _pair(made, "router"),
+            f"{prefix}-executor-tls": _pair(made, "executor"),
             # Clients need no certificate of their own, only the authority of the routers'.
-            "inflight-client-tls": {"ca.crt": authority},
+            f"{prefix}-client-tls": {"ca.crt": authority},
         }
 
 
@@ -133,12 +156,18 @@ def _lines(lines: Sequence[str]) -> bytes:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight kube-secrets",
-        description="Creates the secrets that deploy/kubernetes refers to: Redis passwords, the secret of resume "
-        "tokens, and certificates of a small authority. Prints Secrets for `kubectl apply -f -`. Every run creates new "
-        "ones; the authority's key is not stored.",
+        description="Creates the secrets that deploy/kubernetes and the Helm chart refer to: Redis passwords, the "
+        "secret of resume tokens, an operator's API key, and certificates of a small authority. Prints Secrets for "
+        "`kubectl apply -f -`. Every run creates new ones; the authority's key is not stored.",
     )
     parser.add_argument(
         "--namespace", default="inflight", metavar="NAME", help="namespace of the secrets (default: inflight)"
+    )
+    parser.add_argument(
+        "--prefix",
+        default=DEFAULT_PREFIX,
+        metavar="NAME",
+        help="first part of the secrets' names: the full name of a Helm release (default: inflight)",
     )
     parser.add_argument(
         "--name",
@@ -155,4 +184,5 @@ def _parser() -> argparse.ArgumentParser:
         help=f"validity of the certificates in days (default: {DEFAULT_DAYS})",
     )
     parser.add_argument("--without-certificates", action="store_true", help="leave certificates out, for cert-manager")
+    parser.add_argument("--without-api-keys", action="store_true", help="leave API keys out, to keep those in use")
     return parser

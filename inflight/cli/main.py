@@ -56,6 +56,7 @@ COMMANDS = (
     Command(
         "size", "estimate blocks, seats and executors for a model and its traffic", "inflight.cli.size:main", SERVE
     ),
+    Command("fetch", "download a model into a folder", "inflight.cli.fetch:main", SERVE),
     Command("certs", "create certificates for development", "inflight.cli.certs:main", SERVE),
     Command("kube-secrets", "create the Kubernetes secrets of a deployment", "inflight.cli.kube_secrets:main", SERVE),
     Command("pod-costs", "set the deletion cost of executor pods", "inflight.cli.pod_costs:main", SERVE),

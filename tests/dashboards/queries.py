@@ -46,10 +46,19 @@ def panel_queries(interval: str = "1m") -> list[Query]:
     ]
 
 
-def alerts() -> list[dict[str, Any]]:
-    """The alerting rules."""
+def rules() -> list[dict[str, Any]]:
+    """The recording and alerting rules."""
     groups = yaml.safe_load((FOLDER / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
+
+
+def alerts() -> list[dict[str, Any]]:
+    """The alerting rules, with the expressions of recorded series in the place of their names."""
+    recorded = {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
+    found = [dict(rule) for rule in rules() if "alert" in rule]
+    for rule in found:
+        rule["expr"] = re.sub(r"\b\w+(:\w+)+\b", lambda name: f"({recorded[name[0]]})", rule["expr"])
+    return found
 
 
 def queries() -> list[Query]:

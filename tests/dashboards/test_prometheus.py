@@ -17,7 +17,7 @@ import pytest
 
 from inflight.local.ports import free_ports
 from tests.dashboards.conftest import Watched
-from tests.dashboards.queries import FOLDER, REPOSITORY, alerts, panel_queries, panels
+from tests.dashboards.queries import FOLDER, REPOSITORY, panel_queries, panels, rules
 from tests.http_pages import page
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
@@ -93,7 +93,7 @@ async def test_prometheus_answers_every_panel_and_a_script_draws_them(watched: W
         )
         answered = {query.where for query in panel_queries() if await prometheus.query(query.text)}
         assert answered == {panel["title"] for panel in panels()}
-        assert await prometheus.rules() == {rule["alert"] for rule in alerts()}
+        assert await prometheus.rules() == {rule.get("alert") or rule["record"] for rule in rules()}
         picture = tmp_path / "dashboard.png"
         await asyncio.to_thread(draw, prometheus.address, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -124,11 +124,63 @@ LEADER_WORKER_SET = closed(
         workerTemplate=closed("metadata spec", metadata={"type": "object"}, spec={"type": "object"}),
     ),
 )
+PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+ROUTE_PARENT = closed("name", name=TEXT, namespace=TEXT, sectionName=TEXT, group=TEXT, kind=TEXT, port=PORT)
+GATEWAY = closed(
+    "gatewayClassName listeners",
+    gatewayClassName=TEXT,
+    listeners=listed(
+        closed(
+            "name protocol port",
+            name=TEXT,
+            protocol={"enum": ["HTTP", "HTTPS", "TLS"]},
+            port=PORT,
+            hostname=TEXT,
+            tls=closed(
+                "certificateRefs",
+                mode={"enum": ["Terminate", "Passthrough"]},
+                certificateRefs=listed(closed("name", group=TEXT, kind=TEXT, name=TEXT, namespace=TEXT)),
+            ),
+            allowedRoutes=closed("", namespaces=closed("from", **{"from": {"enum": ["All", "Same", "Selector"]}})),
+        )
+    ),
+)
+HTTP_ROUTE = closed(
+    "parentRefs rules",
+    parentRefs=listed(ROUTE_PARENT),
+    hostnames=listed(TEXT),
+    rules=listed(
+        closed(
+            "backendRefs",
+            matches=listed(
+                closed("path", path=closed("type value", type={"enum": ["PathPrefix", "Exact"]}, value=TEXT))
+            ),
+            timeouts=closed("", request=DURATION, backendRequest=DURATION),
+            backendRefs=listed(closed("name", group=TEXT, kind=TEXT, name=TEXT, port=PORT)),
+        )
+    ),
+)
+INFERENCE_POOL = closed(
+    "selector targetPorts endpointPickerRef",
+    selector=closed("matchLabels", matchLabels=LABELS),
+    targetPorts={**listed(closed("number", number=PORT)), "maxItems": 8},
+    endpointPickerRef=closed(
+        "name port",
+        group=TEXT,
+        kind=TEXT,
+        name=TEXT,
+        port=closed("number", number=PORT),
+        failureMode={"enum": ["FailOpen", "FailClose"]},
+    ),
+)
 SCHEMAS: dict[tuple[str, str], dict[str, Any]] = {
     ("cert-manager.io/v1", "Issuer"): resource(ISSUER),
     ("cert-manager.io/v1", "Certificate"): resource(CERTIFICATE),
     ("monitoring.coreos.com/v1", "PodMonitor"): resource(POD_MONITOR),
     ("monitoring.coreos.com/v1", "PrometheusRule"): resource(PROMETHEUS_RULE),
     ("keda.sh/v1alpha1", "ScaledObject"): resource(SCALED_OBJECT),
+    ("gateway.networking.k8s.io/v1", "Gateway"): resource(GATEWAY),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): resource(HTTP_ROUTE),
+    ("inference.networking.k8s.io/v1", "InferencePool"): resource(INFERENCE_POOL),
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): resource(LEADER_WORKER_SET),
 }

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from inflight.cli.kube_secrets import certificate_secrets, random_secrets
+from inflight.cli.kube_secrets import api_key_secrets, certificate_secrets, random_secrets
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 OVERLAYS = tuple(sorted(path.name for path in (FOLDER / "overlays").iterdir()))
@@ -89,7 +89,8 @@ def overlay(name: str) -> Overlay:
 
 def _secrets(objects: tuple[Object, ...]) -> Iterator[Object]:
     """Those that `inflight kube-secrets` makes, certificates in the place of cert-manager's, too."""
-    made = random_secrets() | certificate_secrets(NAMESPACE, [f"127.1.0.{last}" for last in range(1, 10)], 1)
+    made = random_secrets() | api_key_secrets()
+    made |= certificate_secrets(NAMESPACE, [f"127.1.0.{last}" for last in range(1, 10)], 1)
     named = {found["spec"]["secretName"] for found in objects if found["kind"] == "Certificate"}
     assert not named or {"inflight-router-tls", "inflight-executor-tls", "inflight-client-tls"} <= named
     for name, content in made.items():

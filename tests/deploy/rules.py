@@ -1,14 +1,17 @@
-"""The PrometheusRule of the component `monitoring`, which is the alerts of deploy/dashboards in an operator's words:
-kustomize reads nothing above its own folder. `python -m tests.deploy.rules` writes it again."""
+"""The PrometheusRule and the dashboard of the component `monitoring`, which are those of deploy/dashboards: kustomize
+reads nothing above its own folder. `python -m tests.deploy.rules` writes it again."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERTS = DEPLOY / "dashboards" / "alerts.yaml"
+DASHBOARD = DEPLOY / "dashboards" / "inflight.json"
 RULES = DEPLOY / "kubernetes" / "components" / "monitoring" / "rules.yaml"
+COPY = RULES.with_name("inflight.json")
 HEADER = """\
 # Made from deploy/dashboards/alerts.yaml by `python -m tests.deploy.rules`: change it there.
 apiVersion: monitoring.coreos.com/v1
@@ -22,9 +25,11 @@ spec:
 
 
 def rules_of(alerts: str) -> str:
-    """The manifest for a file of alerts."""
-    return HEADER + textwrap.indent(alerts[alerts.index("groups:\n") :], "  ")
+    """The manifest for a file of alerts; those about absent and silent targets are about the namespace `inflight`."""
+    here = re.sub(r"absent\((\w+)\)", r'absent(\1{namespace="inflight"})', alerts[alerts.index("groups:\n") :])
+    return HEADER + textwrap.indent(here.replace('job=~".*inflight.*"', 'job="inflight/inflight"'), "  ")
 
 
 if __name__ == "__main__":
     RULES.write_text(rules_of(ALERTS.read_text()))
+    COPY.write_bytes(DASHBOARD.read_bytes())

@@ -17,7 +17,7 @@ from bench.fleet.tiny_model import write_tiny_model
 from inflight import AsyncClient
 from inflight.events import Completion, FinishReason
 from tests.deploy.kubelet import Node, Pod, addresses_of
-from tests.deploy.manifests import OVERLAYS, Overlay, needs_kubectl, overlay
+from tests.deploy.manifests import OVERLAYS, Overlay, environment_of, needs_kubectl, overlay
 
 pytestmark = needs_kubectl
 
@@ -83,7 +83,15 @@ def client_of(on: Overlay, folder: Path, routers: tuple[str, ...] = ROUTERS) -> 
     ca_file = folder / "ca.crt"
     ca_file.write_bytes(on.content("Secret", "inflight-client-tls")["ca.crt"])
     addresses = (f"{host}:50051" for host in routers)
-    return AsyncClient(*addresses, ca_file=ca_file, server_name="inflight-router")
+    return AsyncClient(*addresses, ca_file=ca_file, server_name="inflight-router", api_key=api_key_of(on))
+
+
+def api_key_of(on: Overlay) -> str | None:
+    """The operator's key, where the routers require one."""
+    _, router = next(pair for pair in on.containers() if pair[1]["name"] == "router")
+    if "INFLIGHT_API_KEYS_FILE" not in environment_of(on, router, {}):
+        return None
+    return on.content("Secret", "inflight-operator-key")["key"].decode()
 
 
 async def ask(client: AsyncClient, model: str = "") -> Completion:

@@ -81,6 +81,13 @@ def test_every_variable_is_a_setting_of_its_process_with_a_value_that_it_takes(e
     assert set(roles) == set(SETTINGS)
 
 
+def test_every_overlay_but_the_one_for_tests_requires_keys(each: Overlay) -> None:
+    for _, container in our_processes(each):
+        settings = settings_of(each, container)
+        if isinstance(settings, RouterSettings):
+            assert (settings.api_keys_file is not None) == (each.name != "cpu-dev")
+
+
 def test_variables_of_commands_are_known(each: Overlay) -> None:
     for _, container in each.containers():
         environment = environment_of(each, container, FIELDS)

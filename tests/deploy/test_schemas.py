@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jsonschema
 import kubernetes_validate
@@ -13,8 +14,8 @@ import yaml
 from kubernetes_validate import utils
 
 from tests.deploy.custom_resources import SCHEMAS
-from tests.deploy.manifests import FOLDER, OVERLAYS, Object, needs_kubectl, overlay, rendered
-from tests.deploy.rules import ALERTS, RULES, rules_of
+from tests.deploy.manifests import FOLDER, OVERLAYS, Object, needs_kubectl, overlay, pod_labels, rendered
+from tests.deploy.rules import ALERTS, COPY, DASHBOARD, RULES, rules_of
 
 # The oldest with `preStop: sleep` on by default; image volumes, which `ha` mounts, came one later.
 OLDEST = {"ha": "1.31"}
@@ -60,10 +61,11 @@ def test_misspelt_field_is_seen_by_the_schemas() -> None:
         check({**router, "spec": {**router["spec"], "replica": 1}}, NEWEST)
 
 
-@needs_kubectl
-def test_external_redis_replaces_ours(tmp_path_factory: pytest.TempPathFactory) -> None:
+@contextmanager
+def overlay_of(*components: str) -> Iterator[tuple[Object, ...]]:
+    """What base, executors and these components render to."""
     # Kustomize reads only below or beside what it is given: a folder in the tree, removed again
-    folder = FOLDER / "overlays" / ".external-redis-test"
+    folder = FOLDER / "overlays" / f".{'-'.join(components)}-test"
     folder.mkdir()
     try:
         (folder / "kustomization.yaml").write_text(
@@ -71,14 +73,20 @@ def test_external_redis_replaces_ours(tmp_path_factory: pytest.TempPathFactory) 
                 {
                     "namespace": "inflight",
                     "resources": ["../../base", "../../executor-pool"],
-                    "components": ["../../components/external-redis"],
+                    "components": [f"../../components/{name}" for name in components],
                 }
             )
         )
-        objects = rendered(folder)
+        yield rendered(folder)
     finally:
         (folder / "kustomization.yaml").unlink(missing_ok=True)
         folder.rmdir()
+
+
+@needs_kubectl
+def test_external_redis_replaces_ours() -> None:
+    with overlay_of("external-redis") as objects:
+        pass
     assert not [found for found in objects if found["kind"] in ("StatefulSet", "Service") and "redis" in str(found)]
     (router,) = (found for found in objects if found["kind"] == "Deployment" and "router" in found["metadata"]["name"])
     environment = {
@@ -89,6 +97,54 @@ def test_external_redis_replaces_ours(tmp_path_factory: pytest.TempPathFactory) 
     assert environment["INFLIGHT_REDIS_URL"] == {"name": "INFLIGHT_REDIS_URL", "valueFrom": reference}
     for manifest in objects:
         check(manifest, NEWEST)
+
+
+@needs_kubectl
+def test_claims_are_filled_and_keep_caches() -> None:
+    with overlay_of("model-pvc", "model-download", "cache-pvc") as objects:
+        pass
+    for manifest in objects:
+        check(manifest, NEWEST)
+    (download,) = (found for found in objects if found["kind"] == "Job")
+    (container,) = download["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["inflight", "fetch"]
+    assert not container["image"].endswith("/router")
+    (executor,) = (
+        found for found in objects if found["metadata"]["name"] == "inflight-executor" and found["kind"] == "Deployment"
+    )
+    spec = executor["spec"]["template"]["spec"]
+    caches = {one["name"]: one["value"] for one in spec["containers"][0]["env"] if one["name"].endswith("CACHE_DIR")}
+    mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert caches
+    assert all(folder.startswith(mounts["cache"] + "/") for folder in caches.values())
+    # What fetches and what reads name the same folder's parent
+    assert container["args"][1].startswith(mounts["models"] + "/")
+
+
+@needs_kubectl
+@pytest.mark.parametrize("name", ["ingress", "http-route", "inference-pool"])
+def test_examples_of_ways_in_are_valid_and_lead_to_the_gateway(name: str) -> None:
+    gateway = overlay("gpu").find("Service", "inflight-gateway")
+    assert gateway is not None
+    found = list(yaml.safe_load_all((FOLDER / "examples" / f"{name}.yaml").read_text()))
+    for manifest in found:
+        check(manifest, NEWEST)
+        for rule in manifest["spec"].get("rules", ()):
+            for backend in rule.get("backendRefs", ()):
+                pools = {one["metadata"]["name"] for one in found if one["kind"] == "InferencePool"}
+                assert (
+                    backend["name"] in pools
+                    if "kind" in backend
+                    else (backend["name"], backend["port"])
+                    == (
+                        gateway["metadata"]["name"],
+                        gateway["spec"]["ports"][0]["port"],
+                    )
+                )
+        if manifest["kind"] == "InferencePool":
+            labels = pod_labels(overlay("gpu").workload("gateway"))
+            assert manifest["spec"]["selector"]["matchLabels"].items() <= labels.items()
+            assert manifest["spec"]["targetPorts"] == [{"number": 8000}]
 
 
 def test_group_example_is_whole() -> None:
@@ -109,5 +165,6 @@ def test_group_example_is_whole() -> None:
 
 
 @pytest.mark.skipif(not ALERTS.exists(), reason="deploy/dashboards/alerts.yaml is not here")
-def test_prometheus_rule_is_made_of_the_alerts() -> None:
+def test_rule_and_dashboard_are_those_of_deploy_dashboards() -> None:
     assert RULES.read_text() == rules_of(ALERTS.read_text())
+    assert COPY.read_bytes() == DASHBOARD.read_bytes()

@@ -1,0 +1,323 @@
+"""The Helm chart: it renders to the objects of the overlays, releases share no name, and values are checked."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.cli.flags import ADDRESS_VARIABLE, API_KEY_VARIABLE, CA_FILE_VARIABLE, SERVER_NAME_VARIABLE
+from inflight.cli.main import COMMANDS
+from tests.deploy.chart import CHART, FOLDER, run_helm, template
+from tests.deploy.manifests import OVERLAYS, WORKLOADS, Object, matches, needs_kubectl, overlay, pod_labels
+from tests.deploy.test_schemas import NEWEST, check, schemas_read_once
+from tests.examples import examples
+
+__all__ = ["schemas_read_once"]  # a fixture
+
+CLIENT_VARIABLES = {ADDRESS_VARIABLE, API_KEY_VARIABLE, CA_FILE_VARIABLE, SERVER_NAME_VARIABLE}
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
+DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+MODEL = {"pools": {"main": {"model": "/models/m"}}}
+EVERYTHING = {
+    **MODEL,
+    "tls": {"certManager": True},
+    "redis": {"mode": "sentinel"},
+    "monitoring": {"enabled": True, "dashboards": {"enabled": True}},
+    "ingress": {"enabled": True, "host": "llm.example.org", "tlsSecret": "public"},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+    "models": {"download": {"enabled": True, "from": "hf://org/m@main", "to": "/models/m"}},
+    "executor": {"autoscaling": {"by": "keda"}},
+    "router": {"autoscaling": {"enabled": True}},
+    "gateway": {"autoscaling": {"enabled": True}},
+}
+
+# What is to differ. `normal` removes it from both sides.
+DROPPED = {
+    "namespace",  # helm adds it when it installs
+    "app.kubernetes.io/instance",  # names the release
+    "app.kubernetes.io/managed-by",
+    "app.kubernetes.io/part-of",
+    "app.kubernetes.io/version",
+    "helm.sh/chart",
+    "checksum/config",  # restarts pods, as kustomize's hash in the names of ConfigMaps does
+    "helm.sh/resource-policy",  # keeps the claim when the release is uninstalled
+}
+HASH = re.compile(r"(inflight-(?:router|gateway|executor|model|redis)(?:-small|-large)?)-[a-z0-9]{10}")
+IN_QUERIES = ',app_kubernetes_io_instance="inflight"'
+# The default policies apply to the release's pods; in an overlay to all of the namespace, which is its own.
+PODS_OF_THE_RELEASE = {"matchLabels": {"app.kubernetes.io/name": "inflight"}}
+
+
+def normal(objects: Iterable[Object]) -> dict[tuple[str, str], Any]:
+    """Returns objects by kind and name, without what is to differ, Secrets, the Namespace and the release's tests."""
+    found = [_normal(copy.deepcopy(one)) for one in objects if one["kind"] not in ("Namespace", "Secret")]
+    for one in found:
+        metadata = one["metadata"]
+        # Own labels of objects select nothing.
+        metadata.get("labels", {}).pop("app.kubernetes.io/name", None)
+        if one["kind"] == "ConfigMap":
+            metadata.get("labels", {}).pop("inflight-pool", None)
+            if "INFLIGHT_MODEL" in one["data"]:  # values are maps, which have no order
+                one["data"]["INFLIGHT_MODEL"] = sorted(one["data"]["INFLIGHT_MODEL"].split(","))
+        if one["kind"] == "PriorityClass":
+            metadata["name"] = metadata["name"].removeprefix("inflight.")
+        for key in ("labels", "annotations"):
+            if not metadata.get(key, True):
+                del metadata[key]
+    return {(one["kind"], one["metadata"]["name"]): one for one in found if one["metadata"]["name"] != "inflight-test"}
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_normal(entry) for entry in value if entry != "app.kubernetes.io/instance"]
+    if isinstance(value, str):
+        renamed = HASH.fullmatch(value)
+        return renamed[1] if renamed else value.replace(IN_QUERIES, "").strip()
+    if not isinstance(value, Mapping):
+        return value
+    result = {key: _normal(entry) for key, entry in value.items() if key not in DROPPED}
+    if result.get("podSelector") == PODS_OF_THE_RELEASE:
+        result["podSelector"] = {}
+    if "priorityClassName" in result:
+        result["priorityClassName"] = result["priorityClassName"].removeprefix("inflight.")
+    if "volumes" in result:
+        result["volumes"].sort(key=lambda volume: volume["name"])
+    if result.get("annotations") == {}:
+        del result["annotations"]
+    return result
+
+
+def names(objects: Iterable[Object]) -> set[tuple[str, str]]:
+    return {(one["kind"], one["metadata"]["name"]) for one in objects}
+
+
+def test_values_files_and_defaults_are_valid() -> None:
+    validator = jsonschema.Draft7Validator(SCHEMA)
+    validator.check_schema(SCHEMA)
+    validator.validate(DEFAULTS)
+    files = sorted((FOLDER / "values").iterdir())
+    assert [file.stem for file in files] == list(OVERLAYS)
+    for file in files:
+        validator.validate(yaml.safe_load(file.read_text()))
+
+
+def test_every_value_has_a_default_that_the_documentation_of_values_shows() -> None:
+    def keys(schema: Mapping[str, Any]) -> set[str]:
+        return set(schema["properties"]) - {"global", "replicas", *DEFAULTS["defaults"]}
+
+    assert keys(SCHEMA) == set(DEFAULTS) - {"defaults"} | {"defaults"}
+    for name in ("router", "gateway", "redis", "models", "monitoring", "networkPolicy", "ingress", "httpRoute"):
+        assert keys(SCHEMA["properties"][name]) == set(DEFAULTS[name]) - {"replicas"}
+    assert keys(SCHEMA["$defs"]["pool"]) == set(DEFAULTS["executor"]) - {"replicas"}
+    assert set(SCHEMA["properties"]["defaults"]["properties"]) == set(DEFAULTS["defaults"])
+
+
+def test_linked_sources_are_there() -> None:
+    for link in (CHART / "source").rglob("*"):
+        assert link.exists(), link
+
+
+@pytest.mark.slow
+@needs_kubectl
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_chart_renders_to_the_objects_of_the_overlay(name: str) -> None:
+    chart, kustomize = normal(template(FOLDER / "values" / f"{name}.yaml")), normal(overlay(name).objects)
+    assert set(chart) == set(kustomize)
+    for key, one in kustomize.items():
+        assert chart[key] == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_helm_finds_no_fault(name: str) -> None:
+    linted = run_helm("lint", "--strict", str(CHART), "--values", str(FOLDER / "values" / f"{name}.yaml"))
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@pytest.mark.slow
+def test_package_contains_the_linked_sources(tmp_path: Path) -> None:
+    packed = run_helm("package", str(CHART), "--destination", str(tmp_path))
+    assert packed.returncode == 0, packed.stderr
+    (archive,) = tmp_path.glob("*.tgz")
+    assert template(EVERYTHING, chart=archive) == template(EVERYTHING)
+
+
+@pytest.mark.slow
+def test_two_releases_in_one_namespace_share_nothing() -> None:
+    releases = [template(EVERYTHING, release=name) for name in ("inflight", "blue")]
+    first, second = (names(release) for release in releases)
+    assert not first & second
+    assert {
+        name.replace("inflight.blue-inflight", "inflight.inflight").replace("blue-inflight", "inflight")
+        for _, name in second
+        if "download" not in name
+    } == {name for _, name in first if "download" not in name}
+    for one, other in (releases, releases[::-1]):
+        pods = [pod_labels(found) for found in one if found["kind"] in WORKLOADS]
+        for found in other:
+            for selector in selectors(found):
+                assert not any(matches(selector, labels) for labels in pods), found["metadata"]["name"]
+        assert not {name for found in one for name in secrets_of(found)} & {
+            name for found in other for name in secrets_of(found)
+        }
+
+
+@pytest.mark.slow
+def test_cluster_wide_names_contain_the_namespace() -> None:
+    first, second = (
+        {found["metadata"]["name"] for found in template(MODEL, namespace=name) if found["kind"] == "PriorityClass"}
+        for name in ("one", "two")
+    )
+    assert len(first) == len(second) == 2
+    assert not first & second
+
+
+def selectors(found: Object) -> list[Mapping[str, Any]]:
+    """Selectors of pods of the same namespace."""
+    spec = found.get("spec", {})
+    if found["kind"] == "Service":
+        return [{"matchLabels": spec["selector"]}]
+    selecting = [spec.get("selector"), spec.get("podSelector")]
+    for rule in (*spec.get("ingress", ()), *spec.get("egress", ())) if found["kind"] == "NetworkPolicy" else ():
+        for peer in (*rule.get("from", ()), *rule.get("to", ())):
+            selecting += [] if "namespaceSelector" in peer else [peer.get("podSelector")]
+    return [selector for selector in selecting if selector]
+
+
+def secrets_of(value: Any) -> set[str]:
+    """Names of Secrets that an object uses, except those of users."""
+    if isinstance(value, list):
+        return {name for entry in value for name in secrets_of(entry)}
+    if not isinstance(value, Mapping):
+        return set()
+    own = {value["secretName"]} if isinstance(value.get("secretName"), str) else set()
+    own |= {value["secretKeyRef"]["name"]} if "secretKeyRef" in value else set()
+    return (own - {"public"}) | {name for entry in value.values() for name in secrets_of(entry)}
+
+
+@pytest.mark.slow
+def test_own_secrets_replace_those_of_the_release() -> None:
+    given_names = {kind: f"team-{kind.lower()}" for kind in DEFAULTS["secrets"]}
+    values = {**EVERYTHING, "tls": {"certManager": False}, "secrets": given_names}
+    used = {name for found in template(values) for name in secrets_of(found)}
+    assert used == set(given_names.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({}, "pools.main.model"),
+        ({**MODEL, "routers": {}}, "routers"),
+        ({"pools": {"main": {"model": "/models/m", "gpus": 1}}}, "gpus"),
+        ({**MODEL, "ingress": {"enabled": True, "host": "llm.example.org"}}, "tlsSecret"),
+        ({**MODEL, "models": {"source": "image", "download": {"enabled": True}}}, "source"),
+        ({**MODEL, "executor": {"autoscaling": {"by": "hpa", "minReplicas": 0}}}, "minReplicas"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(AssertionError, match=named):
+        template(values)
+
+
+@pytest.mark.slow
+def test_authentication_is_off_only_where_the_values_say_so() -> None:
+    def keys_files(values: Mapping[str, Any]) -> list[Object]:
+        return [found for found in template(values) if "INFLIGHT_API_KEYS_FILE" in found.get("data", {})]
+
+    assert keys_files(MODEL)
+    assert not keys_files({**MODEL, "auth": {"enabled": False}})
+
+
+@functools.cache
+def values_of(schema: str) -> st.SearchStrategy[Any]:
+    """Returns a strategy for the values of a part of the schema, given as JSON."""
+    part = json.loads(schema)
+    if "$ref" in part:
+        return of(SCHEMA["$defs"][part["$ref"].rpartition("/")[2]])
+    if "enum" in part:
+        return st.sampled_from(part["enum"])
+    if part.get("examples"):
+        return st.sampled_from(part["examples"])
+    if part.get("type") == "boolean":
+        return st.booleans()
+    if part.get("type") == "integer":
+        return st.integers(part["minimum"], part["maximum"])
+    return st.fixed_dictionaries({}, optional={key: of(entry) for key, entry in part.get("properties", {}).items()})
+
+
+def of(part: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    return values_of(json.dumps(part))
+
+
+POOLS = st.dictionaries(st.sampled_from(["main", "small", "b-1"]), of({"$ref": "#/$defs/pool"}), min_size=1).map(
+    lambda pools: {name: pool | {"model": f"/models/{name}"} for name, pool in pools.items()}
+)
+PARTS = {key: of(entry) for key, entry in SCHEMA["properties"].items() if key not in ("pools", "global")}
+VALUES = st.fixed_dictionaries({"pools": POOLS}, optional=PARTS).filter(jsonschema.Draft7Validator(SCHEMA).is_valid)
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(20))
+@given(values=VALUES, release=st.sampled_from(["inflight", "a", "7", "x" * 53]))
+def test_valid_values_render_to_objects_that_kubernetes_accepts(values: dict[str, Any], release: str) -> None:
+    pools = {"main": None} | values["pools"]
+    rendered = template(values | {"pools": pools}, release=release)
+    assert len(names(rendered)) == len(rendered)
+    for found in rendered:
+        check(found, NEWEST)
+        assert len(found["metadata"]["name"]) <= 63 or found["kind"] == "PriorityClass"
+    for workload in (found for found in rendered if found["kind"] in WORKLOADS):
+        assert matches(workload["spec"]["selector"], pod_labels(workload))
+
+
+PLACES = [
+    (),
+    ("pools", "main"),
+    ("executor", "gpu"),
+    ("models", "claim"),
+    ("router", "image"),
+    ("monitoring", "dashboards"),
+    *((key,) for key, entry in DEFAULTS.items() if isinstance(entry, dict) and key != "pools"),
+]
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(8))
+@given(place=st.sampled_from(PLACES))
+def test_unknown_key_is_refused_at_every_place(place: tuple[str, ...]) -> None:
+    values: dict[str, Any] = copy.deepcopy(MODEL)
+    target = values
+    for key in place:
+        target = target.setdefault(key, {})
+    target["unknownKey"] = "x"
+    with pytest.raises(AssertionError, match="unknownKey"):
+        template(values)
+
+
+def test_version_is_that_of_the_images() -> None:
+    project = tomllib.loads((CHART.parents[2] / "pyproject.toml").read_text())["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == project["version"]
+
+
+@pytest.mark.slow
+def test_test_pod_runs_commands_that_are_there() -> None:
+    (pod,) = (found for found in template(EVERYTHING) if found["kind"] == "Pod")
+    for container in pod["spec"]["containers"]:
+        program, command, *_ = container["command"]
+        assert program == "inflight"
+        assert command in {known.name for known in COMMANDS}
+        assert {variable["name"] for variable in container.get("env", ())} <= CLIENT_VARIABLES

@@ -26,14 +26,17 @@ class EagerBudget(DraftBudget):
 
 
 class GuessingProposer:
-    """Drafts ids by a function of all tokens before."""
+    """Drafts ids by a function of all tokens before. It ignores outputs of earlier requests, which it gets first."""
 
     def __init__(self, guess: Callable[[Sequence[int]], int]) -> None:
         self._guess = guess
         self._ids: list[int] = []
+        self._has_earlier = False
 
     def extend(self, ids: Sequence[int]) -> None:
-        self._ids += ids
+        if self._has_earlier:
+            self._ids += ids
+        self._has_earlier = True
 
     def propose(self, limit: int) -> Draft:
         ids = list(self._ids)

@@ -39,6 +39,27 @@ SCHEDULER = (
         ("tests/unit/test_earlier_outputs.py",),
     ),
     Mutation(
+        "drafts take one token more than the sequence may have",
+        "executor/scheduler/drafting.py",
+        "s.length_limit - len(s.token_ids) - 1)",
+        "s.length_limit - len(s.token_ids))",
+        ("tests/unit/test_drafting.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "a draft counts as accepted though another token was sampled",
+        "executor/scheduler/sequence.py",
+        "if token_id != draft:",
+        "if draft is None:",
+        ("tests/unit/test_drafting.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "drafts make a sequence's output indices jump",
+        "executor/step/sampling_columns.py",
+        "numpy()[yielding.rows] - yielding.num_behind",
+        "numpy()[yielding.rows]",
+        ("tests/property/test_draft_equality.py",),
+    ),
+    Mutation(
         "a stop token ends a sequence one token before min_tokens",
         "executor/scheduler/scheduler.py",
         "sequence.num_output_tokens > stopping.min_tokens\n",

@@ -1,0 +1,216 @@
+"""Drafts in the scheduler's plans: who waits for a step, what drafts may take, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from executor.scheduler.drafting import Drafting
+from executor.scheduler.limits import SchedulerPolicy
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import FinishReason, StepPlan, StepResult
+from executor.scheduler.sequence import Sequence as Request
+from executor.scheduler.step_constraint import DraftTerms, PrefillAllowance
+from executor.speculation.budget import DraftBudget
+from executor.speculation.proposer import NO_DRAFT, Draft
+from tests.drafting import CHEAP, EagerBudget
+from tests.scheduling import BLOCK_SIZE, LIMITS, STOP_ID, make_scheduler, make_sequence
+
+WIDE = replace(LIMITS, max_num_sequences=4, max_num_tokens=32)
+
+
+class FixedProposer:
+    """Drafts the same ids for a sequence whose prompt begins with 7, and nothing for others."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+
+    def extend(self, ids: Sequence[int]) -> None:
+        self._ids += ids
+
+    def propose(self, limit: int) -> Draft:
+        return Draft((1, 1, 1, 1, 1, 1, 1)[:limit], 5) if self._ids[0] == 7 else NO_DRAFT
+
+
+def drafting_scheduler(num_ahead: int = 0, budget: DraftBudget | None = None, **limits: object) -> Scheduler:
+    scheduler = make_scheduler(replace(WIDE, **limits))  # type: ignore[arg-type]
+    drafting = Drafting(FixedProposer, budget or EagerBudget(), num_ahead)
+    return Scheduler(scheduler.limits, scheduler.pool, drafting)
+
+
+def offer(scheduler: Scheduler, name: str, prompt: Sequence[int], max_tokens: int = 20, max_drafts: int = 7) -> Request:
+    sequence = make_sequence(name, prompt, max_tokens=max_tokens)
+    sequence.max_drafts = max_drafts
+    assert scheduler.offer(sequence) is None
+    return sequence
+
+
+def drafts_of(plan: StepPlan) -> dict[str, int]:
+    """The number of drafts of each row."""
+    return {row.sequence.request_id: len(row.drafts) for row in plan.rows}
+
+
+def retire(scheduler: Scheduler, plan: StepPlan, *sampled_ids: int) -> list[tuple[int, int]]:
+    """Retires a plan and returns offsets and ids of its tokens."""
+    tokens = scheduler.update(StepResult(plan, sampled_ids)).tokens
+    scheduler.check()
+    return list(zip(tokens.offsets, tokens.token_ids, strict=True))
+
+
+def test_row_yields_the_drafts_that_are_right_and_one_token_more() -> None:
+    scheduler = drafting_scheduler()
+    sequence = offer(scheduler, "a", [7, 0])
+    assert retire(scheduler, scheduler.schedule(terms=CHEAP), 3) == [(0, 3)]
+
+    plan = scheduler.schedule(terms=CHEAP)
+
+    assert (drafts_of(plan), plan.num_decodes, plan.num_tokens, plan.num_sampled) == ({"a": 7}, 0, 8, 8)
+    assert retire(scheduler, plan, 1, 1, 5, 1, 1, 1, 1, 1) == [(1, 1), (2, 1), (3, 5)]
+    assert sequence.token_ids == [7, 0, 3, 1, 1, 5]
+    assert sequence.num_computed == 5
+    assert scheduler.draft_counts.verified == (1,) * 7
+    assert scheduler.draft_counts.accepted == (1, 1, 0, 0, 0, 0, 0)
+
+
+def test_stop_token_ends_the_sequence_within_its_drafts() -> None:
+    scheduler = drafting_scheduler()
+    sequence = offer(scheduler, "a", [7, 0])
+    retire(scheduler, scheduler.schedule(terms=CHEAP), STOP_ID - 1)
+    plan = scheduler.schedule(terms=CHEAP)
+
+    outcome = scheduler.update(StepResult(plan, (1, STOP_ID, *([1] * 6))))
+
+    assert outcome.tokens.token_ids == [1, STOP_ID]
+    assert [(event.reason, event.stop_token_id) for event in outcome.finished] == [(FinishReason.STOP_TOKEN, STOP_ID)]
+    assert sequence.block_table == []
+    scheduler.check_when_idle()
+
+
+def test_drafts_end_one_token_before_the_sequence() -> None:
+    scheduler = drafting_scheduler()
+    offer(scheduler, "a", [7, 0], max_tokens=5)
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    plan = scheduler.schedule(terms=CHEAP)
+    assert drafts_of(plan) == {"a": 3}
+
+    outcome = scheduler.update(StepResult(plan, (1, 1, 1, 1)))
+
+    assert outcome.tokens.offsets == [1, 2, 3, 4]
+    assert [event.reason for event in outcome.finished] == [FinishReason.LENGTH]
+
+
+def test_only_blocks_that_are_full_of_output_are_published() -> None:
+    scheduler = drafting_scheduler()
+    sequence = offer(scheduler, "a", [7, 0])
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    # Given a row over positions 2 to 9, of which 2 and 3 hold output
+    plan = scheduler.schedule(terms=CHEAP)
+    retire(scheduler, plan, 1, 0, 1, 1, 1, 1, 1, 1)
+
+    table = sequence.block_table
+    assert len(table) == 3
+    assert [scheduler.pool.is_published(block) for block in table] == [True, False, False]
+    assert sequence.num_computed == BLOCK_SIZE
+
+
+def test_sequences_without_a_match_stay_one_step_ahead() -> None:
+    scheduler = drafting_scheduler(budget=DraftBudget())
+    for name in ("a", "b"):
+        offer(scheduler, name, [0, 5])
+    plans = [scheduler.schedule(terms=CHEAP), scheduler.schedule(terms=CHEAP)]
+    for _ in range(5):
+        assert retire(scheduler, plans.pop(0), 1, 1)
+        plans.append(scheduler.schedule(terms=CHEAP))
+        assert plans[-1].num_decodes == 2
+        assert all(plans[-1].carries)
+
+
+def test_sequence_with_a_draft_waits_for_its_step_and_the_others_go_ahead() -> None:
+    scheduler = drafting_scheduler(num_ahead=0)
+    offer(scheduler, "a", [7, 0])
+    offer(scheduler, "b", [0, 5])
+    first = scheduler.schedule(terms=CHEAP)
+    second = scheduler.schedule(terms=CHEAP)
+    assert drafts_of(second) == {"b": 0}
+    retire(scheduler, first, 3, 3)
+    third = scheduler.schedule(terms=CHEAP)
+    # Behind the decodes, whatever the order of boarding.
+    assert drafts_of(third) == {"b": 0, "a": 7}
+    assert (third.carries, third.num_decodes) == ([True, False], 1)
+    retire(scheduler, second, 4)
+    fourth = scheduler.schedule(terms=CHEAP)
+    assert drafts_of(fourth) == {"b": 0}
+
+
+def test_step_waits_where_few_would_go_ahead() -> None:
+    scheduler = drafting_scheduler(num_ahead=1)
+    offer(scheduler, "a", [7, 0])
+    offer(scheduler, "b", [0, 5])
+    first = scheduler.schedule(terms=CHEAP)
+    assert not scheduler.schedule(terms=CHEAP).rows
+    retire(scheduler, first, 3, 3)
+    assert drafts_of(scheduler.schedule(terms=CHEAP)) == {"b": 0, "a": 7}
+
+
+def test_drafts_get_what_prompts_leave() -> None:
+    scheduler = drafting_scheduler(max_num_tokens=8)
+    offer(scheduler, "a", [7, 0])
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    offer(scheduler, "b", [0, 1, 2, 3])
+    plan = scheduler.schedule(terms=CHEAP)
+    assert drafts_of(plan) == {"a": 3, "b": 0}
+    retire(scheduler, plan, 0, 1, 1, 1, 3)
+    # A prompt that is cut leaves nothing, whatever cut it.
+    offer(scheduler, "c", [0] * 20)
+    plan = scheduler.schedule(PrefillAllowance(2), CHEAP)
+    assert drafts_of(plan) == {"a": 0, "b": 0, "c": 0}
+
+
+def test_step_with_drafts_keeps_to_the_longest_time() -> None:
+    scheduler = drafting_scheduler()
+    offer(scheduler, "a", [7, 0])
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    plan = scheduler.schedule(terms=DraftTerms(float, longest_s=4.0))
+    assert drafts_of(plan) == {"a": 3}
+
+
+def test_request_has_its_own_limit() -> None:
+    scheduler = drafting_scheduler()
+    offer(scheduler, "a", [7, 0], max_drafts=2)
+    offer(scheduler, "b", [7, 0], max_drafts=0)
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3, 3)
+    assert drafts_of(scheduler.schedule(terms=CHEAP)) == {"b": 0, "a": 2}
+
+
+def test_overcommitted_drafts_take_only_blocks_that_are_spare() -> None:
+    scheduler = drafting_scheduler(policy=SchedulerPolicy.MAX_UTILIZATION)
+    sequence = offer(scheduler, "a", [7, 0])
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    held = scheduler.pool.allocate(scheduler.pool.num_available - 2)
+    assert held is not None
+    # One block for each sequence on a seat and one more are not spare.
+    assert drafts_of(scheduler.schedule(terms=CHEAP)) == {"a": 1}
+    assert len(sequence.block_table) == 1
+
+
+def test_row_without_a_number_ends_its_sequence_after_the_tokens_before_it() -> None:
+    scheduler = drafting_scheduler()
+    offer(scheduler, "a", [7, 0])
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    plan = scheduler.schedule(terms=CHEAP)
+    outcome = scheduler.update(StepResult(plan, (1, 1, None, *([1] * 5))))
+    assert outcome.tokens.token_ids == [1, 1]
+    assert [event.reason for event in outcome.finished] == [FinishReason.ERROR]
+    scheduler.check_when_idle()
+
+
+def test_cancelled_row_yields_nothing() -> None:
+    scheduler = drafting_scheduler()
+    offer(scheduler, "a", [7, 0])
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    plan = scheduler.schedule(terms=CHEAP)
+    assert scheduler.cancel("a", 1, FinishReason.CANCELLED) is None
+    outcome = scheduler.update(StepResult(plan, (1,) * 8))
+    assert not outcome.tokens.token_ids
+    assert [event.reason for event in outcome.finished] == [FinishReason.CANCELLED]
+    scheduler.check_when_idle()

@@ -56,7 +56,6 @@ from executor.serving.submission import SubmissionLimits
 from executor.settings import ExecutorSettings
 from executor.speculation.budget import DraftBudget
 from executor.speculation.choice import choose_proposer
-from executor.speculation.earlier import EarlierOutputs
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
@@ -355,7 +354,7 @@ def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
 def _drafting(settings: ExecutorSettings) -> Drafting | None:
     if settings.speculation == "off":
         return None
-    return Drafting(choose_proposer(settings.speculation), DraftBudget(), earlier=EarlierOutputs())
+    return Drafting(choose_proposer(settings.speculation), DraftBudget())
 
 
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:

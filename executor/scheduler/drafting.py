@@ -33,12 +33,11 @@ class Drafting:
         make_proposer: Callable[[], Proposer],
         budget: DraftBudget,
         num_ahead_per_waiting: int = NUM_AHEAD_PER_WAITING,
-        earlier: EarlierOutputs | None = None,
     ) -> None:
         self.num_ahead_per_waiting = num_ahead_per_waiting
         self._make_proposer = make_proposer
         self._budget = budget
-        self._earlier = earlier
+        self._earlier = EarlierOutputs()
         # What may follow the known tokens.
         self._drafts: dict[Sequence, Draft] = {}
         # Drafted tokens that were verified and accepted.
@@ -96,7 +95,7 @@ class Drafting:
         """Drops what belongs to a sequence that ends, and keeps its output for those that come."""
         self._drafts.pop(sequence, None)
         sequence.proposer = None
-        if self._earlier is not None and sequence.max_drafts:
+        if sequence.max_drafts:
             self._earlier.add(sequence.cache_salt, sequence.token_ids[sequence.num_prompt_tokens :])
 
     def _draft(self, sequence: Sequence) -> Draft:
@@ -104,8 +103,7 @@ class Drafting:
         if draft is None:
             if sequence.proposer is None:
                 sequence.proposer = self._make_proposer()
-                if self._earlier is not None:
-                    sequence.proposer.extend(self._earlier.of(sequence.cache_salt))
+                sequence.proposer.extend(self._earlier.of(sequence.cache_salt))
                 sequence.proposer.extend(sequence.token_ids)
             draft = self._drafts[sequence] = sequence.proposer.propose(sequence.max_drafts)
         return draft

@@ -39,7 +39,6 @@ from executor.scheduler.sequence import (
 from executor.scheduler.sequence import Sequence as Request
 from executor.speculation.budget import DraftBudget
 from executor.speculation.counts import DraftCounts
-from executor.speculation.earlier import EarlierOutputs
 from executor.speculation.proposer import NgramProposer, Proposer
 from tests.drafting import CHEAP, EagerBudget, GuessingProposer, eager
 from tests.examples import examples
@@ -314,7 +313,7 @@ def test_greedy_output_equals_prompt_lookup_of_transformers(
         for i, prompt in enumerate(prompts)
     ]
 
-    found, counts = ride(model, requests, Drafting(NgramProposer, budget(), earlier=EarlierOutputs()))
+    found, counts = ride(model, requests, Drafting(NgramProposer, budget()))
 
     for i, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])

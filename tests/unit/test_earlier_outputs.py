@@ -74,7 +74,7 @@ def test_proposer_of_a_sequence_is_given_outputs_of_its_salt_and_never_a_prompt_
         proposers.append(Recorder())
         return proposers[-1]
 
-    drafting = Drafting(make, DraftBudget(), earlier=EarlierOutputs())
+    drafting = Drafting(make, DraftBudget())
     drafting.forget(sequence_of("a", [1, 2], [3, 4], b"acme\0"))
     drafting.forget(sequence_of("b", [1, 2], [5, 6], b"other\0"))
     drafting.forget(sequence_of("c", [1, 2], [7, 8], None))

@@ -32,6 +32,13 @@ LIFE_CYCLE_TESTS = (
 
 SCHEDULER = (
     Mutation(
+        "drafts are looked up in outputs of other tenants",
+        "executor/speculation/earlier.py",
+        "return tuple(self._outputs[salt])",
+        "return tuple(token_id for output in self._outputs.values() for token_id in output)",
+        ("tests/unit/test_earlier_outputs.py",),
+    ),
+    Mutation(
         "drafts take one token more than the sequence may have",
         "executor/scheduler/drafting.py",
         "s.length_limit - len(s.token_ids) - 1)",
@@ -51,13 +58,6 @@ SCHEDULER = (
         "numpy()[yielding.rows] - yielding.num_behind",
         "numpy()[yielding.rows]",
         ("tests/property/test_draft_equality.py",),
-    ),
-    Mutation(
-        "drafts are looked up in outputs of other tenants",
-        "executor/speculation/earlier.py",
-        "return tuple(self._outputs[salt])",
-        "return tuple(token_id for output in self._outputs.values() for token_id in output)",
-        ("tests/unit/test_earlier_outputs.py",),
     ),
     Mutation(
         "a stop token ends a sequence one token before min_tokens",

@@ -4,6 +4,7 @@ how many others its step computes."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 
 
-FORMS: dict[str, dict[str, str]] = {
+FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype_name": "float32"},
     "bfloat16": {"dtype_name": "bfloat16"},
     "int8": {"dtype_name": "float32", "weight_dtype": "int8", "kv_cache_dtype": "int8"},

@@ -5,7 +5,8 @@ call names a tool and its arguments satisfy that tool's schema. Markers that are
 by id, because no text matches them.
 
 A limit of the reasoning is part of the grammar, so that it holds wherever the output is continued: the position in the
-grammar is a function of the output's tokens.
+grammar is a function of the output's tokens. llguidance copies the position in such a grammar, but does not roll it
+back, and its `validate_tokens` does not see the limit.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(
         httpx2.AsyncClient(base_url=f"{gateway.url}/v1", timeout=100) as http,
     ):
 
-        async def refusal(route: str, **body: Any) -> tuple[int, str]:
+        async def refusal(route: str, **body: Any) -> tuple[int, str | None]:
             answer = await http.post(f"/{route}", json={"model": pool, **body})
             return answer.status_code, (answer.json().get("error") or {}).get("param")
 
@@ -112,7 +112,8 @@ async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(
         )
         assert await refusal("responses", input="t1", thinking_token_budget=5) == (400, "thinking_token_budget")
         # Parameters that cost too much or are not supported are any object to a tool that is not strict.
-        for schema in (COSTLY, {"not": {}}, {"$ref": "#"}):
+        schemas: list[dict[str, Any]] = [COSTLY, {"not": {}}, {"$ref": "#"}]
+        for schema in schemas:
             tool = {"type": "function", "function": function(parameters=an_object(a=schema))}
             body = {"messages": [ASKED], "tools": [tool], "max_tokens": 3}
             assert await refusal("chat/completions", **body) == (200, None)

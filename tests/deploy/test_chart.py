@@ -283,7 +283,7 @@ def test_valid_values_render_to_objects_that_kubernetes_accepts(values: dict[str
         assert matches(workload["spec"]["selector"], pod_labels(workload))
 
 
-PLACES = [
+PLACES: list[tuple[str, ...]] = [
     (),
     ("pools", "main"),
     ("executor", "gpu"),

@@ -422,9 +422,10 @@ StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """A call of a script that is over; `ended` is on `time.monotonic`'s clock."""
+    """A call of a script that is over; `ended` is on `time.monotonic`'s clock, `command` what it was sent as."""
 
     script: str
     ended: float
     seconds: float
     succeeded: bool
+    command: str = "EVALSHA"

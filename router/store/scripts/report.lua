@@ -11,6 +11,7 @@
 -- complexity  O(H + P · log N) for H held and P placed on the executor, both bounded by its sequences; that of board
 -- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
 -- earlier call could not finish it because a mailbox was unknown.
+--@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
 local id, generation, seq = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIRST_HELD = 13

@@ -82,7 +82,7 @@ end
 
 -- The ledger's clock. It never goes back: when Redis' clock is set back, it runs on from the latest time that a call
 -- has seen, and stays so much ahead of Redis' clock. `finish` saves both, so a call that changes nothing else writes
--- them, too.
+-- them, too, unless it only reads.
 local NOW = now_ms() + state.ahead_ms
 if NOW < state.now_ms then
   state.ahead_ms = state.ahead_ms + state.now_ms - NOW

@@ -16,7 +16,7 @@ from bench.redis.wire import WireError, command, encode
 from bench.timeline.timeline import Timeline
 from router.store.codec import Reply, parse_reply, parse_snapshot
 from router.store.keys import PoolKeys
-from router.store.lua import Script, load_scripts
+from router.store.lua import Script, compose_scripts, load_scripts, shared_source
 from router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
@@ -47,7 +47,9 @@ OnReply = Callable[[Any], None]
 class StoreLink:
     """The way to the ledger, shared by all routers of a simulation."""
 
-    def __init__(self, url: str, pool: str, timeline: Timeline, seed: int) -> None:
+    def __init__(
+        self, url: str, pool: str, timeline: Timeline, seed: int, change: Callable[[str], str] | None = None
+    ) -> None:
         self.url = url
         self.keys = PoolKeys(pool)
         self.timeline = timeline
@@ -63,7 +65,8 @@ class StoreLink:
         self._early: deque[Any] = deque()
         self._newest: dict[str, tuple[Any, Reply]] = {}
         self._wire = RedisWire.connect(url, self._on_push)
-        self._beginnings = self._load(load_scripts(STEERED_CLOCK))
+        scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
+        self._beginnings = self._load(scripts)
         self._wire.call(command("CONFIG", "SET", "notify-keyspace-events", "Kt"))
         # Answered by a push, which the next read meets.
         self._wire.send(command("PSUBSCRIBE", f"__keyspace@0__:{self.keys.mailbox('*')}"))

@@ -247,7 +247,12 @@ class Script:
 def load_scripts(clock: str | None = None) -> Mapping[str, Script]:
     """Returns all scripts by name, composed once per process. A test that controls time passes its own source of
     `now_ms` as `clock`."""
-    shared, own = shared_source(clock), {name: _read(name) for name in NAMES}
+    return compose_scripts(shared_source(clock))
+
+
+def compose_scripts(shared: str) -> Mapping[str, Script]:
+    """Returns all scripts by name, with this shared source. An experiment passes a changed one."""
+    own = {name: _read(name) for name in NAMES}
     library = compose_library(shared, own)
     return MappingProxyType({name: _script(name, compose(shared, own[name]), library) for name in NAMES})
 

@@ -3,7 +3,9 @@
 -- KEYS        the pool's keys
 -- ARGV        [1] caller  [2] request id
 -- returns     {state, attempt, class, tenant, executor or '', number ahead, estimated wait or '', what it waits for or
---             '', blocks needed, most blocks available, times bypassed} | {'ENDED'} | {'UNKNOWN'}
+--             '', blocks needed, most blocks available, times bypassed, the executor that holds its longest prefix or '',
+--             milliseconds of prompts in front of it there, milliseconds that it may wait there} | {'ENDED'}
+--             | {'UNKNOWN'}
 -- complexity  O(log N)
 -- Changes nothing.
 --@flags no-writes
@@ -41,6 +43,23 @@ local function may_find_blocks(request)
   return false
 end
 
+-- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait.
+local function prefix_holder(request)
+  local names = split_prefixes(request.prefixes)
+  for _, key in ipairs(#names > 0 and {PREFIXES, OLD_PREFIXES} or {}) do
+    local holders = redis.call('HMGET', key, unpack(names))
+    for i = #names, 1, -1 do
+      local executor = holders[i] and load_executor(holders[i])
+      if executor then
+        local speed, tolerated_ms = executor.prefill_speed, tolerated_wait(request)
+        local saved_ms = speed > 0 and prefix_tokens(request, names, i) / speed or tolerated_ms
+        return holders[i], math.ceil(prefill_wait(executor)), math.floor(math.min(tolerated_ms, saved_ms))
+      end
+    end
+  end
+  return '', 0, 0
+end
+
 local function wait_reason(request, ahead_in_tenant)
   list_tenants()
   local newest = redis.call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
@@ -72,16 +91,17 @@ if not request then
   local ended = redis.call('ZSCORE', ENDED, id)
   return answer({ended and NOW - tonumber(ended) <= state.remember_ms and 'ENDED' or 'UNKNOWN'})
 end
-local reason, ahead, wait_ms = '', 0, ''
+local reason, ahead, wait_ms, holder, prefill_ms, tolerated_ms = '', 0, '', '', 0, 0
 if request.state == 'WAITING' then
   local ahead_in_tenant = num_ahead_in_tenant(id, request)
   ahead = num_ahead(request, ahead_in_tenant)
   wait_ms, reason = estimated_wait(ahead) or '', wait_reason(request, ahead_in_tenant)
+  holder, prefill_ms, tolerated_ms = prefix_holder(request)
 end
 local best = with_room(1)[1]
 return answer({
   request.state, request.attempt, request.class, request.tenant,
   request.state == 'PLACED' and request.executor_id or '', ahead, wait_ms, reason,
   request.state == 'PLACED' and request.reserved or needed_blocks(request, best and load_executor(best)),
-  most_available(), request.passed,
+  most_available(), request.passed, holder, prefill_ms, tolerated_ms,
 })

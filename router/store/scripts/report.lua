@@ -114,13 +114,13 @@ if executor and executor.generation ~= generation then
 end
 executor = executor or {
   reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
-  claim = claim,
+  claim = claim, prefilled_ms = 0,
 }
 executor.generation, executor.seq = generation, seq
 executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])
 executor.budget_sequences, executor.accepting = tonumber(ARGV[7]), ARGV[8] == '1'
 executor.suspended, executor.last_report_ms, executor.quantile = false, NOW, tonumber(ARGV[9])
-executor.ends_at_reservation = ARGV[12] == '1'
+executor.ends_at_reservation, executor.prefill_speed = ARGV[12] == '1', tonumber(ARGV[11]) / 1000
 state.overcommits = state.overcommits or executor.quantile < 1
 observe_speeds(tonumber(ARGV[10]), tonumber(ARGV[11]))
 redis.call('ZADD', SIZES, ARGV[6], id)

@@ -150,6 +150,7 @@ def store_settings_of(settings: RouterSettings) -> StoreSettings:
         max_queue_tokens=settings.max_queue_tokens,
         max_queue_bytes=settings.max_queue_bytes,
         max_bypass=settings.max_bypass,
+        tolerated_ttft_ms=round(settings.tolerated_ttft_s * 1000),
         age_ms=max(1, round(settings.age_s * 1000)),
         preempt_for_priority=settings.preempt_for_priority,
         remember_ended_ms=max(60_000, round(settings.resume_ttl_s * 1000)) + 15_000,

@@ -60,6 +60,13 @@ class RouterSettings(ProcessSettings):
         description="how many later requests may be placed before a request that does not fit; then an executor "
         "is reserved for it",
     )
+    tolerated_ttft_s: float = Field(
+        2.0,
+        ge=0,
+        le=3600,
+        description="most seconds of prompts in front of a request on the executor that holds its prefix; beyond them "
+        "it goes where most room is",
+    )
     age_s: float = Field(
         30.0, gt=0, le=86_400, description="seconds in the queue after which a request moves up one priority class"
     )

@@ -60,7 +60,8 @@ def measure(url: str, pool: str, scale: PoolScale, seconds: float, seed: int, sa
     commands = asyncio.run(record_commands(url, pool, scale, seed))
     traffic = Traffic(scale, commands, seed)
     loop = Loop(url, commands.mailboxes, NUM_CONNECTIONS, traffic)
-    slowest = Slowest(server, {script.sha: name for name, script in scripts.items()})
+    names = {one: name for name, script in scripts.items() for one in (script.sha, script.function)}
+    slowest = Slowest(server, names)
     gc.collect()
     gc.disable()  # nothing here makes cycles, and a collection would be taken for Redis' latency
     try:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from bench.ledger.wire import Connection, bulk_text
 
-SCRIPT = "evalsha"
+SCRIPT = "evalsha"  # in figures, also what was called by fcall
+SCRIPT_COMMANDS = (SCRIPT, "fcall")
 MAX_SLOW_CALLS = 1024
 # Of the slow log's entries: id, time, microseconds, number of arguments, command and its first argument.
 SLOW_CALL = re.compile(rb"\*6\r\n:(\d+)\r\n:\d+\r\n:(\d+)\r\n\*\d+\r\n\$\d+\r\n(\w+)\r\n\$\d+\r\n(\w*)")
@@ -50,11 +51,13 @@ class Server:
 
     def usages(self) -> Usages:
         """By command, since the server's start. Commands that scripts call count, too."""
-        return {
+        found = {
             name.removeprefix("cmdstat_"): Usage(int(stat["calls"]), float(stat["usec"]))
             for name, text in self._fields("commandstats").items()
             for stat in (dict(part.split("=", 1) for part in text.split(",")),)
         }
+        scripts = sum((found.pop(name, NOTHING) for name in SCRIPT_COMMANDS), NOTHING)
+        return {**found, SCRIPT: scripts}
 
     def cpu_s(self) -> float:
         """Processor time of the thread that runs commands."""
@@ -81,7 +84,7 @@ class Server:
         return [
             SlowCall(int(number), float(us), sha.decode())
             for number, us, name, sha in SLOW_CALL.findall(reply)
-            if name.lower() == SCRIPT.encode()
+            if name.lower().decode() in SCRIPT_COMMANDS
         ]
 
     def delete_pool(self, pattern: str) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from bench.scheduling.fairness import fairness
 from bench.scheduling.figures import deadline_figures, measured
 from bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
+from bench.scheduling.placing import agents, shared_prefixes
 from bench.scheduling.reserving import changing_lengths, open_ended, reserve_policies, reserve_traces
 from bench.simulation.push import PushPolicy
 from bench.simulation.world import WorldSettings
@@ -100,5 +101,7 @@ def all_comparisons() -> Sequence[Callable[[Lab], Comparison]]:
         late_binding,
         fairness,
         prefix_affinity,
+        shared_prefixes,
+        agents,
         deadlines,
     ]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.redis.pipelined import RedisWire
-from bench.redis.wire import command, encode
+from bench.redis.wire import WireError, command, encode
 from bench.timeline.timeline import Timeline
 from router.store.codec import Reply, parse_reply, parse_snapshot
 from router.store.keys import PoolKeys
-from router.store.lua import load_scripts
+from router.store.lua import Script, compose_scripts, load_scripts, shared_source
 from router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
@@ -47,7 +47,9 @@ OnReply = Callable[[Any], None]
 class StoreLink:
     """The way to the ledger, shared by all routers of a simulation."""
 
-    def __init__(self, url: str, pool: str, timeline: Timeline, seed: int) -> None:
+    def __init__(
+        self, url: str, pool: str, timeline: Timeline, seed: int, change: Callable[[str], str] | None = None
+    ) -> None:
         self.url = url
         self.keys = PoolKeys(pool)
         self.timeline = timeline
@@ -63,10 +65,8 @@ class StoreLink:
         self._early: deque[Any] = deque()
         self._newest: dict[str, tuple[Any, Reply]] = {}
         self._wire = RedisWire.connect(url, self._on_push)
-        scripts = load_scripts(STEERED_CLOCK)
-        for script in scripts.values():
-            self._wire.call(command("SCRIPT", "LOAD", script.source))
-        self._shas = {name: script.sha for name, script in scripts.items()}
+        scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
+        self._beginnings = self._load(scripts)
         self._wire.call(command("CONFIG", "SET", "notify-keyspace-events", "Kt"))
         # Answered by a push, which the next read meets.
         self._wire.send(command("PSUBSCRIBE", f"__keyspace@0__:{self.keys.mailbox('*')}"))
@@ -128,7 +128,7 @@ class StoreLink:
     def beginning(self, name: str, router_ids: tuple[str, ...], router_id: str) -> tuple[int, bytes]:
         """Returns a script's call up to its own arguments: their number so far, and the encoded bytes."""
         keys = self.keys.for_script(router_ids)
-        args = ["EVALSHA", self._shas[name], str(len(keys)), *keys, router_id]
+        args = [*self._beginnings[name], str(len(keys)), *keys, router_id]
         return len(args), encode(args)
 
     def send(self, kind: str, payload: bytes, on_reply: OnReply | None, on_failure: Callable[[], None] | None) -> None:
@@ -151,6 +151,16 @@ class StoreLink:
         reply = parse_reply(raw)
         self._newest[kind] = (raw, reply)
         return reply
+
+    def _load(self, scripts: Mapping[str, Script]) -> dict[str, tuple[str, str]]:
+        """Returns how calls of each begin: as functions where the server has them."""
+        try:
+            self._wire.call(command("FUNCTION", "LOAD", "REPLACE", scripts["submit"].library.source))
+        except WireError:
+            for script in scripts.values():
+                self._wire.call(command("SCRIPT", "LOAD", script.source))
+            return {name: ("EVALSHA", script.sha) for name, script in scripts.items()}
+        return {name: ("FCALL", script.function) for name, script in scripts.items()}
 
     def _set_clock(self) -> None:
         clock_ms = self.timeline.now_ms + EPOCH_MS - self._behind_ms

@@ -45,7 +45,8 @@ class SimulationFailed(AssertionError):
 class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
-    finds a free seat, so the time until its next token is checked, too."""
+    finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
+    source with a change to compare with."""
 
     seed: int = 0
     num_routers: int = 2
@@ -59,6 +60,7 @@ class WorldSettings:
     max_wait_s: float | None = None
     push: PushPolicy | None = None
     has_room: bool = False
+    change_scripts: Callable[[str], str] | None = None
 
 
 class World:
@@ -69,7 +71,7 @@ class World:
         self.timeline = Timeline()
         self.timeline.now_us = START_US
         self.checker = InvariantChecker()
-        self.link = StoreLink(url, pool, self.timeline, settings.seed)
+        self.link = StoreLink(url, pool, self.timeline, settings.seed, settings.change_scripts)
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()

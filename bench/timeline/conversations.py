@@ -23,6 +23,8 @@ class Conversations:
     turn_tokens: tuple[int, int] = (32, 256)
     output_tokens: tuple[int, int] = (20, 300)
     block_size: int = 16
+    num_systems: int = 1
+    """Chats share one of so many beginnings of `system_tokens`, the first ones more often."""
 
     def requests(self, seed: int, duration_s: float, *, names_prefixes: bool) -> list[SimRequest]:
         """Returns all turns that begin within so long, by arrival."""
@@ -46,7 +48,8 @@ class Conversations:
     def _turns(self, chat: int, begin_us: int, seed: int) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
         """→ arrival, number of the request, prompt, output tokens."""
         rng = random.Random(f"{seed}/chat/{chat}")
-        prompt, arrival_us = tuple(range(1, self.system_tokens + 1)), begin_us
+        system = min(int(rng.paretovariate(0.5)), self.num_systems) if self.num_systems > 1 else 1
+        prompt, arrival_us = tuple(range(system, self.system_tokens + system)), begin_us
         for turn in range(self.num_turns):
             number = chat * self.num_turns + turn
             asked = rng.randint(*self.turn_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -39,8 +40,12 @@ COMMANDS = (
     *("zrevrange", "zrevrangebyscore", "zscore", "xadd"),
     *("select", "ping"),
 )
+FUNCTION_COMMANDS = ("fcall", "function|load", "function|list", "function|delete")
+FIRST_WITH_FUNCTIONS = 7  # of both redis-server and valkey-server
 USER = "inflight"
-ACL_RULES = " ".join(("resetchannels ~inflight:*", *(f"+{name}" for name in COMMANDS)))
+# Before 7 there are no functions, and rules that name their commands are refused.
+ACL_RULES_BEFORE_7 = " ".join(("resetchannels ~inflight:*", *(f"+{name}" for name in COMMANDS)))
+ACL_RULES = " ".join((ACL_RULES_BEFORE_7, *(f"+{name}" for name in FUNCTION_COMMANDS)))
 
 
 class RedisStartError(Exception):
@@ -63,6 +68,18 @@ def find_redis_binary() -> Path:
     )
 
 
+def has_functions(binary: Path) -> bool:
+    """Whether the server has Redis Functions, by the version that it prints."""
+    try:
+        said = subprocess.run(
+            [str(binary), "--version"], capture_output=True, text=True, timeout=START_TIMEOUT_S
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RedisStartError(f"{binary} --version does not run: {error}") from error
+    version = re.search(r"\bv=(\d+)\.", said)
+    return version is not None and int(version[1]) >= FIRST_WITH_FUNCTIONS
+
+
 class PrivateRedis:
     """A running server. `with PrivateRedis.start(log) as redis: redis.url`.
 
@@ -76,20 +93,24 @@ class PrivateRedis:
         self._output = _Output(process, log)
 
     @classmethod
-    def start(cls, log: Path, *, port: int | None = None, unix_socket: Path | None = None) -> PrivateRedis:
-        """Starts a server and waits until it is ready: on `unix_socket`, on `port`, or on a free port."""
-        binary = find_redis_binary()
+    def start(
+        cls, log: Path, *, port: int | None = None, unix_socket: Path | None = None, binary: Path | None = None
+    ) -> PrivateRedis:
+        """Starts a server and waits until it is ready: on `unix_socket`, on `port`, or on a free port. `binary` is the
+        one of `find_redis_binary` if left out."""
+        binary = binary or find_redis_binary()
+        rules = ACL_RULES if has_functions(binary) else ACL_RULES_BEFORE_7
         if unix_socket is not None:
-            return cls._start(binary, log, _on_unix_socket(unix_socket))
+            return cls._start(binary, log, _on_unix_socket(unix_socket, rules))
         if port is not None:
-            return cls._start(binary, log, _on_port(port))
+            return cls._start(binary, log, _on_port(port, rules))
         for _ in range(MAX_PORT_TRIES - 1):
             try:
-                return cls._start(binary, log, _on_port(_free_port()))
+                return cls._start(binary, log, _on_port(_free_port(), rules))
             except RedisStartError as error:
                 if "in use" not in str(error):
                     raise
-        return cls._start(binary, log, _on_port(_free_port()))
+        return cls._start(binary, log, _on_port(_free_port(), rules))
 
     @classmethod
     def _start(cls, binary: Path, log: Path, addresses: _Addresses) -> PrivateRedis:
@@ -183,21 +204,21 @@ class _Addresses:
     configuration: str
 
 
-def _on_port(port: int) -> _Addresses:
+def _on_port(port: int, rules: str) -> _Addresses:
     password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     at = f"@127.0.0.1:{port}/0"
-    users = f"requirepass {admin_password}\nuser {USER} on >{password} {ACL_RULES}\n"
+    users = f"requirepass {admin_password}\nuser {USER} on >{password} {rules}\n"
     listening = f"bind 127.0.0.1\nport {port}\n"
     return _Addresses(f"redis://{USER}:{password}{at}", f"redis://:{admin_password}{at}", listening + users)
 
 
-def _on_unix_socket(path: Path) -> _Addresses:
+def _on_unix_socket(path: Path, rules: str) -> _Addresses:
     """Returns access without passwords: any user who may open the socket."""
     path = path.absolute()
     if len(os.fsencode(path)) > 107:  # sockaddr_un.sun_path with its end
         raise RedisStartError(f"the path of a Unix socket has at most 107 bytes: {path}")
     at = f"{quote(str(path))}?db=0"
-    users = f"user {USER} on nopass {ACL_RULES}\n"
+    users = f"user {USER} on nopass {rules}\n"
     listening = f'port 0\nunixsocket "{path}"\nunixsocketperm 700\n'
     return _Addresses(f"unix://{USER}@{at}", f"unix://{at}", listening + users)
 

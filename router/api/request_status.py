@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from router.executors.link import ExecutorLink
-from router.store.types import Explanation, LedgerState, WaitReason
+from router.store.types import Explanation, LedgerState, PrefixHolder, WaitReason
 from router.stream.request_stream import RequestStream
 
 REQUEST_STATE_PROTO: dict[LedgerState, inference_pb2.RequestState] = {
@@ -98,7 +98,15 @@ def waiting_for(explanation: Explanation) -> str:
     if explanation.state is not LedgerState.WAITING or explanation.wait_reason is None:
         return ""
     passed = f"; passed {explanation.times_passed} times" if explanation.times_passed else ""
-    return _sentence(explanation, explanation.wait_reason) + passed
+    return _sentence(explanation, explanation.wait_reason) + passed + _prefix_sentence(explanation.prefix_holder)
+
+
+def _prefix_sentence(holder: PrefixHolder | None) -> str:
+    if holder is None:
+        return ""
+    waits = f"prompts there take {holder.prefill_ms:,} ms, {max(0, holder.tolerated_ms):,} ms are tolerated"
+    stays = "stays with" if holder.prefill_ms <= holder.tolerated_ms else "no longer waits for"
+    return f"; {stays} {holder.executor_id}, which has its prefix: {waits}"
 
 
 def _sentence(explanation: Explanation, reason: WaitReason) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import MovedError
+from redis.exceptions import MovedError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from router.store.call_pool import NotSentError
@@ -39,6 +39,10 @@ class ClusterClient:
     async def execute_command(self, *args: Any) -> Any:
         """Runs a script: the command, the script, the number of keys and the keys come first."""
         return await self._call(str(args[3]), lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
+
+    async def execute_at(self, key: str, *args: Any) -> Any:
+        """Runs a command without keys on the node that has the key, as far as is known."""
+        return await self._call(key, lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
 
     async def xread(self, streams: Mapping[str, str], **options: Any) -> Any:
         """As redis-py's `xread`, for one stream."""
@@ -69,6 +73,10 @@ class ClusterClient:
                 reply = await call(self._client(node))
             except MovedError as moved:
                 to_ask.appendleft((moved.host or node[0], moved.port))
+            except ResponseError as error:
+                if type(error) is ResponseError:  # not CLUSTERDOWN and the like: the node has the keys
+                    self._homes[slot] = node
+                raise
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
                 no_reply = no_reply if isinstance(error, NotSentError) else error
                 if not to_ask:

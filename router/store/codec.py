@@ -37,6 +37,7 @@ from router.store.types import (
     Lost,
     Placement,
     PreemptAsked,
+    PrefixHolder,
     Queued,
     Refused,
     Snapshot,
@@ -47,7 +48,7 @@ from router.store.types import (
     WaitReason,
 )
 
-_LIMITS = struct.Struct("<28d")
+_LIMITS = struct.Struct("<29d")
 _RATES = struct.Struct("<5d")
 
 
@@ -61,6 +62,7 @@ def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
         settings.age_ms,
         settings.preempt_for_priority,
         settings.remember_ended_ms,
+        settings.tolerated_ttft_ms,
     )
     packed = _LIMITS.pack(*_request_numbers(demand), *_limit_numbers(demand.limits), *pool)
     return [
@@ -322,7 +324,10 @@ def parse_explain(reply: Reply) -> Explanation | None:
     state = LedgerState(reply.status)
     if state is LedgerState.ENDED:
         return Explanation(state)
-    attempt, priority_class, tenant, executor_id, ahead, wait_ms, reason, needed, available, passed = reply.values
+    attempt, priority_class, tenant, executor_id, ahead, wait_ms, reason, needed, available, passed, *rest = (
+        reply.values
+    )
+    holder_id, prefill_ms, tolerated_ms = rest
     return Explanation(
         state,
         attempt,
@@ -335,6 +340,7 @@ def parse_explain(reply: Reply) -> Explanation | None:
         needed,
         available,
         passed,
+        PrefixHolder(holder_id, prefill_ms, tolerated_ms) if holder_id else None,
     )
 
 

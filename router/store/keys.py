@@ -8,11 +8,12 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | key | type | content |
 | --- | --- | --- |
 | `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks,
-reserved_sequences, has_suspect, accepting, quantile that it reserves for, whether it ends placements at their
-reservations, suspended (until its next report), claim (the
-request that it is kept for), last_report_ms, audited_ms, audit_due | | `room` | zset | executor that is not claimed →
-−available blocks; a silent executor may linger | | `sizes` | zset | executor → total blocks | | `reports` | zset |
-executor → time of its last report | | `requests` | hash | request → owner, tenant, state, class, what it asks for and
+reserved_sequences, has_suspect, accepting, quantile that it reserves for, speed of prefill, prefilled_ms (when it
+will have computed the prompts that it was given), whether it ends placements at their reservations, suspended
+(until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due | | `room` |
+zset | executor that is not claimed → −available blocks; a silent executor may linger | | `sizes` | zset | executor
+→ total blocks | | `reports` | zset | executor → time of its last report |
+| `requests` | hash | request → owner, tenant, state, class, what it asks for and
 the digest of it, its order, attempt, strikes and whom those blame that are undecided, times passed; what its latest
 placement reserved and charged, and whether it was adopted | | `waiting:1` `waiting:2` `waiting:3` | zset by name |
 lines of a class: `tenant\\0deadline arrival request`; at most a minute ahead counts as deadline | | `active:1`
@@ -43,7 +44,7 @@ FORMAT = 1
 misread: fields of records, names or contents of keys, kinds of events. Two formats coexist, each with its own
 ledger."""
 
-FINGERPRINT = "4e49e2e223f598d5"
+FINGERPRINT = "d85fbbc7c58f3ffb"
 """The hash of the record definitions of this format; a test compares it. It does not cover the other parts of the
 format."""
 

@@ -1,4 +1,4 @@
-"""The Lua scripts: composed once from their sources, run by hash.
+"""The Lua scripts: composed once from their sources, as scripts for EVALSHA and as one library of Redis Functions.
 
 A script is what it needs of the parts under `scripts/shared`, in the order of `SHARED`, and its own file.
 
@@ -10,6 +10,11 @@ each of which looks up every local that it uses, and turning records into tables
 - constants and keys (`local NAME = number`, `KEYS[…]` or `ARGV[…]`) written into it as they are;
 - for each line `--@record name fields` functions `pack_name` and `unpack_name` made to measure: a field is a number,
   `field?` a boolean, `field$` a string of at most 64 KiB, `field[n]` n numbers.
+
+A library (`compose_library`) is loaded once and has a function per script. Its Lua functions are made at the load, the
+shared ones once for all scripts. What a script sets at its top level in front of its last function is read by Lua
+functions, so it is a variable of the library, which every call sets before it does anything else. What stands behind
+the last function remains local to the call. A line `--@flags` names the function's flags.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ from redis.exceptions import NoScriptError
 _CONSTANT = re.compile(r"^local ([A-Z][A-Z_]*) = ([\d.e]+|(?:KEYS|ARGV)\[\d+\])\n", re.MULTILINE)
 _FUNCTION = re.compile(r"^local function (\w+)\((?:[^\n]* end\n|.*?^end\n)", re.MULTILINE | re.DOTALL)
 _NEST = re.compile(r"^  --@nest\n", re.MULTILINE)
+_FLAGS = re.compile(r"^--@flags ([\w -]+)\n", re.MULTILINE)
+_LOCAL = re.compile(r"^local (\w+(?:,\s*\w+)*)(\s*=)?", re.MULTILINE)
 _RECORD = re.compile(r"^--@record (\w+) ((?:[^\n]*\\\n)*[^\n]*)\n", re.MULTILINE)
 _COMMENT = re.compile(r"[ ]*--[^\n]*")
 _STRING_OR_WORD = re.compile(r"'[^']*'|\w+")
@@ -37,8 +44,7 @@ _NEST_HERE = "  @nest@\n"
 
 def compose(shared: str, own: str) -> str:
     """Returns the text of the script `own`, with the parts of `shared` that it needs."""
-    text = _RECORD.sub(lambda match: _record(match[1], match[2].replace("\\\n--", "").split()), shared + own)
-    text = _COMMENT.sub("", _NEST.sub(_NEST_HERE, text))
+    text = _without_comments(shared + own)
     constants = dict(_CONSTANT.findall(text))
     text = _CONSTANT.sub("", text)
     functions = _functions(text)
@@ -46,6 +52,69 @@ def compose(shared: str, own: str) -> str:
     text = _FUNCTION.sub(lambda match: match[0] if match[1] in reached else "", text)
     for name in reversed([name for name, body in functions.items() if _NEST_HERE in body]):
         text = _nest(name, text)
+    return _finished(text, constants)
+
+
+def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
+    """Returns the library of these scripts. Its name, and those of its functions, contain the hash of its text, so that
+    routers of different versions can use one Redis."""
+    text = _without_comments(shared)
+    constants = dict(_CONSTANT.findall(text))
+    names, per_call, functions, rest = _parts(_CONSTANT.sub("", text))
+    assert not rest.strip(), "the shared parts end with a function"
+    begin = f"local function begin_call()\n{per_call}last_call_ms = NOW\nend\n"
+    body = f"local KEYS, ARGV, last_call_ms\nlocal {', '.join(names)}\n" + _finished(functions + begin, constants)
+    body += "".join(_registration(name, own, constants) for name, own in scripts.items()) + _IDLE
+    digest = hashlib.sha256(body.encode()).hexdigest()[:16]
+    return Library(digest, f"#!lua name={LIBRARY_PREFIX}{digest}\n" + body.replace("@digest@", digest))
+
+
+# How long no function of the library was called. It is not known after a restart or
+# a failover: then it counts from the first question.
+_IDLE = """redis.register_function{function_name='inflight_idle_ms_@digest@', flags={'no-writes'}, callback=function()
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+last_call_ms = last_call_ms or now
+return now - last_call_ms
+end}
+"""
+
+
+def _registration(name: str, own: str, constants: Mapping[str, str]) -> str:
+    """Returns Lua code that registers a script as a function of the library."""
+    flags = [flag for line in _FLAGS.findall(own) for flag in line.split()]
+    text = _without_comments(own)
+    constants = {**constants, **dict(_CONSTANT.findall(text))}
+    names, per_call, functions, main = _parts(_CONSTANT.sub("", text))
+    declared = f"local {', '.join(names)}\n" if names else ""
+    return _finished(
+        f"do\n{declared}{functions}local function begin()\n{per_call}end\n"
+        f"redis.register_function{{function_name='inflight_{name}_@digest@', "
+        f"flags={{{', '.join(repr(flag) for flag in flags)}}}, callback=function(keys, args)\n"
+        f"KEYS, ARGV = keys, args\nbegin_call()\nbegin()\n{main}end}}\nend\n",
+        constants,
+    )
+
+
+def _parts(text: str) -> tuple[list[str], str, str, str]:
+    """Splits a text without constants: the variables that it declares in front of its last function, the code there
+    that sets them, its functions, and what follows them."""
+    text = text.replace(_NEST_HERE, "")
+    functions = list(_FUNCTION.finditer(text))
+    end = functions[-1].end() if functions else 0
+    head = _FUNCTION.sub("", text[:end])
+    names = [name.strip() for match in _LOCAL.finditer(head) for name in match[1].split(",")]
+    per_call = _LOCAL.sub(lambda match: match[0].removeprefix("local ") if match[2] else f"{match[1]} = nil", head)
+    return names, per_call, "".join(match[0] for match in functions), text[end:]
+
+
+def _without_comments(text: str) -> str:
+    text = _RECORD.sub(lambda match: _record(match[1], match[2].replace("\\\n--", "").split()), text)
+    return _COMMENT.sub("", _NEST.sub(_NEST_HERE, text))
+
+
+def _finished(text: str, constants: Mapping[str, str]) -> str:
+    """Returns the text with the constants written into it, without empty lines."""
     text = _STRING_OR_WORD.sub(lambda match: constants.get(match[0], match[0]), text.replace(_NEST_HERE, ""))
     return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
 
@@ -136,15 +205,38 @@ class ScriptCaller(Protocol):
         """Sends one command and returns its reply."""
 
 
+LIBRARY_PREFIX = "inflight_"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library of Redis Functions. `digest` is part of its name and of those of its functions."""
+
+    digest: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        """Returns the library's name."""
+        return LIBRARY_PREFIX + self.digest
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One script and the hash under which Redis knows it."""
+    """One script: the hash under which Redis knows its source, and the library that has it as a function."""
 
+    name: str
     source: str
     sha: str
+    library: Library
+
+    @property
+    def function(self) -> str:
+        """Returns the name of the function."""
+        return f"inflight_{self.name}_{self.library.digest}"
 
     async def run(self, redis: ScriptCaller, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs it; sends the source only if Redis does not know it (first use, restart, failover)."""
+        """Runs the source; sends it only if Redis does not know it (first use, restart, failover)."""
         try:
             return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
@@ -155,8 +247,14 @@ class Script:
 def load_scripts(clock: str | None = None) -> Mapping[str, Script]:
     """Returns all scripts by name, composed once per process. A test that controls time passes its own source of
     `now_ms` as `clock`."""
-    shared = shared_source(clock)
-    return MappingProxyType({name: _script(compose(shared, _read(name))) for name in NAMES})
+    return compose_scripts(shared_source(clock))
+
+
+def compose_scripts(shared: str) -> Mapping[str, Script]:
+    """Returns all scripts by name, with this shared source. An experiment passes a changed one."""
+    own = {name: _read(name) for name in NAMES}
+    library = compose_library(shared, own)
+    return MappingProxyType({name: _script(name, compose(shared, own[name]), library) for name in NAMES})
 
 
 def shared_source(clock: str | None = None) -> str:
@@ -168,6 +266,6 @@ def _read(name: str) -> str:
     return (SOURCES / f"{name}.lua").read_text(encoding="utf-8")
 
 
-def _script(source: str) -> Script:
+def _script(name: str, source: str, library: Library) -> Script:
     # EVALSHA names scripts by SHA-1.
-    return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
+    return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest(), library)

@@ -21,6 +21,8 @@ class StoreSettings:
     """After so long in the queue a request moves up a class."""
     preempt_for_priority: bool = False
     """Running requests of a lower class are preempted for a waiting one that does not fit."""
+    tolerated_ttft_ms: int = 2_000
+    """A request stays with the executor that holds its prefix while the prompts in front of it there take no longer."""
     remember_ended_ms: int = 75_000
     """How long an ended id is remembered: longer than any report is in transit, and 15 s longer than its output can be
     resumed."""

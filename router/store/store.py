@@ -43,6 +43,7 @@ from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
 from router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
 from router.store.outage import Outage
+from router.store.script_calls import ScriptCalls
 from router.store.settings import StoreSettings
 from router.store.types import (
     Adopted,
@@ -124,7 +125,7 @@ class AdmissionStore:
         self._on_call = on_call
         self._tenures = OwnershipFilter(on_event)
         self._clock = StoreClock()
-        self._scripts = scripts or load_scripts()
+        self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
         self._is_registered = False
         self._missed_reply = False
@@ -363,7 +364,7 @@ class AdmissionStore:
 
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
-        call = self._scripts[name].run(self._redis, keys, [self._router_id, *args])
+        call = self._calls.run(name, keys, [self._router_id, *args])
         began, succeeded = time.monotonic(), False
         try:
             reply = parse_reply(await answered(call, self._settings))
@@ -376,7 +377,7 @@ class AdmissionStore:
             raise
         finally:
             ended = time.monotonic()
-            self._on_call(StoreCall(name, ended, ended - began, succeeded))
+            self._on_call(StoreCall(name, ended, ended - began, succeeded, self._calls.command))
         self._turns.heard()
         self._outage.answered()
         self._clock.observe(reply.now_ms)

@@ -272,6 +272,19 @@ class WaitReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """The executor that last got a waiting request's longest known prefix.
+
+    The request stays with it while the prompts in front of it there take at most `tolerated_ms`, which is no more than
+    the prefix saves; now they take `prefill_ms`.
+    """
+
+    executor_id: str
+    prefill_ms: int
+    tolerated_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """The state of a request. Fields about waiting are set while it is WAITING, `executor_id` while it is PLACED.
 
@@ -289,6 +302,7 @@ class Explanation:
     needed_blocks: int = 0
     available_blocks: int = 0
     times_passed: int = 0
+    prefix_holder: PrefixHolder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,9 +436,10 @@ StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """A call of a script that is over; `ended` is on `time.monotonic`'s clock."""
+    """A call of a script that is over; `ended` is on `time.monotonic`'s clock, `command` what it was sent as."""
 
     script: str
     ended: float
     seconds: float
     succeeded: bool
+    command: str = "EVALSHA"

@@ -45,7 +45,11 @@ def trace_store_calls(tracer: Tracer, call: StoreCall) -> None:
     span = tracer.start_span(
         f"inflight.ledger {call.script}",
         kind=SpanKind.CLIENT,
-        attributes={"db.system.name": "redis", "db.operation.name": "EVALSHA", "db.stored_procedure.name": call.script},
+        attributes={
+            "db.system.name": "redis",
+            "db.operation.name": call.command,
+            "db.stored_procedure.name": call.script,
+        },
         start_time=unix_ns(call.ended - call.seconds),
     )
     if not call.succeeded:

@@ -34,6 +34,7 @@ from common.disk_cache import CACHE_VARIABLE, cache_folder
 from inflight.local.guard import guarded
 from inflight.local.redis_server import find_redis_binary
 from tests.deploy.manifests import Object, Overlay, environment_of, expanded
+from tests.redis_servers import server_for
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
@@ -192,10 +193,10 @@ def _image_environment(folder: Path) -> dict[str, str]:
     programs = folder / "bin"
     if not programs.exists():
         programs.mkdir()
-        server = find_redis_binary()
+        server = server_for("FCALL")  # like the image; its users file names commands that older servers refuse
         (programs / "valkey-server").symlink_to(server)
         client = next((found for found in (shutil.which("valkey-cli"), shutil.which("redis-cli")) if found), None)
-        (programs / "valkey-cli").symlink_to(client or server.with_name("redis-cli"))
+        (programs / "valkey-cli").symlink_to(client or find_redis_binary().with_name("redis-cli"))
     return {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),

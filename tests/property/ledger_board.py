@@ -105,6 +105,7 @@ def _deal(pool: Pool, name: str, passed: list[str], caller_id: str) -> Dealt:
 def place(pool: Pool, name: str, executor_id: str) -> None:
     """Gives the request its next attempt there; the executor will hold its prompt's beginnings."""
     request = pool.requests[name]
+    pool.expect_prefill(request, executor_id)
     pool.seat(name, executor_id, request.attempt + 1, pool.needed_blocks(request, executor_id))
     pool.prefixes |= dict.fromkeys(request.demand.prefix_hashes, executor_id)
 

@@ -96,6 +96,7 @@ def _compare_executors(records: Records, pool: Pool) -> None:
         assert (record["last_report_ms"], record["audited_ms"]) == (executor.last_report_ms, executor.audited_ms)
         assert (record["suspended"], record["audit_due"]) == (executor.suspended, False)
         assert (record["claim"] or None) == claimed.get(name)
+        assert record["prefilled_ms"] == _near(executor.prefilled_ms)
         assert record["has_suspect"] == bool(pool.suspects_on(name))
     assert records.scores("sizes") == {name: one.report.total_blocks for name, one in pool.executors.items()}
     assert records.scores("reports") == {name: one.last_report_ms for name, one in pool.executors.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from router.store.types import Explanation, LedgerState, WaitReason
+from math import ceil, floor
+
+from router.store.types import Explanation, LedgerState, PrefixHolder, WaitReason
 from tests.property.ledger_pool import SILENT_MS, Pool, Request
 
 
@@ -26,7 +28,17 @@ def explain(pool: Pool, name: str) -> Explanation | None:
         request.reserved if is_placed and request.reserved else pool.needed_blocks(request, best),
         max(0, pool.free(best)[0]) if best else 0,
         request.passed,
+        _prefix_holder(pool, request) if is_waiting else None,
     )
+
+
+def _prefix_holder(pool: Pool, request: Request) -> PrefixHolder | None:
+    known = (pool.prefixes.get(one) for one in reversed(request.demand.prefix_hashes))
+    holder = next((one for one in known if one in pool.executors), None)
+    if holder is None:
+        return None
+    tolerated_ms = min(pool.tolerated_wait(request), pool.saved_ms(request, holder))
+    return PrefixHolder(holder, ceil(pool.prefill_wait(holder)), floor(tolerated_ms))
 
 
 def _wait_reason(pool: Pool, name: str, request: Request) -> WaitReason:

@@ -312,7 +312,8 @@ class Ledger:
                 pool.lose(one, router_id)
             known = None
         audited_ms = known.audited_ms if known else -AUDIT_INTERVAL_MS
-        executor = pool.executors[name] = Executor(report, pool.now_ms, audited_ms)
+        prefilled_ms = known.prefilled_ms if known else 0.0
+        executor = pool.executors[name] = Executor(report, pool.now_ms, audited_ms, prefilled_ms=prefilled_ms)
         pool.overcommits |= report.reserve_quantile < 1
         pool.estimates.observe_speeds(report.step_ms, report.prefill_tokens_per_s)
         superseded: list[Attempt] = []

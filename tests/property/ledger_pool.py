@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from math import floor
+from math import floor, inf
 
+from router.request.ids import named_block_counts
 from router.store.settings import StoreSettings
 from router.store.types import Demand, ExecutorReport, LedgerState, Lost, Placement, StoreEvent
 from tests.property.ledger_estimates import Estimates
@@ -27,6 +28,8 @@ class Executor:
     last_report_ms: int
     audited_ms: int
     suspended: bool = False
+    prefilled_ms: float = 0.0
+    """When it has computed the prompts that it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +331,48 @@ class Pool:
         can_take = self.takes_work(executor_id) and executor_id not in self.claimed()
         if not (can_take and self.has_room(executor_id, request)):
             return False
-        return self._load(executor_id) <= self._load(best) + MAX_IMBALANCE
+        is_worth_it = executor_id == best or self._is_worth_waiting(executor_id, best, request)
+        return is_worth_it and self._load(executor_id) <= self._load(best) + MAX_IMBALANCE
+
+    def _is_worth_waiting(self, executor_id: str, best: str, request: Request) -> bool:
+        """Whether the prompts in front of it take no longer than tolerated, and than computing its prefix elsewhere."""
+        most_ms = min(self.tolerated_wait(request), self.prefill_wait(best) + self.saved_ms(request, executor_id))
+        return self.prefill_wait(executor_id) <= most_ms
+
+    def saved_ms(self, request: Request, executor_id: str) -> float:
+        """How long it would take to compute what the executor has of its prompt."""
+        tokens_per_ms = self.executors[executor_id].report.prefill_tokens_per_s / 1000
+        return self.cached_tokens(request, executor_id) / tokens_per_ms if tokens_per_ms else inf
+
+    def prefill_wait(self, executor_id: str) -> float:
+        """Milliseconds until it has computed the prompts that it was given."""
+        return max(0.0, self.executors[executor_id].prefilled_ms - self.now_ms)
+
+    def tolerated_wait(self, request: Request) -> float:
+        """How long it may stay with its prefix, in milliseconds."""
+        tolerated_ms = self.settings.tolerated_ttft_ms
+        if request.deadline_ms is None or request.output:
+            return tolerated_ms
+        return min(tolerated_ms, request.deadline_ms - self.now_ms)
+
+    def cached_tokens(self, request: Request, executor_id: str) -> int:
+        """Tokens of the longest beginning of its prompt that this executor was the last to get."""
+        demand = request.demand
+        lengths = named_block_counts(demand.prompt_tokens // demand.block_size)
+        shorter = [*reversed(lengths), *(0 for _ in demand.prefix_hashes)]
+        for name, num_blocks in zip(reversed(demand.prefix_hashes), shorter, strict=False):
+            if self.prefixes.get(name) == executor_id:
+                return num_blocks * demand.block_size
+        return 0
+
+    def expect_prefill(self, request: Request, executor_id: str) -> None:
+        """Adds the prompt to those that the executor is to compute."""
+        executor = self.executors[executor_id]
+        cached = 0 if executor_id in self.claimed() else self.cached_tokens(request, executor_id)
+        if executor.report.prefill_tokens_per_s > 0:
+            tokens = max(0, request.demand.prompt_tokens + request.output - cached)
+            begins_ms = max(self.now_ms, executor.prefilled_ms)
+            executor.prefilled_ms = begins_ms + tokens / (executor.report.prefill_tokens_per_s / 1000)
 
     def _load(self, executor_id: str) -> float:
         report, (blocks, sequences) = self.executors[executor_id].report, self.reserved(executor_id)

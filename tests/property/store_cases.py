@@ -51,6 +51,7 @@ pool_settings = st.builds(
     age_ms=st.sampled_from((1000, 4000, 30_000)),
     preempt_for_priority=st.sampled_from((True, True, False)),
     remember_ended_ms=st.sampled_from((20_000, 75_000)),
+    tolerated_ttft_ms=st.sampled_from((0, 200, 2000)),
 )
 WHYS = ("lost", "lost", "stood still", "lost after tokens", "rejected", "preempted")
 whys = st.sampled_from(WHYS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import select
@@ -16,7 +17,16 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError, ResponseError
 
-from inflight.local.redis_server import ACL_RULES, COMMANDS, USER, PrivateRedis, RedisStartError, find_redis_binary
+from inflight.local.redis_server import (
+    ACL_RULES,
+    COMMANDS,
+    FUNCTION_COMMANDS,
+    USER,
+    PrivateRedis,
+    RedisStartError,
+    find_redis_binary,
+)
+from router.store import script_calls
 from router.store.lua import load_scripts
 
 
@@ -48,6 +58,12 @@ def test_scripts_may_reach_no_other_keys(redis_url: str) -> None:
 def test_commands_that_a_router_may_use_are_those_of_its_scripts_and_calls() -> None:
     used = {name.lower() for one in load_scripts().values() for name in re.findall(r"redis\.call\('(\w+)'", one.source)}
     assert used | {"evalsha", "eval", "xread", "xrevrange", "select", "ping"} == set(COMMANDS)
+
+
+def test_commands_for_functions_are_those_of_their_calls() -> None:
+    source = inspect.getsource(script_calls)
+    called = {f"function|{name.lower()}" for name in re.findall(r'"FUNCTION", "(\w+)"', source)}
+    assert called | {"fcall"} == set(FUNCTION_COMMANDS)
 
 
 def test_documentation_gives_the_user_of_the_tests() -> None:

@@ -15,7 +15,7 @@ from router.api.request_status import waiting_for
 from router.config.tenants import TenantConfig, Variant
 from router.request.ids import prefix_hashes
 from router.request.spec import GenerateSpec
-from router.store.types import CancelOutcome, Explanation, LedgerState, Refused, TenantLimits, WaitReason
+from router.store.types import CancelOutcome, Explanation, LedgerState, PrefixHolder, Refused, TenantLimits, WaitReason
 from tests.cluster import token_request
 from tests.scripted_store import CallContext, ScriptedRouter, accepts, new_stream, placement, settled, steps
 
@@ -289,6 +289,14 @@ async def test_unknown_request_is_not_found(router: ScriptedRouter) -> None:
 def test_every_wait_has_its_sentence(reason: WaitReason) -> None:
     sentence = waiting_for(Explanation(LedgerState.WAITING, tenant="acme", wait_reason=reason))
     assert sentence.startswith("waits ")
+
+
+@pytest.mark.parametrize(("prefill_ms", "says"), [(2000, "stays with e1"), (2001, "no longer waits for e1")])
+def test_request_that_waits_says_where_its_prefix_is(prefill_ms: int, says: str) -> None:
+    holder = PrefixHolder("e1", prefill_ms, tolerated_ms=2000)
+    waiting = Explanation(LedgerState.WAITING, wait_reason=WaitReason.SEAT, prefix_holder=holder)
+    assert f"; {says}, which has its prefix" in waiting_for(waiting)
+    assert f"{prefill_ms:,} ms, 2,000 ms are tolerated" in waiting_for(waiting)
 
 
 def test_lost_request_waits_for_its_place_in_line() -> None:

@@ -237,10 +237,10 @@ async def test_router_that_missed_a_reply_is_told_to_submit_again(store_pool: St
     waiting = Demand("waiting", 2, blocks=1)
     await a.queue(waiting)
     lossy = LossyRedis(store_pool.redis, random.Random(2), loses=1.0)  # runs it, and loses the reply
-    a.store._redis = lossy  # type: ignore[assignment]
+    a.store._calls._redis = lossy
     with pytest.raises(RequestError, match="does not answer"):
         await a.store.settle([Attempt("running", 1)])
-    a.store._redis = store_pool.redis
+    a.store._calls._redis = store_pool.redis
 
     await a.store.renew()
 

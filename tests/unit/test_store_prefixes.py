@@ -1,8 +1,8 @@
-"""Placement by cached prefixes, within a bound on how much fuller the chosen executor may be."""
+"""Placement by cached prefixes, within bounds on how much fuller the chosen executor may be and on the wait there."""
 
 from __future__ import annotations
 
-from router.store.types import Demand
+from router.store.types import Demand, PrefixHolder
 from tests.store_pool import RouterSide, StorePool
 
 
@@ -65,3 +65,68 @@ async def test_beginnings_outlast_the_requests_that_brought_them(store_pool: Sto
     assert await place(a, "other", blocks=2) == "y"
 
     assert await place(a, "second turn", ("p",)) == "x"
+
+
+def prompt_of(name: str, tokens: int, prefixes: tuple[str, ...], deadline_ms: int | None = None) -> Demand:
+    """A request with a prompt of so many tokens, in blocks of one; the last of its prefixes is all of it. What is
+    called `holder` takes so many blocks that most room is on the other executor."""
+    blocks = 15 if name == "holder" else 1
+    return Demand(
+        name, 2, blocks, prompt_tokens=tokens, prefix_hashes=prefixes, block_size=1, deadline_ms=deadline_ms
+    )  # fmt: skip
+
+
+async def two_fast_executors(pool: StorePool) -> RouterSide:
+    """x, the first choice, and y; each computes a token of a prompt in a millisecond."""
+    a = pool.router("a")
+    await a.store.report(pool.next_report("x", blocks=210, sequences=80, prefill_tokens_per_s=1000))
+    await a.store.report(pool.next_report("y", blocks=200, sequences=80, prefill_tokens_per_s=1000))
+    return a
+
+
+async def executor_of(a: RouterSide, demand: Demand) -> str:
+    """Where it is placed."""
+    return (await a.place_demand(demand)).executor_id
+
+
+async def test_prompt_stays_with_its_prefix_until_prompts_there_take_longer_than_it_saves(
+    store_pool: StorePool,
+) -> None:
+    a = await two_fast_executors(store_pool)
+    assert await executor_of(a, prompt_of("holder", 256, ("p",))) == "x"
+    # 256 ms of prompts are in front of what shares 256 tokens with them
+    assert await executor_of(a, prompt_of("second", 512, ("p", "pq"))) == "x"
+    # Then another 256 ms: more than computing the prefix elsewhere takes
+    assert await executor_of(a, prompt_of("third", 512, ("p", "pr"))) == "y"
+
+
+async def test_prompts_that_were_given_are_computed_as_time_passes(store_pool: StorePool) -> None:
+    a = await two_fast_executors(store_pool)
+    assert await executor_of(a, prompt_of("holder", 256, ("p",))) == "x"
+    assert await executor_of(a, prompt_of("second", 512, ("p", "pq"))) == "x"
+    await store_pool.wait(300)
+    assert await executor_of(a, prompt_of("third", 512, ("p", "pr"))) == "x"
+
+
+async def test_prompt_does_not_wait_for_its_prefix_longer_than_is_tolerated(store_pool: StorePool) -> None:
+    a = await two_fast_executors(store_pool)
+    assert await executor_of(a, prompt_of("holder", 2048, ("p",))) == "x"
+    # 2,048 ms of prompts, 2,000 are tolerated
+    assert await executor_of(a, prompt_of("second", 4096, ("p", "pq"))) == "y"
+
+
+async def test_prompt_does_not_wait_for_its_prefix_beyond_its_deadline(store_pool: StorePool) -> None:
+    a = await two_fast_executors(store_pool)
+    assert await executor_of(a, prompt_of("holder", 1024, ("p",))) == "x"
+    assert await executor_of(a, prompt_of("second", 1024, ("p",), deadline_ms=1000)) == "y"
+
+
+async def test_explanation_names_the_executor_that_has_the_prefix(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x", blocks=20, sequences=1, prefill_tokens_per_s=1000))
+    assert await executor_of(a, prompt_of("holder", 256, ("p",))) == "x"
+    await a.queue(prompt_of("waiting", 512, ("p", "pq")))
+    await store_pool.wait(56)
+    found = await a.store.explain("waiting")
+    assert found is not None
+    assert found.prefix_holder == PrefixHolder("x", prefill_ms=200, tolerated_ms=256)

@@ -6,6 +6,7 @@
 -- returns     {'ABSOLVED'} | {'STALE'}: it is no suspect, or not placed by this attempt
 -- complexity  O(1), and that of board
 -- A repeated call returns STALE.
+--@flags allow-oom
 local id = ARGV[2]
 local request = load_request(id)
 if not request or request.state ~= 'PLACED' or request.attempt ~= tonumber(ARGV[3]) or request.strikes == 0 then

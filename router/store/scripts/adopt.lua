@@ -8,6 +8,7 @@
 -- complexity  O(log R) for R routers
 -- Changes only the owner of a placed request; the previous owner is notified if it is alive. A repeated call returns
 -- the same.
+--@flags allow-oom
 local id = ARGV[2]
 
 if is_late(ARGV[3]) then

@@ -4,5 +4,6 @@
 -- ARGV        [1] caller
 -- returns     {'DONE'}
 -- complexity  O(MAX_HEADS · (log N + MAX_CANDIDATES)) for N waiting
+--@flags allow-oom
 board()
 return finish({'DONE'})

@@ -8,6 +8,7 @@
 --             | {'LATE'}: the caller no longer waits
 -- complexity  O(log N), and that of board
 -- A repeated call finds the request ended, or asks its owner again. A waiting request's rate tokens are returned.
+--@flags allow-oom
 local id = ARGV[2]
 if is_late(ARGV[4]) then -- by now the id may belong to a repeated request in the queue
   return finish({'LATE'})

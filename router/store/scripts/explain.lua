@@ -3,13 +3,28 @@
 -- KEYS        the pool's keys
 -- ARGV        [1] caller  [2] request id
 -- returns     {state, attempt, class, tenant, executor or '', number ahead, estimated wait or '', what it waits for or
---             '', blocks needed, most blocks available, times bypassed} | {'ENDED'} | {'UNKNOWN'}
+--             '', blocks needed, most blocks available, times bypassed, the executor that holds its longest prefix or '',
+--             milliseconds of prompts in front of it there, milliseconds that it may wait there} | {'ENDED'}
+--             | {'UNKNOWN'}
 -- complexity  O(log N)
 -- Changes nothing.
+--@flags no-writes
+local MAX_SILENT = 32
 local id = ARGV[2]
 
+-- As `roomiest`, but leaves silent executors in `room`.
+local function with_room(count)
+  local found = {}
+  for _, executor_id in ipairs(redis.call('ZRANGE', ROOM, 0, count + MAX_SILENT - 1)) do
+    if #found < count and takes_work(load_executor(executor_id)) then
+      found[#found + 1] = executor_id
+    end
+  end
+  return found
+end
+
 local function most_available()
-  local first = roomiest(1)[1]
+  local first = with_room(1)[1]
   return first and math.max(0, available_blocks(load_executor(first))) or 0
 end
 
@@ -20,12 +35,29 @@ end
 
 -- Whether some executor has a seat that the request may take. A suspect may not run beside another suspect.
 local function may_find_blocks(request)
-  for _, executor_id in ipairs(roomiest(request.strikes > 0 and MAX_SUSPECT_CANDIDATES or 1)) do
+  for _, executor_id in ipairs(with_room(request.strikes > 0 and MAX_SUSPECT_CANDIDATES or 1)) do
     if not are_both_suspect(request, load_executor(executor_id)) then
       return true
     end
   end
   return false
+end
+
+-- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait.
+local function prefix_holder(request)
+  local names = split_prefixes(request.prefixes)
+  for _, key in ipairs(#names > 0 and {PREFIXES, OLD_PREFIXES} or {}) do
+    local holders = redis.call('HMGET', key, unpack(names))
+    for i = #names, 1, -1 do
+      local executor = holders[i] and load_executor(holders[i])
+      if executor then
+        local speed, tolerated_ms = executor.prefill_speed, tolerated_wait(request)
+        local saved_ms = speed > 0 and prefix_tokens(request, names, i) / speed or tolerated_ms
+        return holders[i], math.ceil(prefill_wait(executor)), math.floor(math.min(tolerated_ms, saved_ms))
+      end
+    end
+  end
+  return '', 0, 0
 end
 
 local function wait_reason(request, ahead_in_tenant)
@@ -48,7 +80,7 @@ local function wait_reason(request, ahead_in_tenant)
   if first_tenant(request.class) ~= request.tenant then
     return 'FAIRNESS'
   end
-  if #claims > 0 and request.claim == '' and #roomiest(1) == 0 then
+  if #claims > 0 and request.claim == '' and #with_room(1) == 0 then
     return 'HELD_LINE'
   end
   return may_find_blocks(request) and 'BLOCKS' or 'SEAT'
@@ -56,18 +88,20 @@ end
 
 local request = load_request(id)
 if not request then
-  return finish({ended_ms(id) and 'ENDED' or 'UNKNOWN'})
+  local ended = redis.call('ZSCORE', ENDED, id)
+  return answer({ended and NOW - tonumber(ended) <= state.remember_ms and 'ENDED' or 'UNKNOWN'})
 end
-local reason, ahead, wait_ms = '', 0, ''
+local reason, ahead, wait_ms, holder, prefill_ms, tolerated_ms = '', 0, '', '', 0, 0
 if request.state == 'WAITING' then
   local ahead_in_tenant = num_ahead_in_tenant(id, request)
   ahead = num_ahead(request, ahead_in_tenant)
   wait_ms, reason = estimated_wait(ahead) or '', wait_reason(request, ahead_in_tenant)
+  holder, prefill_ms, tolerated_ms = prefix_holder(request)
 end
-local best = roomiest(1)[1]
-return finish({
+local best = with_room(1)[1]
+return answer({
   request.state, request.attempt, request.class, request.tenant,
   request.state == 'PLACED' and request.executor_id or '', ahead, wait_ms, reason,
   request.state == 'PLACED' and request.reserved or needed_blocks(request, best and load_executor(best)),
-  most_available(), request.passed,
+  most_available(), request.passed, holder, prefill_ms, tolerated_ms,
 })

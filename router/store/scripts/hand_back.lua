@@ -14,6 +14,7 @@
 -- complexity  O(log N), and that of board
 -- A repeated call finds the request waiting or undecided, or is stale. Unless the request was preempted, the executor
 -- gets no new work before its next report: it rejected, or its link broke, and the ledger does not know its state.
+--@flags allow-oom
 local id, attempt, max_attempts = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local why, output, progressed = ARGV[5], tonumber(ARGV[6]), ARGV[7] == '1'
 

@@ -8,6 +8,7 @@
 -- An executor's reservations are lost, and their owners notified. A router's waiting requests are removed; its placed
 -- requests run on, and the audit returns them. Safe to run from every router at any time. Silence counts only while
 -- some router was calling: after a gap in the calls (Redis or all routers were down) all leases start again.
+--@flags allow-oom
 local MAX_EXECUTORS, MAX_PLACEMENTS = 4, 256 -- the second for each executor
 local MAX_ROUTERS, MAX_SWEPT = 64, 256       -- the second of all requests
 local MAX_LOST, MAX_TOMBSTONES = 256, 1024

@@ -4,5 +4,6 @@
 -- ARGV        [1] caller
 -- returns     {'RENEWED', {router, …}}, at most 256 of them
 -- complexity  O(log R + 256) for R routers
+--@flags allow-oom
 register()
 return finish({'RENEWED', redis.call('ZRANGEBYSCORE', ROUTERS, '(0', '+inf', 'LIMIT', 0, 256)})

@@ -11,6 +11,7 @@
 -- complexity  O(H + P · log N) for H held and P placed on the executor, both bounded by its sequences; that of board
 -- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
 -- earlier call could not finish it because a mailbox was unknown.
+--@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
 local id, generation, seq = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIRST_HELD = 13
@@ -113,13 +114,13 @@ if executor and executor.generation ~= generation then
 end
 executor = executor or {
   reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
-  claim = claim,
+  claim = claim, prefilled_ms = 0,
 }
 executor.generation, executor.seq = generation, seq
 executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])
 executor.budget_sequences, executor.accepting = tonumber(ARGV[7]), ARGV[8] == '1'
 executor.suspended, executor.last_report_ms, executor.quantile = false, NOW, tonumber(ARGV[9])
-executor.ends_at_reservation = ARGV[12] == '1'
+executor.ends_at_reservation, executor.prefill_speed = ARGV[12] == '1', tonumber(ARGV[11]) / 1000
 state.overcommits = state.overcommits or executor.quantile < 1
 observe_speeds(tonumber(ARGV[10]), tonumber(ARGV[11]))
 redis.call('ZADD', SIZES, ARGV[6], id)

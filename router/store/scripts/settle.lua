@@ -7,6 +7,7 @@
 -- complexity  O(log N) for each, and that of board
 -- A stale attempt is ignored. An id not in the ledger gets a tombstone, so that a report still on its way does not add
 -- it. A repeated call ends nothing. Only the living owner of a request can cancel it.
+--@flags allow-oom
 local num_settled = 0
 
 local function is_served_elsewhere(request)

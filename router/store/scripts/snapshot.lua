@@ -6,6 +6,7 @@
 --             estimates; for each tenant's queue: class, tenant, requests, tokens, milliseconds that its head has
 --             waited
 -- complexity  O(E + L · log N) for E executors and L tenants' queues
+--@flags no-writes
 local found, names = {}, redis.call('HKEYS', EXECUTORS)
 table.sort(names)
 for i, id in ipairs(names) do
@@ -42,7 +43,7 @@ local queues = {}
 for class = 1, NUM_CLASSES do
   queues[class] = {redis.call('ZCARD', KEYS[WAITING + class]), state.tokens[class]}
 end
-return finish({'SNAPSHOT', cjson.encode({
+return answer({'SNAPSHOT', cjson.encode({
   executors = found, queues = queues, estimates = {state.num_estimates, state.error, state.correction},
   lines = lines(tonumber(ARGV[2] or '0')),
 })})

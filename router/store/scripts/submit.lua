@@ -23,8 +23,8 @@
 local id, name, digest, is_served = ARGV[2], ARGV[3], ARGV[6], ARGV[7] == '1'
 local class, deadline_in_ms, blocks, placement_blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices,
   weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
-  max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms
-  = struct.unpack('<dddddddddddddddddddddddddddd', ARGV[4])
+  max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms,
+  tolerated_ttft_ms = struct.unpack('<ddddddddddddddddddddddddddddd', ARGV[4])
 local request_ms, token_ms -- of its tenant, before this request
 
 -- Whether this is the requested one: by its digest, or by its router, which has no digest of it.
@@ -202,7 +202,7 @@ end
 local tenant = load_tenant(name)
 tenant.weight, tenant.max_running, tenant.ms_per_token = weight, max_running, ms_per_token
 state.max_bypass, state.age_ms, state.preempts = max_bypass, age_ms, preempts == 1
-state.remember_ms = remember_ms
+state.remember_ms, state.tolerated_ttft_ms = remember_ms, tolerated_ttft_ms
 request_ms, token_ms = tenant.request_ms, tenant.token_ms
 local request = new_request(
   CALLER, name, ARGV[5], digest, class, deadline_in_ms, blocks, placement_blocks, sequences, first_attempt - 1, prompt,
@@ -226,9 +226,9 @@ end
 save_tenant(name, tenant)
 
 local is_first = state.waiting == 0 and tenant.running < tenant.max_running
-local executor_id, reserved = choose(id, request)
+local executor_id, reserved, cached = choose(id, request)
 if is_first and executor_id and not is_dead(request) then -- it need not be enqueued first, which halves the work
-  seat(id, request, executor_id, first_attempt, reserved)
+  seat(id, request, executor_id, first_attempt, reserved, cached)
   remember_prefixes(request, executor_id)
   if ended then
     forget_end(id)

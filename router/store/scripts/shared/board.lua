@@ -175,13 +175,13 @@ local function board_one(id, request)
     drop('expired', id, request)
     return 'drop'
   end
-  local executor_id, blocks = choose(id, request)
+  local executor_id, blocks, cached = choose(id, request)
   if not executor_id then
     return handle_head_of_line(id, request)
   end
   observe_wait(request)
   withdraw(id, request)
-  seat(id, request, executor_id, request.attempt + 1, blocks)
+  seat(id, request, executor_id, request.attempt + 1, blocks, cached)
   remember_prefixes(request, executor_id)
   tell('placed', id, request)
   return 'seat'

@@ -3,7 +3,11 @@
 -- `room` has the executors with a free sequence, ordered by available blocks, without the claimed ones. An executor is
 -- claimed for a request that was bypassed too often: it serves that request first, and higher classes if no other
 -- executor has room. Of the rest the one with most available blocks is taken, unless another holds a prefix of the
--- prompt and is not much fuller.
+-- prompt: the request stays with it until the prompts in front of it there take longer than the tolerated TTFT or than
+-- the prefix saves, or until it is much fuller.
+--
+-- An executor's `prefilled_ms` is when it will have computed the prompts that it was given, at the speed of its last
+-- report: each placement adds those tokens of its prompt that are not cached there. It takes no notice of ends.
 local MAX_IMBALANCE = 0.25 -- how much fuller, as a share of its blocks or sequences, the holder of a prefix may be
 local MAX_CLAIMS = 8
 local MAX_SUSPECT_CANDIDATES = 64 -- executors examined for one without another suspect
@@ -67,22 +71,54 @@ local function split_prefixes(prefixes)
   return hashes
 end
 
--- The executor that holds the longest known prefix of the prompt, if it has room and is not much fuller than the best
--- one.
+-- The milliseconds until the executor has computed the prompts that it was given.
+local function prefill_wait(executor)
+  return math.max(0, executor.prefilled_ms - NOW)
+end
+
+-- The tokens of the request's `i`-th named prefix: the powers of two of blocks, and all full blocks (ids.py).
+local function prefix_tokens(request, names, i)
+  local blocks = math.floor(request.prompt / request.block_size)
+  local _, exponent = math.frexp(blocks)
+  local power, last = 2 ^ (exponent - 1), #names
+  if i < last and power < blocks then
+    last = last - 1
+  end
+  return request.block_size * (i == #names and blocks or math.floor(power / 2 ^ (last - i)))
+end
+
+-- How long the prompts in front of the request may take.
+local function tolerated_wait(request)
+  local until_deadline = request.output == 0 and request.deadline_ms - NOW or math.huge
+  return math.min(state.tolerated_ttft_ms, until_deadline)
+end
+
+-- Whether a request that has so many tokens cached on the executor should wait for the prompts in front of it there: no
+-- longer than tolerated, and no longer than it would take to compute those tokens, after what is in front of it, on the
+-- best one.
+local function is_worth_waiting(executor, best, cached, tolerated_ms)
+  local saved_ms = executor.prefill_speed > 0 and cached / executor.prefill_speed or math.huge
+  return prefill_wait(executor) <= math.min(tolerated_ms, prefill_wait(best) + saved_ms)
+end
+
+-- The executor that holds the longest known prefix of the prompt, if it has room, is not much fuller than the best one,
+-- and would start on the prompt in time; the blocks to reserve there, and the tokens of the prefix.
 local function holder_of_prefix(request, best)
   if request.prefixes == '' then
     return nil
   end
   --@nest
-  local names = split_prefixes(request.prefixes)
+  local names, tolerated_ms = split_prefixes(request.prefixes), tolerated_wait(request)
   for _, key in ipairs(state.has_old_prefixes and {PREFIXES, OLD_PREFIXES} or {PREFIXES}) do
     local holders = redis.call('HMGET', key, unpack(names))
     for i = #names, 1, -1 do
       local executor = holders[i] and load_executor(holders[i])
       if executor and takes_work(executor) and executor.claim == '' then
         local blocks = room_for(request, executor)
-        if blocks and load_of(executor) <= load_of(load_executor(best)) + MAX_IMBALANCE then
-          return holders[i], blocks
+        local cached = prefix_tokens(request, names, i)
+        if blocks and load_of(executor) <= load_of(load_executor(best)) + MAX_IMBALANCE
+          and (holders[i] == best or is_worth_waiting(executor, load_executor(best), cached, tolerated_ms)) then
+          return holders[i], blocks, cached
         end
       end
     end
@@ -112,8 +148,8 @@ local function choose_open(request)
     for _, executor_id in ipairs(roomiest(count)) do
       local blocks = room_for(request, load_executor(executor_id))
       if blocks then
-        local holder, holder_blocks = holder_of_prefix(request, executor_id)
-        return holder or executor_id, holder_blocks or blocks
+        local holder, holder_blocks, cached = holder_of_prefix(request, executor_id)
+        return holder or executor_id, holder_blocks or blocks, cached or 0
       end
     end
     if request.sequences == 1 and request.strikes == 0 and request.placement_blocks == request.blocks
@@ -131,26 +167,27 @@ local function choose_claimed(id, request, for_itself)
       local executor = load_executor(claim.executor_id)
       local blocks = takes_work(executor) and room_for(request, executor)
       if blocks then
-        return claim.executor_id, blocks
+        return claim.executor_id, blocks, 0
       end
     end
   end
   return nil
 end
 
--- The executor for the request now, and the blocks to reserve there; nil if there is none. Ties by id.
+-- The executor for the request now, the blocks to reserve there, and the tokens of its prompt that are cached there;
+-- nil if there is none. Ties by id.
 local function choose(id, request)
   if #claims == 0 then
     return choose_open(request)
   end
-  local executor_id, blocks = choose_claimed(id, request, true)
+  local executor_id, blocks, cached = choose_claimed(id, request, true)
   if not executor_id then
-    executor_id, blocks = choose_open(request)
+    executor_id, blocks, cached = choose_open(request)
   end
   if not executor_id then
-    executor_id, blocks = choose_claimed(id, request, false)
+    executor_id, blocks, cached = choose_claimed(id, request, false)
   end
-  return executor_id, blocks
+  return executor_id, blocks, cached
 end
 
 -- Whether the executor accepts work and would, if empty, hold this much.

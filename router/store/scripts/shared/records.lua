@@ -18,9 +18,10 @@
 --@record state arrivals floor waiting tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
 --  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
 --  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$ \
---  now_ms ahead_ms
+--  now_ms ahead_ms tolerated_ttft_ms
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
---  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$
+--  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$ \
+--  prefill_speed prefilled_ms
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
 --@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ class asked_class deadline_in_ms deadline_ms \
@@ -77,12 +78,13 @@ else
     window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
     output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
     sweep_cursor = '0', claims = '', now_ms = 0, ahead_ms = 0,
+    tolerated_ttft_ms = 2000,
   }
 end
 
 -- The ledger's clock. It never goes back: when Redis' clock is set back, it runs on from the latest time that a call
 -- has seen, and stays so much ahead of Redis' clock. `finish` saves both, so a call that changes nothing else writes
--- them, too.
+-- them, too, unless it only reads.
 local NOW = now_ms() + state.ahead_ms
 if NOW < state.now_ms then
   state.ahead_ms = state.ahead_ms + state.now_ms - NOW

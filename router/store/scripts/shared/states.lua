@@ -130,8 +130,17 @@ local function withdraw(id, request)
   end
 end
 
--- Reserves blocks and sequences of the executor for this attempt, and charges the tenant.
-local function seat(id, request, executor_id, attempt, blocks)
+-- Adds the prompt to those that the executor is to compute.
+local function expect_prefill(request, executor, cached)
+  if executor.prefill_speed > 0 then
+    local tokens = math.max(0, request.prompt + request.output - cached)
+    executor.prefilled_ms = math.max(NOW, executor.prefilled_ms) + tokens / executor.prefill_speed
+  end
+end
+
+-- Reserves blocks and sequences of the executor for this attempt, and charges the tenant. `cached` are the tokens that
+-- the executor need not compute, nil for a request that it runs already.
+local function seat(id, request, executor_id, attempt, blocks, cached)
   local executor, tenant = load_executor(executor_id), load_tenant(request.tenant)
   charge(request, tenant)
   request.state, request.attempt, request.placed_ms = 'PLACED', attempt, NOW
@@ -140,6 +149,9 @@ local function seat(id, request, executor_id, attempt, blocks)
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
   executor.has_suspect = executor.has_suspect or request.strikes > 0
+  if cached then
+    expect_prefill(request, executor, cached)
+  end
   save_executor(executor_id, executor)
   tenant.running = tenant.running + request.sequences
   save_tenant(request.tenant, tenant)

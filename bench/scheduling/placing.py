@@ -1,0 +1,133 @@
+"""Placement compared: by prefix until saturation, by prefix alone, by load, and in turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from bench.measures.run import percentile
+from bench.scheduling.figures import WARM_FRACTION, Figures, measured, ttft_ms
+from bench.scheduling.lab import Comparison, Lab, Mode, change
+from bench.simulation.sim_executor import ExecutorShape
+from bench.simulation.world import World, WorldSettings
+from bench.timeline.conversations import Conversations
+from bench.timeline.timeline import US_PER_S
+
+NUM_EXECUTORS = 4
+DURATION_S = 40.0
+CACHING = ExecutorShape(
+    num_blocks=16_384, num_seats=32, num_standby=4, max_num_tokens=2048, context_length=65_536, has_prefix_cache=True
+)
+# One turn each: a long beginning that many share, a short question, a short answer.
+SHARED = Conversations(
+    num_turns=1, system_tokens=4096, num_systems=256, turn_tokens=(64, 512), output_tokens=(20, 120)
+)  # fmt: skip
+# Long prompts that grow by the outputs of tools, short answers, pauses.
+AGENTIC = Conversations(
+    num_turns=8, pause_s=4.0, system_tokens=2048, turn_tokens=(500, 4000), output_tokens=(20, 120)
+)  # fmt: skip
+
+_CHOOSE_OPEN = re.compile(r"^local function choose_open\(request\)\n.*?^end\n", re.MULTILINE | re.DOTALL)
+_WORTH_WAITING = re.compile(r"^  return prefill_wait\(executor\) <= .*\n", re.MULTILINE)
+_IN_TURNS = """local function choose_open(request)
+  local ids = roomiest(64)
+  table.sort(ids)
+  for i = 1, #ids do
+    local executor_id = ids[(request.arrival + i) % #ids + 1]
+    local blocks = room_for(request, load_executor(executor_id))
+    if blocks then
+      return executor_id, blocks, 0
+    end
+  end
+  return nil
+end
+"""
+
+
+def in_turns(shared: str) -> str:
+    """Returns the shared source with round robin among the executors with room."""
+    changed, count = _CHOOSE_OPEN.subn(lambda match: _IN_TURNS, shared)
+    assert count == 1
+    return changed
+
+
+def whatever_it_holds(shared: str) -> str:
+    """Returns the shared source with no other limit of prefix affinity than room."""
+    changed, count = _WORTH_WAITING.subn("  return true\n", shared.replace("MAX_IMBALANCE = 0.25", "MAX_IMBALANCE = 2"))
+    assert count == 1
+    return changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    name: str
+    names_prefixes: bool
+    change: Callable[[str], str] | None = None
+
+
+WAYS = (
+    _Way("prefix until saturation", names_prefixes=True),
+    _Way("prefix while there is room", names_prefixes=True, change=whatever_it_holds),
+    _Way("least loaded", names_prefixes=False),
+    _Way("round robin", names_prefixes=False, change=in_turns),
+)
+
+
+def placement(lab: Lab, title: str, chats: Conversations, loads: tuple[tuple[str, float], ...]) -> Comparison:
+    """All ways on one kind of trace, at several rates."""
+    duration_s = DURATION_S * lab.scale
+    modes = []
+    for load, rate_per_s in loads:
+        for way in WAYS:
+            settings = WorldSettings(
+                executor=CACHING, num_executors=NUM_EXECUTORS, duration_s=duration_s, change_scripts=way.change
+            )
+            requests = replace(chats, rate_per_s=rate_per_s).requests(
+                lab.seed, duration_s, names_prefixes=way.names_prefixes
+            )
+            world = lab.run(f"{title} {load} {way.name}", settings, requests)
+            modes.append(Mode(f"{load}: {way.name}", _figures(world)))
+    found = tuple(
+        f"{load}, TTFT p90 of {WAYS[0].name}: "
+        + ", ".join(
+            f"{change(_p90(modes, load, WAYS[0]), _p90(modes, load, other))} against {other.name}" for other in WAYS[1:]
+        )
+        for load, _ in loads
+    )
+    setting = f"{NUM_EXECUTORS} executors of {CACHING.num_seats} seats; " + ", ".join(
+        f"{load}: {rate * chats.num_turns:g} requests/s" for load, rate in loads
+    )
+    return Comparison(title, setting, tuple(modes), found)
+
+
+def shared_prefixes(lab: Lab) -> Comparison:
+    """Requests that begin like many others."""
+    return placement(lab, "Placement of requests with shared prefixes", SHARED, (("60 %", 60.0), ("saturated", 120.0)))
+
+
+def agents(lab: Lab) -> Comparison:
+    """Agents that ask again and again with all that they have so far."""
+    return placement(lab, "Placement of agents' requests", AGENTIC, (("60 %", 6.0), ("saturated", 12.0)))
+
+
+def _p90(modes: list[Mode], load: str, way: _Way) -> float:
+    return next(mode.figures.extra["TTFT p90 ms"] for mode in modes if mode.name == f"{load}: {way.name}")
+
+
+def _figures(world: World) -> Figures:
+    figures, duration_s = measured(world), world.settings.duration_s
+    begin_us, end_us = (world.begin_us + round(share * duration_s * US_PER_S) for share in (WARM_FRACTION, 1.0))
+    records = [one for one in world.checker.records.values() if one.arrived_us >= begin_us]
+    waits_ms = [wait for one in records if (wait := ttft_ms(one, end_us)) is not None]
+    cached = sum(one.cached_tokens for one in records if one.first_token_us)
+    asked = sum(len(one.request.prompt) for one in records if one.first_token_us)
+    computed = [executor.scheduler.num_computed_tokens for executor in world.executors]
+    return replace(
+        figures,
+        extra={
+            "TTFT p90 ms": percentile(waits_ms, 0.9) or 0.0,
+            "prompt tokens cached %": 100 * cached / max(1, asked),
+            "busiest executor / mean": max(computed) * len(computed) / max(1, sum(computed)),
+        },
+    )

@@ -1,0 +1,115 @@
+"""Calls of scripts: by FCALL where the server has Redis Functions (Redis 7, Valkey 7.2), else by EVALSHA.
+
+The library is loaded where a call does not find it: at the first use of its version, after a restart or a failover that
+lost it, and on each primary of a cluster that comes to have a pool. Redis replicates and stores libraries with the
+data. Both ways run the same source on the same records, so routers may use different ones.
+
+A server without functions, and one whose user may not call or load them, gets EVALSHA until the router starts again.
+
+Routers of another version have another library. Whoever loads one removes those that no call has used for
+`UNUSED_MS`; a library that is removed too early is loaded again by the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+
+from router.store.cluster import ClusterClient
+from router.store.lua import LIBRARY_PREFIX, Argument, Library, Script, ScriptCaller
+
+logger = logging.getLogger(__name__)
+
+UNUSED_MS = 600_000
+MAX_LOADS = 3
+
+
+class ScriptCalls:
+    """The scripts on one Redis."""
+
+    def __init__(self, redis: ScriptCaller, scripts: Mapping[str, Script]) -> None:
+        self._redis = redis
+        self._scripts = scripts
+        self.command = "FCALL"
+        """The command that the next call uses."""
+
+    async def run(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Runs a script and returns its reply. Raises redis-py's errors."""
+        script = self._scripts[name]
+        if self.command == "FCALL":
+            try:
+                return await self._call(script, keys, args)
+            except _NoFunctionsError as error:
+                self._use_evalsha(error)
+        return await script.run(self._redis, keys, args)
+
+    async def _call(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        for _ in range(MAX_LOADS):
+            try:
+                return await self._redis.execute_command("FCALL", script.function, len(keys), *keys, *args)
+            except ResponseError as error:
+                if _is_refused(error):
+                    raise _NoFunctionsError from error
+                if str(error) != "Function not found":
+                    raise
+            await self._load(script.library, keys[0])
+        return await self._redis.execute_command("FCALL", script.function, len(keys), *keys, *args)
+
+    async def _load(self, library: Library, key: str) -> None:
+        """Loads the library on the node that has the key."""
+        try:
+            await self._execute_at(key, "FUNCTION", "LOAD", library.source)
+        except ResponseError as error:
+            if "already exists" in str(error):
+                return  # another call has loaded it meanwhile
+            if _is_refused(error) or _has_no_code(error):
+                raise _NoFunctionsError from error
+            raise
+        try:
+            await self._remove_unused(library, key)
+        except RedisError as error:
+            logger.debug("unused libraries remain: %s", error)
+
+    async def _remove_unused(self, library: Library, key: str) -> None:
+        found = await self._execute_at(key, "FUNCTION", "LIST", "LIBRARYNAME", f"{LIBRARY_PREFIX}*")
+        for fields in found:
+            name = dict(zip(fields[::2], fields[1::2], strict=True))["library_name"]
+            if name != library.name:
+                idle = f"{LIBRARY_PREFIX}idle_ms_{name.removeprefix(LIBRARY_PREFIX)}"
+                if await self._execute_at(key, "FCALL", idle, 0) > UNUSED_MS:
+                    await self._execute_at(key, "FUNCTION", "DELETE", name)
+                    logger.info("removed library %s, which no router uses", name)
+
+    async def _execute_at(self, key: str, *args: Any) -> Any:
+        """Runs a command without keys on the node that has the key."""
+        if isinstance(self._redis, ClusterClient):
+            return await self._redis.execute_at(key, *args)
+        return await self._redis.execute_command(*args)
+
+    def _use_evalsha(self, error: _NoFunctionsError) -> None:
+        if self.command == "EVALSHA":
+            return  # another call has noticed it
+        self.command = "EVALSHA"
+        cause = error.__cause__
+        if str(cause).startswith("unknown command"):
+            logger.info("Redis has no functions: the ledger's scripts run by EVALSHA")
+        else:
+            text = "Redis refuses functions, so the ledger's scripts run by EVALSHA, which costs more of its time: %s"
+            logger.warning(text, cause)
+
+
+class _NoFunctionsError(Exception):
+    """The server has no functions for this user. Its cause is the server's reply."""
+
+
+def _is_refused(error: ResponseError) -> bool:
+    return isinstance(error, NoPermissionError) or str(error).startswith("unknown command")
+
+
+def _has_no_code(error: ResponseError) -> bool:
+    """Whether the reply is a plain error, which redis-py returns without its ERR: the library itself is refused. Other
+    codes (READONLY, OOM, MISCONF, …) are states of the server."""
+    return type(error) is ResponseError and not str(error).partition(" ")[0].isupper()

@@ -132,10 +132,12 @@ def load_model(settings: ExecutorSettings) -> Loaded:
     limits = replace(limits, num_host_blocks=_num_host_blocks(settings, model, num_blocks))
     model.allocate_kv(num_blocks, settings.tokens_per_block)
     log.info(
-        "%s on %s (%s, KV %s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats%s, %s batching",
+        "%s on %s (%s, weights %s, KV %s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats%s, "
+        "%s batching",
         source.name,
         model.device,
         model.dtype_name,
+        model.weight_dtype_name,
         model.kv_cache_dtype_name,
         model.backend_name,
         time.monotonic() - began,
@@ -404,6 +406,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         scheduler_policy=policy_proto(limits),
         backend=loaded.model.backend_name,
         dtype=loaded.model.dtype_name,
+        weight_dtype=loaded.model.weight_dtype_name,
         kv_cache_dtype=loaded.model.kv_cache_dtype_name,
         device=str(loaded.model.device),
         host_blocks=limits.num_host_blocks,

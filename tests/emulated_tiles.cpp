@@ -9,6 +9,7 @@
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 
 namespace {
 
@@ -36,6 +37,15 @@ void tile_dpbf16ps(int to, int left, int right) {
             }
 }
 
+void tile_dpbsud(int to, int left, int right) {
+    for (int row = 0; row < 16; ++row)
+        for (int unit = 0; unit < 16; ++unit)
+            for (int column = 0; column < 16; ++column)
+                for (int byte = 0; byte < 32; byte += 8)
+                    tiles[to][row][column] += (uint32_t)(int8_t)(tiles[left][row][unit] >> byte) *
+                                              (uint8_t)(tiles[right][unit][column] >> byte);
+}
+
 }  // namespace
 
 #define _tile_loadconfig tile_loadconfig
@@ -44,38 +54,56 @@ void tile_dpbf16ps(int to, int left, int right) {
 #define _tile_loadd tile_loadd
 #define _tile_stored tile_stored
 #define _tile_dpbf16ps tile_dpbf16ps
+#define _tile_dpbsud tile_dpbsud
+
+#include <vector>
 
 #include "arena.h"
 #include "product.h"
 
 using namespace inflight;
 
-// Computes `out[num_rows, columns] = rows[num_rows, depth] · weights[columns, depth]` with bfloat16 numbers, `columns` a
-// multiple of 32.
-extern "C" void emulated_product(const uint16_t* weights, const uint16_t* numbers, int64_t num_rows, int64_t columns,
-                                 int64_t depth, int64_t is_int8, int64_t is_interleaved, int64_t prefetch_from_rows,
-                                 float* out) {
-    const WeightStream stream{is_interleaved != 0, prefetch_from_rows};
-    Matrix<BFloat16> matrix;
-    matrix.num_blocks = columns / BLOCK_COLUMNS;
-    matrix.num_steps = padded_depth<BFloat16>(depth) / 32;
-    matrix.panels = stream.panels(is_int8);
-    Rows<BFloat16> rows;
-    rows.stride = padded_depth<BFloat16>(depth);
-    Arena arena(columns * (rows.stride * 2 + 4) + (num_rows + TILE_ROWS) * rows.stride * 2 + 4096);
+namespace {
+
+template <class Factor>
+void compute(const uint16_t* weights, const uint16_t* numbers, int64_t num_rows, int64_t columns, int64_t depth,
+             const WeightStream& stream, float* out) {
+    Matrix<Factor> matrix;
+    Rows<Factor> rows;
+    const auto place = [&](Cursor& cursor) {
+        matrix = take_matrix<Factor>(cursor, columns, depth, 1, stream.panels());
+        rows = take_rows<Factor>(cursor, num_rows, depth);
+    };
+    Cursor count(nullptr);
+    place(count);
+    Arena arena(count.used());
     Cursor cursor(arena.data());
-    if (is_int8) matrix.scales = cursor.take<float>(columns);
-    matrix.blocks = cursor.take<char>(matrix.num_blocks * matrix.block_bytes());
-    rows.numbers = cursor.take<uint16_t>((num_rows + TILE_ROWS) * rows.stride);
-    for (int64_t column = 0; column < columns; ++column) pack_column(matrix, column, weights + column * depth, depth);
-    for (int64_t row = 0; row < num_rows; ++row) std::memcpy(rows.row(row), numbers + row * depth, depth * 2);
+    place(cursor);
+    for (int64_t column = 0; column < columns; ++column)
+        pack_column<Factor, BFloat16>(matrix, column, weights + column * depth, depth);
+    std::vector<float> floats(depth);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t i = 0; i < depth; ++i) floats[i] = BFloat16::get(numbers[row * depth + i]);
+        rows.put(row, 0, floats.data(), depth);
+    }
     const auto scratch = std::make_unique<ProductScratch>();
-    scratch->wide.reserve(matrix.num_steps * STEP_BYTES);
-    const Product<BFloat16> product(matrix, rows, num_rows, 1, stream, nullptr);
+    const Product<Factor> product(matrix, rows, num_rows, 1, stream, nullptr);
     for (int64_t task = 0; task < product.num_tasks; ++task)
         product.compute(task, *scratch, [&](int64_t block, int64_t first_row, int count, const float* tile) {
             for (int row = 0; row < count; ++row)
                 std::memcpy(out + (first_row + row) * columns + block * BLOCK_COLUMNS, tile + row * BLOCK_COLUMNS,
                             BLOCK_COLUMNS * sizeof(float));
         });
+}
+
+}  // namespace
+
+// Computes `out[num_rows, columns] = rows[num_rows, depth] · weights[columns, depth]` with bfloat16 numbers, or both
+// rounded to int8. `columns` is a multiple of 32, `depth` of 16.
+extern "C" void emulated_product(const uint16_t* weights, const uint16_t* numbers, int64_t num_rows, int64_t columns,
+                                 int64_t depth, int64_t is_int8, int64_t is_interleaved, int64_t prefetch_from_rows,
+                                 float* out) {
+    const WeightStream stream{is_interleaved != 0, prefetch_from_rows};
+    const auto product = is_int8 ? compute<Int8> : compute<BFloat16>;
+    product(weights, numbers, num_rows, columns, depth, stream, out);
 }

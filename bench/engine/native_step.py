@@ -68,7 +68,8 @@ SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), Ste
 
 
 def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_kv_bytes: int) -> dict[str, Work]:
-    """Returns the least work of the parts that have any to speak of; weights and KV take so many bytes a number."""
+    """Returns the least work of the parts that have any to speak of; weights of
+    layers take so many bytes a number, and KV and the head."""
     num_tokens = step.num_sequences * step.num_new
     width, heads, inner = shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size
     kv_width = shape.num_kv_heads * shape.head_dim
@@ -81,7 +82,7 @@ def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_
         "head": (width * shape.vocabulary_size, step.num_sequences, 1),
     }
     works = {
-        part: Work(size * layers * num_weight_bytes, 2.0 * size * rows * layers)
+        part: Work(size * layers * (num_kv_bytes if part == "head" else num_weight_bytes), 2.0 * size * rows * layers)
         for part, (size, rows, layers) in products.items()
     }
     mean_context = step.num_context - (step.num_new - 1) / 2

@@ -30,6 +30,8 @@ from executor.step.batch import StepBatch
 from executor.step.sampling_columns import SamplingBatch
 
 LANES = 16
+# `ProductScratch::TILE_NUMBERS` of product.h, which holds a row.
+MAX_WIDTH = 64 << 10
 # The parts of a step that are timed separately, in the order of decoder.h.
 PARTS = ("embed", "norm", "qkv", "attention", "output", "gate_up", "down", "head")
 
@@ -73,6 +75,8 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
         return f"heads of {shape.head_dim} numbers are not a multiple of {LANES}"
     if shape.head_dim > 512:
         return f"heads of {shape.head_dim} numbers are larger than 512"
+    if max(shape.hidden_size, shape.num_heads * shape.head_dim) > MAX_WIDTH:
+        return f"rows of more than {MAX_WIDTH} numbers are not supported"
     return None
 
 

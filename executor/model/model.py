@@ -114,10 +114,11 @@ class PagedModel:
     ) -> PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-        `weight_dtype` is `auto` (that of the activations) or `int8`; so is `kv_cache_dtype`, and layers of
-        `kv_cache_skip_layers` keep their KV in the dtype of the activations. `forward_name` is `auto` (native where the
-        model has a native forward pass) or `transformers`. `instructions` names the build of the C++ code, and
-        `weight_stream` how it reads the weights; without it the fastest way is measured.
+        `weight_dtype` is `auto` (that of the activations) or `int8`, with which products of layers are in int8.
+        `kv_cache_dtype` is `auto` or `int8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of the
+        activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
+        `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
+        fastest way is measured.
         """
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
@@ -158,6 +159,11 @@ class PagedModel:
     def dtype_name(self) -> str:
         """`bfloat16` or `float32`."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weight_dtype_name(self) -> str:
+        """Type of the layers' weights: that of the model or `int8`."""
+        return "int8" if self.native is not None and self.native.form.has_int8_weights else self.dtype_name
 
     @property
     def kv_cache_dtype_name(self) -> str:

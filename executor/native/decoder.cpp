@@ -14,17 +14,16 @@ class Decoder {
     virtual void step(Pool& pool, const DecoderStep& step) = 0;
 };
 
-template <class Element>
+template <class Element, class Factor = Element>
 class DecoderOf final : public Decoder {
     using Number = typename Element::Number;
 
   public:
-    DecoderOf(const DecoderShape& shape, bool has_int8_weights, WeightStream stream)
+    DecoderOf(const DecoderShape& shape, WeightStream stream)
         : shape_(shape),
           windows_(shape.sliding_windows, shape.sliding_windows + shape.num_layers),
           frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.head_dim / 2),
-          weights_(shape, has_int8_weights, stream),
-          wide_bytes_(has_int8_weights ? weights_.most_steps() * STEP_BYTES : 0) {}
+          weights_(shape, stream) {}
 
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
@@ -36,7 +35,6 @@ class DecoderOf final : public Decoder {
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
         while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>());
-        for (auto& scratch : scratch_) scratch->product.wide.reserve(wide_bytes_);
         if (step.greedy_ids != nullptr) choice_.begin(step, shape_.vocabulary_size, pool.num_threads());
         pool.run([&](Team& team) {
             const TilesInUse tiles;
@@ -68,17 +66,19 @@ class DecoderOf final : public Decoder {
         void through_layers() {
             embed();
             for (int64_t index = 0; index < shape_.num_layers; ++index) {
-                const Layer<Element>& layer = decoder_.weights_.layers[index];
+                const Layer<Factor>& layer = decoder_.weights_.layers[index];
                 const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
                                  step_.is_int8[index] != 0};
                 norm(layer.input_norm, &kv);
                 project_qkv(layer, kv);
                 attend_all(kv, decoder_.windows_[index]);
-                add_product(OUTPUT, layer.output, activations_.attended, layer.output_bias, &layer.gate_up);
+                if constexpr (!std::is_same_v<Element, Factor>) round_attended();
+                add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, &layer.gate_up);
                 norm(layer.post_attention_norm, nullptr);
                 gate_up(layer);
                 add_product(DOWN, layer.down, activations_.hidden, nullptr,
-                            index + 1 < shape_.num_layers ? &(&layer)[1].qkv : &decoder_.weights_.head);
+                            index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
+                                                          : &decoder_.weights_.head);
             }
             head();
         }
@@ -106,11 +106,10 @@ class DecoderOf final : public Decoder {
         }
 
         // rows · matrix; see `Product`. `after` is the matrix of the next product.
-        template <class Finish>
-        void product(Part part, const Matrix<Element>& matrix, const Rows<Element>& rows, int64_t num_rows,
-                     const Matrix<Element>* after, const Finish& finish) {
-            const Product<Element> product(matrix, rows, num_rows, team_.num_threads,
-                                           decoder_.weights_.stream, after);
+        template <class Type, class Finish>
+        void product(Part part, const Matrix<Type>& matrix, const Rows<Type>& rows, int64_t num_rows,
+                     const Blocks* after, const Finish& finish) {
+            const Product<Type> product(matrix, rows, num_rows, team_.num_threads, decoder_.weights_.stream, after);
             phase(part, product.num_tasks, [&](int64_t task) { product.compute(task, scratch_.product, finish); });
         }
 
@@ -131,18 +130,20 @@ class DecoderOf final : public Decoder {
         // Norms the residual. Before keys and values are written, clears the groups that begin in this step.
         void norm(const float* weight, const LayerKv* kv) {
             each_row(NORM, step_.num_tokens, [&](int64_t row) {
-                norm_residual(row, weight, row);
+                norm_residual(activations_.normed, row, weight, row);
                 if (kv != nullptr && step_.slots[row] % LANES == 0) clear_values<Element>(*kv, step_.slots[row]);
             });
         }
 
-        void norm_residual(int64_t row, const float* weight, int64_t to_row) {
-            Number* to = activations_.normed.row(to_row);
+        template <class Type>
+        void norm_residual(const Rows<Type>& to, int64_t row, const float* weight, int64_t to_row) {
+            float* normed = scratch_.product.tile;
             norm_row(activations_.residual + row * activations_.width, weight, shape_.hidden_size,
-                     shape_.norm_epsilon, [&](int64_t i, Floats x) { Element::put(to + i, x); });
+                     shape_.norm_epsilon, [&](int64_t i, Floats x) { store(normed + i, x); });
+            to.put(to_row, 0, normed, activations_.width);
         }
 
-        void project_qkv(const Layer<Element>& layer, const LayerKv& kv) {
+        void project_qkv(const Layer<Factor>& layer, const LayerKv& kv) {
             const int64_t blocks = decoder_.weights_.head_blocks, stride = blocks * BLOCK_COLUMNS;
             product(QKV, layer.qkv, activations_.normed, step_.num_tokens, &layer.output,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
@@ -152,7 +153,7 @@ class DecoderOf final : public Decoder {
         }
 
         // Adds bias, norm and rotation to a new query, key or value, and stores it.
-        void finish_head(const Layer<Element>& layer, const LayerKv& kv, int64_t head, int64_t row, float* x) {
+        void finish_head(const Layer<Factor>& layer, const LayerKv& kv, int64_t head, int64_t row, float* x) {
             const int64_t dim = shape_.head_dim;
             const int64_t kv_head = head - shape_.num_heads, value_head = kv_head - shape_.num_kv_heads;
             if (layer.qkv_bias != nullptr)
@@ -200,9 +201,19 @@ class DecoderOf final : public Decoder {
             const MatrixTiles tiles_again;
         }
 
+        void round_attended() {
+            const int64_t depth = shape_.num_heads * shape_.head_dim;
+            each_row(ATTENTION, step_.num_tokens, [&](int64_t row) {
+                const Number* from = activations_.attended.row(row);
+                float* numbers = scratch_.product.tile;
+                for (int64_t i = 0; i < depth; ++i) numbers[i] = Element::get(from[i]);
+                activations_.heads.put(row, 0, numbers, depth);
+            });
+        }
+
         // residual += rows · matrix + bias
-        void add_product(Part part, const Matrix<Element>& matrix, const Rows<Element>& rows, const float* bias,
-                         const Matrix<Element>* after) {
+        void add_product(Part part, const Matrix<Factor>& matrix, const Rows<Factor>& rows, const float* bias,
+                         const Blocks* after) {
             const int64_t num_tokens = step_.num_tokens;
             product(part, matrix, rows, num_tokens, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
@@ -218,14 +229,18 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        void gate_up(const Layer<Element>& layer) {
+        void gate_up(const Layer<Factor>& layer) {
+            constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
             product(GATE_UP, layer.gate_up, activations_.normed, step_.num_tokens, &layer.down,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows; ++i) {
-                            Number* to = activations_.hidden.row(row + i) + block / 2 * BLOCK_COLUMNS;
-                            const float *gate = tile + i * 2 * BLOCK_COLUMNS, *up = gate + BLOCK_COLUMNS;
-                            for (int c = 0; c < BLOCK_COLUMNS; c += WIDTH)
-                                Element::put(to + c, gated<Element>(load(gate + c), load(up + c)));
+                            alignas(64) float hidden[COLUMNS];
+                            const float* gate = tile + i * 2 * COLUMNS;
+                            for (int c = 0; c < COLUMNS; c += WIDTH) {
+                                const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
+                                store(hidden + c, gated<Element>(load(both), load(both + BLOCK_COLUMNS)));
+                            }
+                            activations_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
                         }
                     });
         }
@@ -233,10 +248,10 @@ class DecoderOf final : public Decoder {
         void head() {
             GreedyChoice* const choice = step_.greedy_ids == nullptr ? nullptr : &decoder_.choice_;
             each_row(NORM, step_.num_logits, [&](int64_t row) {
-                norm_residual(step_.logit_rows[row], decoder_.weights_.final_norm, row);
+                norm_residual(activations_.last, step_.logit_rows[row], decoder_.weights_.final_norm, row);
                 if (choice != nullptr) choice->mark(row);
             });
-            product(HEAD, decoder_.weights_.head, activations_.normed, step_.num_logits, nullptr,
+            product(HEAD, decoder_.weights_.head, activations_.last, step_.num_logits, nullptr,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows; ++i)
                             take_logits(choice, row + i, block / HEAD_BLOCKS, tile + i * GreedyChoice::GROUP_COLUMNS);
@@ -256,7 +271,7 @@ class DecoderOf final : public Decoder {
 
         DecoderOf& decoder_;
         const DecoderShape& shape_;
-        const Activations<Element>& activations_;
+        const Activations<Element, Factor>& activations_;
         const DecoderStep& step_;
         const std::vector<Item>& items_;
         Team& team_;
@@ -267,17 +282,18 @@ class DecoderOf final : public Decoder {
     const DecoderShape shape_;
     const std::vector<int64_t> windows_;
     const std::vector<float> frequencies_;
-    PackedWeights<Element> weights_;
-    const int64_t wide_bytes_;  // of the largest block of int8 weights as elements
-    Activations<Element> activations_;
+    PackedWeights<Element, Factor> weights_;
+    Activations<Element, Factor> activations_;
     GreedyChoice choice_;
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };
 
 std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bfloat16, int64_t has_int8_weights,
                                       WeightStream stream) {
-    if (is_bfloat16) return std::make_unique<DecoderOf<BFloat16>>(shape, has_int8_weights, stream);
-    return std::make_unique<DecoderOf<Float32>>(shape, has_int8_weights, stream);
+    if (is_bfloat16 && has_int8_weights) return std::make_unique<DecoderOf<BFloat16, Int8>>(shape, stream);
+    if (has_int8_weights) return std::make_unique<DecoderOf<Float32, Int8>>(shape, stream);
+    if (is_bfloat16) return std::make_unique<DecoderOf<BFloat16>>(shape, stream);
+    return std::make_unique<DecoderOf<Float32>>(shape, stream);
 }
 
 }  // namespace inflight

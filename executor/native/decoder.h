@@ -2,8 +2,10 @@
 //
 // All threads process the layers together, phase by phase: norm, projections with rotary embedding and KV write,
 // attention, output with residual, norm, gate and up with SiLU, down with residual. A phase is a list of tasks, each
-// some columns of a weight for some rows, so that a weight is read once per step. The residual stream is float32;
-// factors have the element type of the weights. A step allocates memory only if it is larger than all steps before it.
+// some columns of a weight for some rows, so that a weight is read once per step. The residual stream is float32. Rows
+// that are multiplied with weights of layers are Factors, as these weights are: Elements or int8. The last norm's rows,
+// the output layer, queries, keys, values and what attention yields are Elements. A step allocates memory only if it is
+// larger than all steps before it.
 
 #pragma once
 
@@ -51,14 +53,15 @@ struct DecoderStep {
 enum Part { EMBED, NORM, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
 
 // Rows of activations of a step, with space for `capacity` tokens.
-template <class Element>
+template <class Element, class Factor>
 struct Activations {
     int64_t capacity = 0;
     std::unique_ptr<Arena> arena;
     int64_t width = 0;          // of the residual
     float* residual = nullptr;  // [capacity, width]
     float *cosines = nullptr, *sines = nullptr;  // [capacity, head_dim / 2]
-    Rows<Element> normed, queries, attended, hidden;
+    Rows<Element> queries, attended, last;  // `last` are the rows that yield logits
+    Rows<Factor> normed, heads, hidden;  // `heads` are `attended` as factors
 
     void reserve(const DecoderShape& shape, int64_t num_tokens) {
         if (num_tokens <= capacity) return;
@@ -77,18 +80,17 @@ struct Activations {
         residual = cursor.take<float>(capacity * width);
         cosines = cursor.take<float>(capacity * shape.head_dim / 2);
         sines = cursor.take<float>(capacity * shape.head_dim / 2);
-        normed = rows(cursor, shape.hidden_size);
-        queries = rows(cursor, attention_depth);
-        attended = rows(cursor, attention_depth);
-        hidden = rows(cursor, shape.intermediate_size);
-    }
-
-    Rows<Element> rows(Cursor& cursor, int64_t depth) {
-        Rows<Element> taken;
-        // 64 bytes more than the depth: with a power of two all rows would share a few cache sets.
-        taken.stride = padded_depth<Element>(depth) + UNITS * Element::PAIR;
-        taken.numbers = cursor.take<typename Element::Number>((capacity + TILE_ROWS) * taken.stride);
-        return taken;
+        queries = take_rows<Element>(cursor, capacity, attention_depth);
+        attended = take_rows<Element>(cursor, capacity, attention_depth);
+        normed = take_rows<Factor>(cursor, capacity, shape.hidden_size);
+        if constexpr (std::is_same_v<Element, Factor>) {
+            heads = attended;
+            last = normed;
+        } else {
+            heads = take_rows<Factor>(cursor, capacity, attention_depth);
+            last = take_rows<Element>(cursor, capacity, shape.hidden_size);
+        }
+        hidden = take_rows<Factor>(cursor, capacity, shape.intermediate_size);
     }
 };
 

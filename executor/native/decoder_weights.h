@@ -29,22 +29,25 @@ enum Packed {
     PACK_OUTPUT_BIAS,
 };
 
-template <class Element>
+template <class Factor>
 struct Layer {
-    Matrix<Element> qkv, output, gate_up, down;
+    Matrix<Factor> qkv, output, gate_up, down;
     float *input_norm, *post_attention_norm, *query_norm, *key_norm, *qkv_bias, *output_bias;
 };
 
 constexpr int64_t HEAD_BLOCKS = 4;  // of the output layer in one task
+// Of gate and up each in one task: as many as make whole steps of the next product's depth, for int8.
+template <class Factor>
+constexpr int64_t GATE_BLOCKS = IS_INT8<Factor> ? STEP_DEPTH<Factor> / BLOCK_COLUMNS : 1;
 
-template <class Element>
+// Weights are given as Elements and multiplied as Factors.
+template <class Element, class Factor>
 class PackedWeights {
     using Number = typename Element::Number;
 
   public:
-    PackedWeights(const DecoderShape& shape, bool are_int8, WeightStream stream)
-        : are_int8(are_int8),
-          stream(stream),
+    PackedWeights(const DecoderShape& shape, WeightStream stream)
+        : stream(stream),
           head_blocks(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
           layers(shape.num_layers),
           shape_(shape) {
@@ -56,20 +59,11 @@ class PackedWeights {
     }
 
     int64_t matrix_bytes() const {
-        int64_t num_bytes = head.num_blocks * head.block_bytes();
-        for (const Layer<Element>& layer : layers)
-            for (const Matrix<Element>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-                num_bytes += matrix->num_blocks * matrix->block_bytes();
+        int64_t num_bytes = head.num_blocks * head.block_bytes;
+        for (const Layer<Factor>& layer : layers)
+            for (const Matrix<Factor>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+                num_bytes += matrix->num_blocks * matrix->block_bytes;
         return num_bytes;
-    }
-
-    // Steps of the deepest matrix.
-    int64_t most_steps() const {
-        int64_t most = head.num_steps;
-        for (const Layer<Element>& layer : layers)
-            most = std::max({most, layer.qkv.num_steps, layer.output.num_steps, layer.gate_up.num_steps,
-                             layer.down.num_steps});
-        return most;
     }
 
     void pack(int64_t layer, int64_t part, const void* numbers) {
@@ -105,25 +99,25 @@ class PackedWeights {
         }
     }
 
-    const bool are_int8;
     const WeightStream stream;
     const int64_t head_blocks;  // of an attention head
     Number* embedding = nullptr;
     Matrix<Element> head;
     float* final_norm = nullptr;
-    std::vector<Layer<Element>> layers;
+    std::vector<Layer<Factor>> layers;
 
   private:
     void place(Cursor& cursor) {
         const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
         const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads, inner = shape_.intermediate_size;
         embedding = cursor.take<Number>(shape_.vocabulary_size * hidden);
-        head = place_matrix(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS);
+        head = take_matrix<Element>(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS, stream.panels());
         final_norm = cursor.take<float>(width);
-        for (Layer<Element>& layer : layers) {
+        for (Layer<Factor>& layer : layers) {
             layer.qkv = place_matrix(cursor, heads * head_blocks * BLOCK_COLUMNS, hidden, head_blocks);
             layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
-            layer.gate_up = place_matrix(cursor, 2 * round_up(inner, BLOCK_COLUMNS), hidden, 2);
+            layer.gate_up = place_matrix(cursor, 2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
+                                         2 * GATE_BLOCKS<Factor>);
             layer.down = place_matrix(cursor, hidden, inner);
             layer.input_norm = cursor.take<float>(width);
             layer.post_attention_norm = cursor.take<float>(width);
@@ -134,29 +128,22 @@ class PackedWeights {
         }
     }
 
-    Matrix<Element> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
-        Matrix<Element> matrix;
-        matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
-        matrix.blocks_at_once = blocks_at_once;
-        matrix.panels = stream.panels(are_int8);
-        matrix.num_steps = padded_depth<Element>(depth) / (UNITS * Element::PAIR);
-        if (are_int8) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
-        matrix.blocks =
-            cursor.take<char>(matrix.num_blocks * Matrix<Element>::block_bytes(matrix.num_steps, are_int8));
-        return matrix;
+    Matrix<Factor> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
+        return take_matrix<Factor>(cursor, columns, depth, blocks_at_once, stream.panels());
     }
 
-    template <class Place>
-    void pack_matrix(const Matrix<Element>& matrix, const void* numbers, int64_t columns, int64_t depth,
+    template <class Product, class Place>
+    void pack_matrix(const Matrix<Product>& matrix, const void* numbers, int64_t columns, int64_t depth,
                      const Place& place) {
         for (int64_t column = 0; column < columns; ++column)
-            pack_column(matrix, place(column), static_cast<const Number*>(numbers) + column * depth, depth);
+            pack_column<Product, Element>(matrix, place(column), static_cast<const Number*>(numbers) + column * depth,
+                                         depth);
     }
 
     std::pair<float*, int64_t> vector_of(int64_t index, int64_t part) const {
         const int64_t hidden = shape_.hidden_size, dim = shape_.head_dim;
         if (part == PACK_FINAL_NORM) return {final_norm, hidden};
-        const Layer<Element>& layer = layers[index];
+        const Layer<Factor>& layer = layers[index];
         switch (part) {
             case PACK_INPUT_NORM: return {layer.input_norm, hidden};
             case PACK_POST_ATTENTION_NORM: return {layer.post_attention_norm, hidden};

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "arena.h"
 #include "matmul.h"
 #include "pool.h"
 
@@ -12,7 +13,7 @@ struct WeightStream {
     bool is_interleaved;         // panels are interleaved by unit
     int64_t prefetch_from_rows;  // with so many rows, the next piece of a block is prefetched while one is multiplied
 
-    Panels panels(bool is_narrow) const { return is_interleaved && !is_narrow ? INTERLEAVED : APART; }
+    Panels panels() const { return is_interleaved ? INTERLEAVED : APART; }
 };
 
 // One thread's memory for products.
@@ -20,8 +21,31 @@ struct ProductScratch {
     static constexpr int64_t TILE_NUMBERS = 64 << 10;
 
     alignas(64) float tile[TILE_NUMBERS];  // sums of a task
-    ThreadBuffer wide;                     // a block of int8 weights as elements
 };
+
+// Takes memory for a matrix and for rows. That of rows must be zero.
+template <class Element>
+Matrix<Element> take_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once, Panels panels) {
+    Matrix<Element> matrix;
+    matrix.panels = panels;
+    matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+    matrix.num_steps = padded_depth<Element>(depth) / STEP_DEPTH<Element>;
+    matrix.blocks_at_once = blocks_at_once;
+    matrix.block_bytes = matrix.num_steps * matrix.WHOLE_STEP_BYTES;
+    matrix.blocks = cursor.take<char>(matrix.num_blocks * matrix.block_bytes);
+    return matrix;
+}
+
+template <class Element>
+Rows<Element> take_rows(Cursor& cursor, int64_t num_rows, int64_t depth) {
+    Rows<Element> rows;
+    // 64 bytes more than the depth: with a power of two all rows would share a few cache sets.
+    rows.stride = padded_depth<Element>(depth) + STEP_DEPTH<Element>;
+    rows.numbers = cursor.take<typename Element::Number>((num_rows + TILE_ROWS) * rows.stride);
+    if constexpr (IS_INT8<Element>)
+        rows.scales = cursor.take<GroupScale>((num_rows + TILE_ROWS) * rows.scale_stride());
+    return rows;
+}
 
 // rows · matrix. A task has some blocks of columns and as many rows as stay in the second-level cache while the
 // columns pass. A block is multiplied in pieces. With many rows, a piece stays in the first-level cache until all rows
@@ -31,7 +55,7 @@ class Product {
   public:
     // `after` is the matrix of the next product, or null.
     Product(const Matrix<Element>& matrix, const Rows<Element>& rows, int64_t num_rows, int num_threads,
-            const WeightStream& stream, const Matrix<Element>* after)
+            const WeightStream& stream, const Blocks* after)
         : matrix_(matrix),
           rows_(rows),
           blocks_at_once_(matrix.blocks_at_once),
@@ -51,8 +75,8 @@ class Product {
         const int64_t end = std::min(num_rows_, start + rows_of_task_);
         for (int64_t i = 0; i < blocks_at_once_; ++i) {
             const char* next = i + 1 < blocks_at_once_ ? matrix_.block(first_block + i + 1) : probably_next(task);
-            multiply_block(first_block + i, prefetches_ ? next : nullptr, start, end, scratch.tile + i * BLOCK_COLUMNS,
-                           scratch.wide);
+            multiply_block(matrix_.block(first_block + i), prefetches_ ? next : nullptr, start, end,
+                           scratch.tile + i * BLOCK_COLUMNS);
         }
         for (int64_t row = start; row < end; row += TILE_ROWS)
             finish(first_block, row, rows_of_tile(row, end), scratch.tile + (row - start) * stride_);
@@ -78,28 +102,18 @@ class Product {
         return after_->block(std::min((next - num_tasks) * after_->blocks_at_once, after_->num_blocks - 1));
     }
 
-    void multiply_block(int64_t index, const char* next, int64_t start, int64_t end, float* out,
-                        const ThreadBuffer& wide) const {
-        if (!matrix_.is_narrow()) return multiply_pieces(matrix_.block(index), next, start, end, out);
-        widen(matrix_, index, next, wide.data());
-        multiply_pieces(wide.data(), nullptr, start, end, out);
-        for (int64_t row = start; row < end; row += TILE_ROWS)
-            scale_columns(matrix_.scales + index * BLOCK_COLUMNS, rows_of_tile(row, end), out + (row - start) * stride_,
-                          stride_);
-    }
-
-    void multiply_pieces(const char* block, const char* next, int64_t start, int64_t end, float* out) const {
+    void multiply_block(const char* block, const char* next, int64_t start, int64_t end, float* out) const {
         const int64_t most_steps = end - start > TILE_ROWS ? CACHED_STEPS : AHEAD_STEPS;
         const int64_t num_pieces = (matrix_.num_steps + most_steps - 1) / most_steps;
         for (int64_t piece = 0; piece < num_pieces; ++piece) {
             const int64_t first = piece * matrix_.num_steps / num_pieces;
             const int64_t last = (piece + 1) * matrix_.num_steps / num_pieces;
-            const char* following = piece + 1 < num_pieces ? block + last * STEP_BYTES : next;
+            const char* following = piece + 1 < num_pieces ? block + last * matrix_.WHOLE_STEP_BYTES : next;
             for (int64_t row = start; row < end; row += TILE_ROWS)
-                multiply<Element>(matrix_.panels, block + first * STEP_BYTES,
+                multiply<Element>(matrix_.panels, block + first * matrix_.WHOLE_STEP_BYTES,
                                   row + TILE_ROWS < end || next == nullptr ? nullptr : following, last - first,
-                                  rows_.row(row) + first * UNITS * Element::PAIR, rows_.stride, rows_of_tile(row, end),
-                                  piece > 0, out + (row - start) * stride_, stride_);
+                                  rows_.from(row, first), rows_of_tile(row, end), piece > 0,
+                                  out + (row - start) * stride_, stride_);
         }
     }
 
@@ -108,7 +122,7 @@ class Product {
     const int64_t blocks_at_once_, stride_, num_rows_, rows_of_task_, num_columns_;
     const int num_threads_;
     const bool prefetches_;
-    const Matrix<Element>* const after_;
+    const Blocks* const after_;
 
   public:
     const int64_t num_tasks;

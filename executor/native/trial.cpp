@@ -39,9 +39,8 @@ class TrialOf final : public Trial {
 
     double seconds(Pool& pool, int64_t num_rows, WeightStream stream) override {
         for (Matrix<Element>& matrix : matrices_)
-            matrix.panels = stream.panels(matrix.is_narrow());
+            matrix.panels = stream.panels();
         while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<ProductScratch>());
-        for (auto& scratch : scratch_) scratch->wide.reserve(matrices_[0].num_steps * STEP_BYTES);
         std::vector<Product<Element>> products;
         for (size_t i = 0; i < matrices_.size(); ++i)
             products.emplace_back(matrices_[i], rows_, num_rows, pool.num_threads(), stream,
@@ -60,7 +59,7 @@ class TrialOf final : public Trial {
             const Matrix<Element>& matrix = matrices_[task / num_blocks];
             const auto* from = reinterpret_cast<const float*>(matrix.block(task % num_blocks));
             Ints sums[SUMS] = {};
-            for (int64_t i = 0; i < matrix.block_bytes() / 4; i += SUMS * WIDTH)
+            for (int64_t i = 0; i < matrix.block_bytes / 4; i += SUMS * WIDTH)
                 for (int k = 0; k < SUMS; ++k) sums[k] += (Ints)load(from + i + k * WIDTH);
             for (const Ints& some : sums) sink += some[0];
         });
@@ -93,16 +92,9 @@ class TrialOf final : public Trial {
     static constexpr int SOME_BYTE = 0x3c;  // small numbers in every type
 
     void place(const TrialShape& shape, Cursor& cursor) {
-        for (Matrix<Element>& matrix : matrices_) {
-            matrix.num_blocks = round_up(shape.columns, shape.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
-            matrix.num_steps = padded_depth<Element>(shape.depth) / (UNITS * Element::PAIR);
-            matrix.blocks_at_once = shape.blocks_at_once;
-            if (shape.is_int8) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
-            matrix.blocks =
-                cursor.take<char>(matrix.num_blocks * Matrix<Element>::block_bytes(matrix.num_steps, shape.is_int8));
-        }
-        rows_.stride = padded_depth<Element>(shape.depth) + UNITS * Element::PAIR;
-        rows_.numbers = cursor.take<typename Element::Number>((shape.most_rows + TILE_ROWS) * rows_.stride);
+        for (Matrix<Element>& matrix : matrices_)
+            matrix = take_matrix<Element>(cursor, shape.columns, shape.depth, shape.blocks_at_once, APART);
+        rows_ = take_rows<Element>(cursor, shape.most_rows, shape.depth);
     }
 
     std::vector<Matrix<Element>> matrices_;
@@ -120,6 +112,7 @@ extern "C" {
 // Returns null if there is not enough memory.
 void* inflight_trial_new(const TrialShape* shape) {
     try {
+        if (shape->is_int8) return static_cast<Trial*>(new TrialOf<Int8>(*shape));
         if (shape->is_bfloat16) return static_cast<Trial*>(new TrialOf<BFloat16>(*shape));
         return static_cast<Trial*>(new TrialOf<Float32>(*shape));
     } catch (const std::bad_alloc&) {

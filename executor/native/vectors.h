@@ -210,6 +210,16 @@ ALWAYS_INLINE float sum_of(Floats x) {
 #endif
 }
 
+ALWAYS_INLINE int32_t sum_of(Ints x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int lane = 0; lane < WIDTH; ++lane) sum += x[lane];
+    return sum;
+#endif
+}
+
 ALWAYS_INLINE float largest_of(Floats x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);

@@ -194,6 +194,7 @@ def _token_settings(description: executor_pb2.DescribeResponse) -> dict[str, str
     return {
         "model_revision": description.model_revision,
         "dtype": description.dtype,
+        "weight_dtype": description.weight_dtype or description.dtype,
         "kv_cache_dtype": description.kv_cache_dtype or description.dtype,
     }
 

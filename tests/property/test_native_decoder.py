@@ -41,8 +41,8 @@ FAMILY: dict[str, PretrainedConfig] = {
 }
 # Matrices of several pieces, and steps of a depth that are prefetched in more than one.
 DEEP = LlamaConfig(**sizes(hidden_size=128, intermediate_size=4800, num_hidden_layers=2))
-# Relative distance of logits: rounding of bfloat16 (8 bits), and of int8 weights (a 1/254 of a column's largest).
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1}
+# Relative distance of logits: rounding of bfloat16 (8 bits), and of int8 (a 1/254 of the largest of a group).
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.2}
 # Decodes, a chunk behind a context, and two whole prompts, one longer than what AMX and the vectors take at once.
 SPECS = [Spec(1, 1), Spec(1, 37), *[Spec(1, 20)] * 8, Spec(9, 30), Spec(5, 5), Spec(70, 70)]
 
@@ -140,7 +140,8 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
         assert_same(output_ids, generate_alone(network, prompt, 20))
 
 
-def test_int8_weights_take_half_the_memory(folder: Path) -> None:
+def test_int8_weights_take_half_the_memory(tmp_path: Path) -> None:
+    folder = save_model(DEEP, tmp_path / "tiny")
     whole, narrow = (load(folder, dtype_name="bfloat16", weight_dtype=kind).native for kind in ("auto", "int8"))
     assert whole is not None
     assert narrow is not None

@@ -49,8 +49,10 @@ async def test_executors_of_a_model_whose_tokens_may_differ_are_named_in_the_log
     router.link("b", "m", model_revision="1", dtype="bfloat16", kv_cache_dtype="bfloat16")
     assert not caplog.messages
     router.link("c", "m", model_revision="1", dtype="bfloat16", kv_cache_dtype="int8")
-    (warning,) = caplog.messages
+    router.link("d", "m", model_revision="1", dtype="bfloat16", weight_dtype="int8")
+    warning, another = caplog.messages
     assert "executors c and a of model m differ in kv_cache_dtype (int8 and bfloat16)" in warning
+    assert "executors d and a of model m differ in weight_dtype (int8 and bfloat16)" in another
 
 
 async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:

@@ -52,10 +52,41 @@ def test_products_are_exact(emulation: Any, stream: WeightStream, num_rows: int,
     assert torch.equal(product(emulation, weights, rows, stream, False), rows.float() @ weights.float().T)
 
 
+def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups of 64 numbers, transformed and rounded as in int8.h: integers `[rows, groups, 64]`, scales."""
+    hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)])
+    padded = torch.nn.functional.pad(numbers.float(), (0, -numbers.shape[1] % 64))
+    groups = padded.unflatten(1, (-1, 64)) @ hadamard
+    largest = groups.abs().amax(-1, keepdim=True)
+    return (groups * (127 / largest)).round(), largest / 127
+
+
 @pytest.mark.parametrize("stream", STREAMS, ids=str)
-@pytest.mark.parametrize("num_rows", [16, 33])
-def test_products_of_int8_are_exact(emulation: Any, stream: WeightStream, num_rows: int) -> None:
-    # A largest number of 127 has the scale 1.
-    weights, rows = small_integers(96, 80, seed=0), small_integers(num_rows, 80, seed=1)
-    weights[:, 0] = 127
-    assert torch.equal(product(emulation, weights, rows, stream, True), rows.float() @ weights.float().T)
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 70])
+@pytest.mark.parametrize("depth", [64, 80, 640])
+def test_products_of_int8_are_those_of_the_rounded_numbers(
+    emulation: Any, stream: WeightStream, num_rows: int, depth: int
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weights, rows = (torch.randn(count, depth, generator=generator).to(torch.bfloat16) for count in (96, num_rows))
+
+    found = product(emulation, weights, rows, stream, True)
+
+    columns, column_scales = rounded(weights)
+    factors, row_scales = rounded(rows)
+    wanted = torch.einsum("rgd,cgd->rc", (factors * row_scales).double(), (columns * column_scales).double()) / 64
+    # A number may be halfway between two integers, and is then rounded either way.
+    assert torch.allclose(found.double(), wanted, rtol=1e-4, atol=1e-3 * depth**0.5)
+    # Rounding changes products by a share of their size alone.
+    plain = rows.double() @ weights.double().T
+    assert (found - plain).norm() / plain.norm() < 0.02
+
+
+def test_products_of_int8_are_the_same_for_every_number_of_rows(emulation: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weights, rows = (torch.randn(count, 1200, generator=generator).to(torch.bfloat16) for count in (96, 70))
+    together = product(emulation, weights, rows, STREAMS[0], True)
+    for start, end in ((0, 1), (3, 19), (16, 49), (69, 70)):
+        assert torch.equal(
+            product(emulation, weights, rows[start:end].contiguous(), STREAMS[0], True), together[start:end]
+        )

@@ -38,6 +38,7 @@ PATHS: dict[str, dict[str, str]] = {
     "reference": {"dtype_name": "float32", "backend_name": "reference"},
     "native-float32": {"dtype_name": "float32"} | NATIVE,
     "native-bfloat16": {"dtype_name": "bfloat16"} | NATIVE,
+    "native-int8-weights": {"dtype_name": "bfloat16", "weight_dtype": "int8"} | NATIVE,
     "transformers-bfloat16": {"dtype_name": "bfloat16", "forward_name": "transformers"} | NATIVE,
 }
 
@@ -83,7 +84,7 @@ def logits_in_chunks(model: PagedModel, chunk_tokens: int, num_neighbours: int) 
 
 
 @pytest.mark.parametrize("instructions", BEST_FIRST)
-@pytest.mark.parametrize("path", ["native-float32", "native-bfloat16"])
+@pytest.mark.parametrize("path", ["native-float32", "native-bfloat16", "native-int8-weights"])
 def test_logits_do_not_depend_on_chunks_and_batch(folder: Path, path: str, instructions: str) -> None:
     """Bit by bit: a token's own keys and values are rounded before they are read, in the step that wrote them too."""
     model = load(folder, instructions=instructions, kv_cache_skip_layers=[1], **PATHS[path])
@@ -151,6 +152,7 @@ PROCESS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1
         ({}, "float32"),
         ({"kv_cache_dtype": "float32"}, "float32"),
         ({"kv_cache_dtype": "int8"}, "int8"),
+        ({"weight_dtype": "int8"}, "float32"),
         ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": "0,2"}, "int8 except float32 in layers 0,2"),
     ],
 )
@@ -158,6 +160,7 @@ def test_routers_are_told_the_type(folder: Path, settings: dict[str, Any], descr
     process = ExecutorSettings(**PROCESS, model=str(folder), **settings)
     description = identity(process, load_model(process)).description
     assert (description.dtype, description.kv_cache_dtype) == ("float32", described)
+    assert description.weight_dtype == settings.get("weight_dtype", "float32")
 
 
 @pytest.mark.parametrize(

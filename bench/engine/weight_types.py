@@ -1,0 +1,61 @@
+"""Whole steps on a CPU by type of the weights: `python -m bench.engine.weight_types`.
+
+Computes steps of some shapes through native forward passes that differ only in the type of the weights, in turn: that
+of the model, and int8, with activations in int8 as well. Prints Markdown: the processor time of a step per thread, the
+least of the rounds, and the median wall time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.engine.native_step import SHAPES, blocks_of
+from bench.engine.streams import row_of
+from bench.report.table import Table
+from common.machine import num_usable_cores
+from common.model_source import resolve_model
+from executor.model.model import PagedModel
+from inflight.cli.doctor import processor
+
+COLUMNS = ["step", "CPU ms", "int8", "times as fast", "wall ms", "int8", "times as fast"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=15)
+    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(num_usable_cores())
+    models = [
+        PagedModel.load(
+            resolve_model(options.model),
+            dtype_name=options.dtype,
+            backend_name="cpu",
+            weight_dtype=weight_type,
+            instructions=options.cpu_isa,
+        )
+        for weight_type in ("auto", "int8")
+    ]
+    natives = [model.native for model in models if model.native is not None]
+    if len(natives) < len(models):
+        print("this model has no forward pass of our own", file=sys.stderr)
+        return 1
+    for model in models:
+        model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in SHAPES), BLOCK_SIZE)
+        for kv in model.kv:
+            kv.keys.fill_(0.01)
+            kv.values.fill_(0.01)
+    print(f"- {processor().text}\n- {models[0].dtype_name}; {models[0].backend_reason}")
+    sizes = [native.num_matrix_bytes / 1e6 for native in natives]
+    print(f"- weights that a step reads: {sizes[0]:.1f} MB, int8 {sizes[1]:.1f} MB\n")
+    rows = [row_of(models, natives, shape, options.rounds) for shape in SHAPES]
+    print(Table(COLUMNS, rows).markdown())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

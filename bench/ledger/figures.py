@@ -60,6 +60,10 @@ class Saturation:
     """As many requests as get through, and what they cost."""
 
     num_admitted: int
+    num_refused: int
+    """Whose deadline could not be met when they came."""
+    num_dropped: int
+    """Whose deadline passed while they waited."""
     wall_s: float
     redis_cpu_s: float
     script_us: float
@@ -75,6 +79,11 @@ class Saturation:
     def admitted_per_core_s(self) -> float:
         """Requests per second of Redis' processor time."""
         return self.num_admitted / self.redis_cpu_s
+
+    @property
+    def redis_us(self) -> float:
+        """Microseconds of Redis' processor time for an admitted request, everything else that it did included."""
+        return 1e6 * self.redis_cpu_s / max(1, self.num_admitted)
 
     @property
     def admitted_per_wall_s(self) -> float:
@@ -113,14 +122,14 @@ class Saturation:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of an admission at a moderate rate, by what they are of. The load's own lateness is not in them."""
+    """Milliseconds at a moderate rate, p50 and p99. The load's own lateness is not in them."""
 
     rate_per_s: float
     busy: float
-    admission_ms: tuple[float, float]
-    """Submit and seat together; p50 and p99."""
     submit_ms: tuple[float, float]
+    """The round trip of a submit."""
     seat_ms: tuple[float, float]
+    """From an end until the owner of a request that the same call placed on that executor knows of it."""
     late_ms: tuple[float, float]
     """By how much the load sent later than it meant to."""
 
@@ -161,10 +170,12 @@ class Point:
     @property
     def line(self) -> str:
         """The result in one line."""
-        p50_ms, p99_ms = self.latency.admission_ms
+        submit_ms, seat_ms = self.latency.submit_ms, self.latency.seat_ms
         return (
-            f"admission: queued={self.scale.queued} executors={self.scale.executors} "
-            f"admitted_per_s={self.saturation.admitted_per_wall_s:.0f} p50_ms={p50_ms:.3f} p99_ms={p99_ms:.3f}"
+            f"admission: queued={self.scale.queued} executors={self.scale.executors} routers={self.scale.routers} "
+            f"admitted_per_s={self.saturation.admitted_per_wall_s:.0f} redis_us={self.saturation.redis_us:.1f} "
+            f"submit_p50_ms={submit_ms[0]:.3f} submit_p99_ms={submit_ms[1]:.3f} "
+            f"seat_p50_ms={seat_ms[0]:.3f} seat_p99_ms={seat_ms[1]:.3f}"
         )
 
 

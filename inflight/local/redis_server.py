@@ -76,9 +76,12 @@ class PrivateRedis:
         self._output = _Output(process, log)
 
     @classmethod
-    def start(cls, log: Path, *, port: int | None = None, unix_socket: Path | None = None) -> PrivateRedis:
-        """Starts a server and waits until it is ready: on `unix_socket`, on `port`, or on a free port."""
-        binary = find_redis_binary()
+    def start(
+        cls, log: Path, *, port: int | None = None, unix_socket: Path | None = None, binary: Path | None = None
+    ) -> PrivateRedis:
+        """Starts a server and waits until it is ready: on `unix_socket`, on `port`, or on a free port. `binary` is the
+        server; None: the one that is found."""
+        binary = binary or find_redis_binary()
         if unix_socket is not None:
             return cls._start(binary, log, _on_unix_socket(unix_socket))
         if port is not None:

@@ -164,7 +164,10 @@ class Point:
 
     @property
     def boarding_us(self) -> float:
-        """Microseconds to seat one waiting request: what a settle costs more, for each end, where requests wait."""
+        """Microseconds to seat one waiting request: what a settle costs more, for each end, where requests wait. 0 if
+        no executor of a small pool could seat that many at once."""
+        if UNFILLED not in self.costs:
+            return 0.0
         return (self.costs[refilled(SETTLED[-1])].us - self.costs[UNFILLED].us) / SETTLED[-1]
 
     @property

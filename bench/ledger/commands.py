@@ -82,6 +82,20 @@ class Recorder:
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """A router's call of `report`: how it begins, and one report by the number of ids that it names."""
+
+    beginning: Template
+    one: Sequence[Template]
+
+    def fill(self, filled: Sequence[tuple[int, Mapping[bytes, bytes]]]) -> bytes:
+        """Returns the call with reports, each by the number of its ids and its values."""
+        num_words = self.beginning.num_words + sum(self.one[num_held].num_words for num_held, _ in filled)
+        reports = (self.one[num_held].fill(values) for num_held, values in filled)
+        return b"*%d\r\n%b%b" % (num_words, self.beginning.fill({}), b"".join(reports))
+
+
+@dataclass(frozen=True, slots=True)
 class Commands:
     """Templates by router. `settles` and `reports` are by the number of ids that they name, too."""
 
@@ -90,7 +104,7 @@ class Commands:
     ageing_submits: Sequence[Sequence[tuple[Template, Template]]]
     """Of requests that move up all classes in a moment."""
     settles: Mapping[int, Sequence[Sequence[Template]]]
-    reports: Sequence[Sequence[Template]]
+    reports: Sequence[Reports]
     cancels: Sequence[Template]
     explains: Sequence[Template]
     renews: Sequence[bytes]
@@ -195,14 +209,14 @@ async def _settles(recorder: Recorder, store: AdmissionStore, count: int) -> lis
     return templates
 
 
-async def _reports(recorder: Recorder, store: AdmissionStore, scale: PoolScale) -> list[Template]:
-    """Templates by the number of sequences that the executor holds."""
+async def _reports(recorder: Recorder, store: AdmissionStore, scale: PoolScale) -> Reports:
     markers = (*ID_MARKERS, EXECUTOR_MARKER, SEQ_MARKER)
     templates = []
     for num_held in range(min(len(ID_MARKERS), scale.seats + MAX_EXTRA_HELD) + 1):
-        report = _report(scale, num_held)
-        templates.append(Template(await recorder.record(partial(store.report, report)), markers))
-    return templates
+        words = await recorder.record(partial(store.report_all, [_report(scale, num_held)]))
+        first_report = 3 + int(words[2]) + 1  # behind the keys and the caller
+        templates.append(Template(words[first_report:], markers, is_whole=False))
+    return Reports(Template(words[:first_report], markers, is_whole=False), templates)
 
 
 def _report(scale: PoolScale, num_held: int) -> ExecutorReport:

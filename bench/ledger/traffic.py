@@ -15,8 +15,9 @@ from functools import partial
 
 from bench.ledger.calls import Call, CallKind
 from bench.ledger.commands import EXECUTOR_MARKER, FIRST_SEQ, ID_MARKERS, PREFIX_MARKERS, SEQ_MARKER, Commands
-from bench.ledger.scale import PoolScale, executor_id, request_id
+from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.upkeep import REAP_S, RENEW_S, Periodic, Relay, Repeated, Upkeep
+from router.dispatch.report_pacer import MAX_PER_CALL, ReportPacer
 
 # A placement as an event, in a reply or from a mailbox, and as the outcome of a submit.
 PLACED_EVENT = re.compile(
@@ -29,13 +30,20 @@ QUEUED_OUTCOME = b"\r\n$6\r\nQUEUED\r\n"
 REFUSED_OUTCOME, DROPPED_OUTCOME = b"\r\n$7\r\nREFUSED\r\n", b"\r\n$7\r\nDROPPED\r\n"
 AGAIN_OUTCOME = b"*1\r\n$5\r\nAGAIN\r\n"
 REPLY_TIME = re.compile(rb":(\d+)\r\n\Z")
-# An executor whose state changes reports up to 20 times a second, any other once a second.
-REPORTS_PER_S = 20
 SETTLED_OUTCOME = re.compile(rb"\$7\r\nSETTLED\r\n:(\d+)\r\n")
 
 
 class TrafficError(Exception):
     """The pool did not behave as in a steady state. The text contains its reply."""
+
+
+def shares(executors: Sequence[bytes], num_routers: int) -> list[list[bytes]]:
+    """Returns the executors whose reports each router relays."""
+    names = frozenset(router_id(number) for number in range(num_routers))
+    pacers = [ReportPacer(router_id(number)) for number in range(num_routers)]
+    for pacer in pacers:
+        pacer.follow(names - {pacer.router_id}, 0.0)
+    return [[one for one in executors if pacer.rank(one.decode()) == 0] for pacer in pacers]
 
 
 class Traffic:
@@ -56,7 +64,6 @@ class Traffic:
         # placements there came before the reply to that call.
         self._ended_s: dict[tuple[bytes, bytes], float] = {}
         self._told_s: dict[tuple[bytes, bytes], list[float]] = {}
-        self._newest_seq: dict[bytes, int] = {}
         self._upkeep = Upkeep()
         self.num_waiting = 0
         self.num_refused = 0
@@ -133,25 +140,22 @@ class Traffic:
         template = self._random.choice(self._commands.explains)
         return Call(CallKind.EXPLAIN, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
 
-    def report(self, executor: bytes, router: int | None = None, now_s: float | None = None) -> Call:
-        """Reports the current state of an executor, by any router if none is named. `now_s` makes it a relayed report:
-        two routers that relay within a twentieth of a second relay the same one."""
-        held = self._held[executor]
-        self._num_reported += 1
-        if now_s is None:
-            seq = self._newest_seq.get(executor, FIRST_SEQ) + 1
-        else:
-            seq = max(self._newest_seq.get(executor, FIRST_SEQ), FIRST_SEQ + int(now_s * REPORTS_PER_S))
-        self._newest_seq[executor] = seq
-        blanks = dict(zip(ID_MARKERS, held, strict=False))
-        blanks[EXECUTOR_MARKER] = executor
-        blanks[SEQ_MARKER] = b"%d" % seq
+    def report(self, executors: Sequence[bytes], router: int | None = None) -> Call:
+        """Reports the current state of executors in one call, by any router if none is named."""
+        filled = []
+        for executor in executors:
+            held = self._held[executor]
+            self._num_reported += 1
+            blanks = dict(zip(ID_MARKERS, held, strict=False))
+            blanks[EXECUTOR_MARKER] = executor
+            blanks[SEQ_MARKER] = b"%d" % (FIRST_SEQ + self._num_reported)
+            filled.append((len(held), blanks))
         routers = self._commands.reports
-        templates = self._random.choice(routers) if router is None else routers[router]
-        return Call(CallKind.UPKEEP, templates[len(held)].fill(blanks))
+        chosen = self._random.choice(routers) if router is None else routers[router]
+        return Call(CallKind.UPKEEP, chosen.fill(filled))
 
     def all_reports(self) -> Iterator[Call]:
-        return (self.report(executor) for executor in self._held)
+        return (self.report([executor]) for executor in self._held)
 
     def all_renewals(self) -> Iterator[Call]:
         """Yields the renewal of every router's lease."""
@@ -160,19 +164,17 @@ class Traffic:
     # Upkeep ----------------------------------------------------------------------------------------------------
 
     def start_upkeep(self, now_s: float) -> None:
-        """Starts every router's reports, renewals and reaping, evenly spread. All routers relay all reports."""
+        """Starts every router's reports, renewals and reaping, evenly spread. Each router relays the reports of its
+        share of the executors."""
         every: list[tuple[float, Repeated]] = []
         for interval_s, commands in ((RENEW_S, self._commands.renews), (REAP_S, self._commands.reaps)):
             for encoded in commands:
                 periodic = Periodic(Call(CallKind.UPKEEP, encoded), interval_s)
                 every.append((now_s + interval_s * self._random.random(), periodic))
-        for router in range(len(self._commands.reports)):
-
-            def relayed(executors: Sequence[bytes], at_s: float, router: int = router) -> Call:
-                return self.report(executors[0], router, at_s)
-
-            relay = Relay(list(self._held), relayed, self._random, now_s)
-            every.append((relay.next_due_s(now_s), relay))
+        for router, share in enumerate(shares(list(self._held), len(self._commands.reports))):
+            if share:
+                relay = Relay(share, partial(self.report, router=router), self._random, now_s, MAX_PER_CALL)
+                every.append((relay.next_due_s(now_s), relay))
         self._upkeep.start(every)
 
     @property

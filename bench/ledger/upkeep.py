@@ -50,10 +50,10 @@ class Relay:
     def __init__(
         self,
         executors: Sequence[bytes],
-        make: Callable[[Sequence[bytes], float], Call],
+        make: Callable[[Sequence[bytes]], Call],
         random_numbers: random.Random,
         began_s: float,
-        max_per_call: int = 1,
+        max_per_call: int,
     ) -> None:
         self._make = make
         self._max_per_call = max_per_call
@@ -64,7 +64,7 @@ class Relay:
         relayed: list[bytes] = []
         while not relayed or (len(relayed) < self._max_per_call and self._due[0][0] <= now_s):
             relayed.append(heapq.heapreplace(self._due, (now_s + INTERVAL_S, self._due[0][1]))[1])
-        return self._make(relayed, now_s)
+        return self._make(relayed)
 
     def next_due_s(self, now_s: float) -> float:
         return max(now_s, self._due[0][0])

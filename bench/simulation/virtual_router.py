@@ -46,6 +46,7 @@ from router.lifecycle.lifecycle import (
     ClearSuspicion,
     Effect,
     Effects,
+    ExpectReport,
     Forget,
     HandBack,
     Lifecycle,
@@ -72,7 +73,7 @@ from router.store.types import (
 )
 
 # As `StoreSettings`, without their jitter: routers begin at different times.
-RENEW_US, REAP_US = 1_500 * US_PER_MS, 1_000 * US_PER_MS
+RENEW_US, REAP_US = 1_500 * US_PER_MS, 400 * US_PER_MS
 # As `router.dispatch.waiting_audit`'s and `retry_queue`'s.
 LOOK_US = 1_500 * US_PER_MS
 CONFIRM_US = 500 * US_PER_MS
@@ -197,6 +198,7 @@ class VirtualRouter:
         """Returns the requests of a broken stream to the queue, with their output so far."""
         if self.links.get(session.executor.executor_id) is session:
             del self.links[session.executor.executor_id]
+            self.writer.forget(session.executor.executor_id)
         for (_, attempt), client in self.offered.pop(session, {}).items():
             self._tell(client.stream.life, Unlinked(attempt))
         if not self.links:
@@ -209,6 +211,10 @@ class VirtualRouter:
     def on_report(self, session: Session, report: ExecutorReport) -> None:
         """Passes on an executor's report."""
         self.writer.report(report)
+
+    def wants_report(self, executor_id: str) -> bool:
+        """Whether this router relays the executor's reports, or would if others do not."""
+        return self.writer.has_use_of_report(executor_id)
 
     def on_frame(self, session: Session, frame: Frame) -> None:
         """What a turn of an executor's loop brought. See `ExecutorLink.receive`."""
@@ -295,6 +301,8 @@ class VirtualRouter:
                 self._send(life, placement)
             case HandBack(life, placement, why):
                 self._hand_back(life, placement, why)
+            case ExpectReport(executor_id):
+                self.writer.expect_report(executor_id)
             case Settle(life, attempt):
                 self.writer.settle(client_of(life).stream.ending(attempt))
             case SettleUnused(ending):

@@ -39,6 +39,7 @@ from router.store.types import (
     PreemptAsked,
     Queued,
     Refused,
+    ReportOutcome,
     Snapshot,
     StoreEvent,
     TakenOver,
@@ -95,7 +96,7 @@ def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
 
 
 def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argument]:
-    """Returns the arguments of report.lua.
+    """Returns the arguments of report.lua for one report.
 
     With preemption by class the ledger counts seats only: a standby place would not help a request of a higher class.
     """
@@ -114,10 +115,26 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
         report.step_ms,
         report.prefill_tokens_per_s,
         int(report.ends_at_reservation),
+        report.age_ms,
+        len(report.held),
     ]
     for one in report.held:
         args += (one.request_id, one.attempt, one.blocks)
     return args
+
+
+def parse_reports(reply: Reply) -> list[ReportOutcome]:
+    """Returns the outcomes of report.lua, in the order of the reports."""
+    return [
+        ReportOutcome(status == "TAKEN", tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)))
+        for status, flat in reply.values[0]
+    ]
+
+
+def parse_unheard(reply: Reply) -> list[tuple[str, float]]:
+    """Returns the silent executors of reap.lua, and for how many seconds each is silent."""
+    flat = reply.values[0] if reply.values else ()
+    return [(executor_id, ms / 1000) for executor_id, ms in zip(flat[::2], flat[1::2], strict=True)]
 
 
 def hand_back_args(

@@ -30,8 +30,10 @@ from router.store.codec import (
     parse_hand_back,
     parse_rates,
     parse_reply,
+    parse_reports,
     parse_snapshot,
     parse_submit,
+    parse_unheard,
     rates_args,
     report_args,
     settle_args,
@@ -58,6 +60,7 @@ from router.store.types import (
     LeaseLapsed,
     LedgerState,
     Placement,
+    PoolListener,
     Queued,
     Refused,
     ReportOutcome,
@@ -118,7 +121,7 @@ class AdmissionStore:
         self._turns = turns or Turns(settings)
         self._outage = Outage(pool, logger)
         self._keys = PoolKeys(pool)
-        self._router_id = router_id
+        self.router_id = router_id
         self._settings = settings
         self._on_event = on_event
         self._on_call = on_call
@@ -126,6 +129,7 @@ class AdmissionStore:
         self._clock = StoreClock()
         self._scripts = scripts or load_scripts()
         self._peers: frozenset[str] = frozenset()
+        self._listener: PoolListener | None = None
         self._is_registered = False
         self._missed_reply = False
         self._operations: set[asyncio.Task[Any]] = set()
@@ -133,7 +137,7 @@ class AdmissionStore:
     async def run(self) -> None:
         """Reads the mailbox, renews the lease and reaps, until cancelled. Continues after Redis was unavailable."""
         reader = connect_reader(self._redis, self._settings)
-        mailbox = Mailbox(reader, self._keys.mailbox(self._router_id), self._settings)
+        mailbox = Mailbox(reader, self._keys.mailbox(self.router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(mailbox.run(self._tenures.tell, self._outage.failed))
@@ -257,17 +261,26 @@ class AdmissionStore:
 
     async def report(self, report: ExecutorReport) -> ReportOutcome:
         """Relays an executor's report. Every router may do so, any number of times."""
-        reply, _ = await self._detached(self._operate("report", *report_args(report, self._settings)))
-        if reply.status == "OLD":
-            return ReportOutcome(taken=False)
-        flat = reply.values[0]
-        superseded = tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True))
-        return ReportOutcome(taken=True, superseded=superseded)
+        (outcome,) = await self.report_all([report])
+        return outcome
+
+    async def report_all(self, reports: Sequence[ExecutorReport]) -> list[ReportOutcome]:
+        """Relays reports of several executors in one call. Returns their outcomes in the same order."""
+        args = [arg for report in reports for arg in report_args(report, self._settings)]
+        reply, _ = await self._detached(self._operate("report", *args))
+        return parse_reports(reply)
+
+    def listen(self, listener: PoolListener) -> None:
+        """Passes what the periodic calls tell of the pool to the listener."""
+        self._listener = listener
 
     async def renew(self) -> None:
         """Renews this router's lease and learns the other living routers."""
         reply, _ = await self._detached(self._operate("renew"))
-        self._peers = frozenset(reply.values[0]) - {self._router_id}
+        peers = frozenset(reply.values[0]) - {self.router_id}
+        has_changed, self._peers = peers != self._peers, peers
+        if has_changed and self._listener is not None:
+            self._listener.on_routers(peers)
 
     async def reap(self) -> None:
         """Removes executors and routers whose lease has lapsed, a bounded number; the next call continues."""
@@ -320,6 +333,9 @@ class AdmissionStore:
             reply = await self._call(operation, "reap", ())
             if reply.status != "AGAIN":
                 break
+        if self._listener is not None:
+            for executor_id, silent_s in parse_unheard(reply):
+                self._listener.on_unheard(executor_id, silent_s)
         await self._board(operation, reply)
 
     async def _operate(self, name: str, *args: Argument, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
@@ -363,7 +379,7 @@ class AdmissionStore:
 
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
-        call = self._scripts[name].run(self._redis, keys, [self._router_id, *args])
+        call = self._scripts[name].run(self._redis, keys, [self.router_id, *args])
         began, succeeded = time.monotonic(), False
         try:
             reply = parse_reply(await answered(call, self._settings))

@@ -21,7 +21,7 @@ from bench.ledger.main import cells
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.server import Server
 from bench.ledger.slowest import Slowest
-from bench.ledger.traffic import Traffic, TrafficError
+from bench.ledger.traffic import Traffic, TrafficError, shares
 from bench.ledger.upkeep import Relay, Upkeep
 from bench.ledger.wire import Connection, Template, bulk_text
 from bench.redis.wire import Framing, WireError, command
@@ -159,17 +159,22 @@ def test_seat_latency_is_that_of_the_call_that_freed_the_seat() -> None:
     assert traffic.seat_s == [0.5, 1.0]
 
 
+def test_every_executor_is_relayed_by_one_router() -> None:
+    executors = [executor_id(number) for number in range(50)]
+    assert sorted(one for share in shares(executors, 4) for one in share) == executors
+
+
 def test_router_relays_each_report_twice_a_second_and_one_call_at_a_time() -> None:
     made: list[tuple[list[bytes], float]] = []
+    now_s = 0.0
 
-    def make(executors: Sequence[bytes], now_s: float) -> Call:
+    def make(executors: Sequence[bytes]) -> Call:
         made.append((list(executors), now_s))
         return Call(CallKind.UPKEEP, b"")
 
     relay = Relay([b"x", b"y", b"z"], make, random.Random(1), began_s=0.0, max_per_call=2)
     upkeep = Upkeep()
     upkeep.start([(relay.next_due_s(0.0), relay)])
-    now_s = 0.0
     while upkeep.due_s < 10.0:
         now_s = max(now_s, upkeep.due_s)
         call = upkeep.next_call(now_s)

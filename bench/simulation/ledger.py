@@ -18,6 +18,7 @@ from router.store.codec import (
     parse_cancel,
     parse_event,
     parse_hand_back,
+    parse_outcomes,
     parse_reports,
     parse_submit,
     parse_unheard,
@@ -110,7 +111,7 @@ class Ledger:
         def answer(reply: Reply, own: OwnEvent | None) -> None:
             on_result(own or parse_submit(demand.request_id, reply))
 
-        args = submit_args(demand, self._settings)
+        args = ["", *submit_args(demand, self._settings)]
         self._operate("submit", args, answer, on_failure, own_id=demand.request_id)
 
     def settle(self, endings: Sequence[Ending], on_result: Callable[[int], None], on_failure: OnFailure) -> None:
@@ -119,7 +120,7 @@ class Ledger:
     def cancel(
         self, request_id: str, is_own: bool, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure
     ) -> None:
-        args: list[Argument] = [request_id, int(is_own)]
+        args: list[Argument] = ["", request_id, int(is_own)]
         self._operate("cancel", args, lambda reply, _: on_result(parse_cancel(request_id, reply)), on_failure)
 
     def hand_back(
@@ -154,9 +155,15 @@ class Ledger:
         """As `AdmissionStore.listen`."""
         self._listener = listener
 
-    def find_forgotten(self, waiting: Sequence[Attempt], on_result: Callable[[frozenset[str]], None]) -> None:
-        """Calls `AdmissionStore.find_forgotten`. If it fails there is no answer."""
-        self._operate("verify", verify_args(waiting), lambda reply, _: on_result(frozenset(reply.values[0])), _ignore)
+    def find_forgotten(
+        self,
+        waiting: Sequence[Attempt],
+        on_result: Callable[[frozenset[str]], None],
+        on_failure: OnFailure | None = None,
+    ) -> None:
+        """Calls `AdmissionStore.find_forgotten`."""
+        args = verify_args(waiting)
+        self._operate("verify", args, lambda reply, _: on_result(frozenset(reply.values[0])), on_failure or _ignore)
 
     def renew(self) -> None:
         self._operate("renew", [], self._renewed, _ignore)
@@ -204,6 +211,8 @@ class Ledger:
     def _answered(self, operation: _Operation, raw: Any) -> None:
         """Handles the script's own reply: repeats it if the script says so, then boards until no request is left to."""
         reply = self._received(operation, operation.name, raw)
+        if operation.name in ("submit", "cancel", "hand_back"):
+            (reply,) = parse_outcomes(reply)
         if reply.status == "AGAIN":
             operation.num_rounds += 1
             assert operation.num_rounds < MAX_ROUNDS, f"{operation.name} found no end"

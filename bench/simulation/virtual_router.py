@@ -63,10 +63,12 @@ from router.request.errors import no_executor
 from router.store.codec import hand_back_args
 from router.store.settings import StoreSettings
 from router.store.types import (
+    ANY_ATTEMPT,
     Attempt,
     CancelOutcome,
     ExecutorReport,
     HandBackRefusal,
+    LeaseLapsed,
     Placement,
     Queued,
     StoreEvent,
@@ -256,7 +258,28 @@ class VirtualRouter:
     # What the ledger tells, and what it is asked for without a request.
 
     def _on_store_event(self, event: StoreEvent) -> None:
-        self._execute(self.requests.on_store_event(event))
+        if not isinstance(event, LeaseLapsed):
+            self._execute(self.requests.on_store_event(event))
+            return
+        self._execute(self.requests.lapsed_beside_queue())
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        """As `router.dispatch.waiting_audit` after a lapse."""
+        lives = self.requests.waiting()
+        for start in range(0, len(lives), MAX_PER_CALL):
+            self._look_after_lapse(lives[start : start + MAX_PER_CALL])
+
+    def _look_after_lapse(self, waiting: Sequence[Lifecycle]) -> None:
+        def answered(ids: frozenset[str]) -> None:
+            for life in waiting:
+                if life.request_id in ids and self._waits(life):
+                    self._tell(life, Forgotten())
+
+        def failed() -> None:
+            self._timeline.after(RETRY_US, self.process.run, self._look_at_all)
+
+        self.ledger.find_forgotten([Attempt(life.request_id, ANY_ATTEMPT) for life in waiting], answered, failed)
 
     def _cancel_superseded(self, executor_id: str, request_id: str, attempt: int) -> None:
         self._cancel_sequence(CancelSequence(executor_id, request_id, attempt))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -53,7 +53,7 @@ _RATES = struct.Struct("<5d")
 
 
 def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
-    """Returns the arguments of submit.lua."""
+    """Returns the arguments of submit.lua for one request."""
     pool = (
         settings.max_queue_requests,
         _limit(settings.max_queue_tokens),
@@ -149,7 +149,7 @@ def hand_back_args(
     stood_still: bool = False,
     placement_blocks: int | None = None,
 ) -> list[Argument]:
-    """Returns the arguments of hand_back.lua."""
+    """Returns the arguments of hand_back.lua for one placement."""
     why = "preempted" if preempted else "rejected" if rejected else "stood_still" if stood_still else "lost"
     blocks: Argument = "" if placement_blocks is None else placement_blocks
     return [request_id, attempt, max_attempts, why, output_tokens, int(progressed), blocks]
@@ -226,6 +226,11 @@ def parse_reply(raw: Sequence[Any]) -> Reply:
     pairs = (dict(zip(fields[::2], fields[1::2], strict=True)) for fields in events)
     parsed = tuple(parse_event(fields) for fields in pairs)
     return Reply(outcome[0], tuple(outcome[1:]), parsed, tuple(missing), bool(more), bool(registered), now_ms)
+
+
+def parse_outcomes(reply: Reply) -> list[Reply]:
+    """Returns the reply of a script that handles several requests as one reply for each, with its outcome."""
+    return [replace(reply, status=outcome[0], values=tuple(outcome[1:])) for outcome in reply.values[0]]
 
 
 def parse_event(fields: Mapping[str, Any]) -> StoreEvent:

@@ -412,12 +412,19 @@ class TakenOver:
     at_ms: int = field(default=0, compare=False)
 
 
+ANY_ATTEMPT = 1 << 52
+"""More than any number of an attempt."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseLapsed:
-    """The pool may have lost this router's waiting requests: submit them again. Those that still wait are unaffected.
+    """The pool may have lost this router's waiting requests: ask it which, and submit those again.
 
-    Also sent after a lost reply, which may have held this event or a placement; the submit returns that placement.
+    Also sent after a lost reply, which may have held this event or a placement: then it is not certain, and a submit
+    returns that placement.
     """
+
+    is_certain: bool = field(default=True, compare=False)
 
 
 class PoolListener(Protocol):

@@ -6,6 +6,7 @@ sends, whatever arguments the scripts take, without a router's cost for each cal
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from bench.ledger.figures import SETTLED
+from bench.ledger.figures import BATCHED, SETTLED
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.wire import Template
 from common.errors import RequestError
@@ -103,6 +104,8 @@ class Commands:
     """Each also with the mailboxes of all routers, for a repeated call."""
     ageing_submits: Sequence[Sequence[tuple[Template, Template]]]
     """Of requests that move up all classes in a moment."""
+    batches: Mapping[int, Sequence[Template]]
+    """By the number of submits in a call, with the mailboxes of all routers."""
     settles: Mapping[int, Sequence[Sequence[Template]]]
     reports: Sequence[Reports]
     cancels: Sequence[Template]
@@ -134,6 +137,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
         return Commands(
             [[await _submit(recorder, store, demand, mailboxes) for demand in demands] for store in stores],
             [[await _submit(recorder, store, demand, mailboxes) for demand in demands] for store in ageing_stores],
+            {count: [await _batch(recorder, one, demands[:count], mailboxes) for one in stores] for count in BATCHED},
             {count: [await _settles(recorder, store, count) for store in stores] for count in SETTLED},
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],
@@ -196,9 +200,25 @@ async def _submit(
 ) -> tuple[Template, Template]:
     markers = (ID_MARKERS[0], *PREFIX_MARKERS)
     words = await recorder.record(partial(store.submit, demand))
+    return Template(words, markers), Template(_with_mailboxes(words, mailboxes), markers)
+
+
+async def _batch(
+    recorder: Recorder, store: AdmissionStore, demands: Sequence[Demand], mailboxes: Sequence[str]
+) -> Template:
+    markers = ID_MARKERS[: len(demands)]
+
+    async def submit_all() -> None:
+        one_each = (replace(one, request_id=marker.decode()) for one, marker in zip(demands, markers, strict=True))
+        await asyncio.gather(*(store.submit(one) for one in one_each), return_exceptions=True)
+
+    words = await recorder.record(submit_all)
+    return Template(_with_mailboxes(words, mailboxes), (*markers, *PREFIX_MARKERS))
+
+
+def _with_mailboxes(words: tuple[Any, ...], mailboxes: Sequence[str]) -> tuple[Any, ...]:
     first_argument = 3 + int(words[2])
-    again = (*words[:2], int(words[2]) + len(mailboxes), *words[3:first_argument], *mailboxes, *words[first_argument:])
-    return Template(words, markers), Template(again, markers)
+    return (*words[:2], int(words[2]) + len(mailboxes), *words[3:first_argument], *mailboxes, *words[first_argument:])
 
 
 async def _settles(recorder: Recorder, store: AdmissionStore, count: int) -> list[Template]:

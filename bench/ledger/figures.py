@@ -13,12 +13,19 @@ SETTLED = (1, 4, 16)
 """Ends in one settle: a router settles those of a step frame together."""
 PLACED = "submit, seated at once"
 QUEUED = "submit, queued"
+BATCHED = (4, 16)
+"""Submits in one call: as many as come while the calls before them are under way."""
 AGEING = "settle of 1, moving up"
 """As `refilled(1)`, after as many requests of all classes came that move up all of them: about one move for each."""
 UNFILLED = f"settle of {SETTLED[-1]}, empty queue"
 REPORT = "report with audit"
 CANCEL = "cancel, queued"
 EXPLAIN = "explain"
+
+
+def batched(num_submits: int) -> str:
+    """Returns the name of submitting so many in one call."""
+    return f"submits of {num_submits}, queued"
 
 
 def refilled(num_ends: int) -> str:

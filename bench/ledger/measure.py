@@ -14,6 +14,7 @@ from bench.ledger.calls import Call
 from bench.ledger.commands import record_commands, take_snapshot
 from bench.ledger.figures import (
     AGEING,
+    BATCHED,
     CANCEL,
     EXPLAIN,
     PLACED,
@@ -26,6 +27,7 @@ from bench.ledger.figures import (
     Saturation,
     ScriptCost,
     Worst,
+    batched,
     percentiles_ms,
     refilled,
 )
@@ -177,6 +179,11 @@ class _Measurement:
             for num_ends in SETTLED:
                 self._cost(costs, QUEUED, self._submits(self._missing(count)))
                 self._cost(costs, refilled(num_ends), self._settles(count, num_ends))
+                self._read_news()
+            for num_submits in BATCHED:
+                batches = [self.traffic.submit_batch(num_submits) for _ in range(count // num_submits)]
+                self._cost(costs, batched(num_submits), batches)
+                self.loop.pipeline(self._settles(count, ENDS_PER_FRAME))
                 self._read_news()
             self._come_and_go(costs)
             self.loop.pipeline([self.traffic.submit(ages_at_once=True) for _ in range(self._missing(count))])

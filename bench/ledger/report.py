@@ -9,7 +9,19 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.ledger.figures import AGEING, CANCEL, EXPLAIN, PLACED, QUEUED, REPORT, SETTLED, Point, refilled
+from bench.ledger.figures import (
+    AGEING,
+    BATCHED,
+    CANCEL,
+    EXPLAIN,
+    PLACED,
+    QUEUED,
+    REPORT,
+    SETTLED,
+    Point,
+    batched,
+    refilled,
+)
 from bench.report.charts import Line, curves, figure
 from bench.report.page import Page, Part
 from bench.report.scale import even_scale, log_scale
@@ -41,6 +53,7 @@ def script_figures(point: Point) -> dict[str, float | None]:
     named = {
         "submit, placed": PLACED,
         "submit, queued": QUEUED,
+        **{f"submits of {num}": batched(num) for num in BATCHED},
         **{f"settle of {num}": refilled(num) for num in SETTLED},
         "report": REPORT,
         "cancel": CANCEL,

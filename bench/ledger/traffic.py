@@ -25,9 +25,8 @@ PLACED_EVENT = re.compile(
     rb"(?s:.*?)at_ms\r\n\$\d+\r\n(\d+)\r\n"
 )
 DROPPED_EVENT = re.compile(rb"\n(?:expired|never_fits)\r\n\$10\r\nrequest_id\r\n\$32\r\n(\w+)\r\n")
-PLACED_OUTCOME = re.compile(rb"\$6\r\nPLACED\r\n:\d+\r\n\$\d+\r\n([^\r]+)\r\n")
-QUEUED_OUTCOME = b"\r\n$6\r\nQUEUED\r\n"
-REFUSED_OUTCOME, DROPPED_OUTCOME = b"\r\n$7\r\nREFUSED\r\n", b"\r\n$7\r\nDROPPED\r\n"
+# What became of each request of a submit, and where it was placed.
+SUBMIT_OUTCOME = re.compile(rb"\*\d\r\n\$\d\r\n(PLACED|QUEUED|REFUSED|DROPPED)\r\n(?::\d+\r\n\$\d+\r\n([^\r]+)\r\n)?")
 AGAIN_OUTCOME = b"*1\r\n$5\r\nAGAIN\r\n"
 REPLY_TIME = re.compile(rb":(\d+)\r\n\Z")
 SETTLED_OUTCOME = re.compile(rb"\$7\r\nSETTLED\r\n:(\d+)\r\n")
@@ -117,6 +116,16 @@ class Traffic:
         blanks[ID_MARKERS[0]] = new_id
         template, again = self._random.choice(self._random.choice(templates))
         return Call(CallKind.SUBMIT, template.fill(blanks), (new_id,), due_s, again=partial(again.fill, blanks))
+
+    def submit_batch(self, count: int) -> Call:
+        """Returns one call with so many new requests; `count` as in `Commands.batches`."""
+        ids = tuple(request_id(self._num_made + number) for number in range(1, count + 1))
+        self._num_made += count
+        self._num_submitting += count
+        blanks = {marker: b"%016x" % self._random.getrandbits(64) for marker in PREFIX_MARKERS}
+        blanks.update(zip(ID_MARKERS, ids, strict=False))
+        template = self._random.choice(self._commands.batches[count])
+        return Call(CallKind.SUBMIT, template.fill(blanks), ids)
 
     def settle(self, count: int, due_s: float = 0.0) -> Call:
         """Returns the end of those seated longest on one executor, as in its step frame; `count` as in
@@ -234,18 +243,21 @@ class Traffic:
             self.repeats.append(replace(call, encoded=call.again(), again=None))
             return
         self.submit_s.append(now_s - call.due_s)
-        self._num_submitting -= 1
-        outcome = PLACED_OUTCOME.search(reply)
-        if outcome:
-            if call.ids[0] not in self._seated_on:
-                self._seat(call.ids[0], outcome[1])
-                self.num_placed += 1
-        elif QUEUED_OUTCOME in reply or DROPPED_OUTCOME in reply:
-            self.num_waiting += 1
-        elif REFUSED_OUTCOME in reply and self._scale.is_mixed:
-            self.num_refused += 1
-        else:
+        self._num_submitting -= len(call.ids)
+        outcomes = SUBMIT_OUTCOME.findall(reply)
+        if len(outcomes) != len(call.ids):
             raise _unexpected("submit", reply)
+        for submitted, (status, executor) in zip(call.ids, outcomes, strict=True):
+            if status == b"PLACED":
+                if submitted not in self._seated_on:
+                    self._seat(submitted, executor)
+                    self.num_placed += 1
+            elif status == b"REFUSED":
+                if not self._scale.is_mixed:
+                    raise _unexpected("submit", reply)
+                self.num_refused += 1
+            else:  # an event says so if it was dropped
+                self.num_waiting += 1
 
     def _settled(self, call: Call, reply: bytes) -> None:
         outcome = SETTLED_OUTCOME.search(reply)

@@ -129,7 +129,7 @@ def test_small_matrix_keeps_its_queue_and_writes_its_report(
 
 def test_settle_names_ends_of_one_executor_that_has_so_many() -> None:
     template = Template(["SETTLE", *ID_MARKERS[:2]], ID_MARKERS)
-    commands = Commands([], [], {2: [[template]]}, [], [], [], [], [], [])
+    commands = Commands([], [], {}, {2: [[template]]}, [], [], [], [], [], [])
     traffic = Traffic(PoolScale(queued=10, executors=2, seats=2), commands, seed=1)
     for number in (1, 2, 3):
         traffic.take_events(placed(request_id(number), executor_id(number % 2)), now_s=0.0)
@@ -146,7 +146,7 @@ def placed(placed_id: bytes, executor: bytes) -> bytes:
 
 def test_seat_latency_is_that_of_the_call_that_freed_the_seat() -> None:
     template = Template(["SETTLE", ID_MARKERS[0]], ID_MARKERS)
-    commands = Commands([], [], {1: [[template]]}, [], [], [], [], [], [])
+    commands = Commands([], [], {}, {1: [[template]]}, [], [], [], [], [], [])
     traffic = Traffic(PoolScale(queued=10, executors=1, seats=2), commands, seed=1)
     for number in (1, 2):
         traffic.take_events(placed(request_id(number), executor_id(0)), now_s=0.0)

@@ -39,9 +39,12 @@ class ScriptCost:
 
     script: Usage = NOTHING
     inner: dict[str, Usage] = field(default_factory=dict)
+    cpu_s: float = 0.0
+    """Redis' processor time, requests and replies included. Where other work takes the core, only this counts."""
 
-    def add(self, used: Usages) -> None:
+    def add(self, used: Usages, cpu_s: float = 0.0) -> None:
         """Adds a difference of usages in which only this kind of script ran."""
+        self.cpu_s += cpu_s
         self.script += used.get(SCRIPT, NOTHING)
         for name, usage in used.items():
             if name not in (SCRIPT, "info", "xread"):
@@ -51,6 +54,11 @@ class ScriptCost:
     def us(self) -> float:
         """Microseconds of a call."""
         return self.script.us / max(1, self.script.calls)
+
+    @property
+    def cpu_us(self) -> float:
+        """Microseconds of processor time for a call."""
+        return 1e6 * self.cpu_s / max(1, self.script.calls)
 
     @property
     def num_commands(self) -> float:

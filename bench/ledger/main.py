@@ -135,10 +135,17 @@ def _circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mappin
 
 def _costs(point: Point) -> Table:
     rows = [
-        [name, f"{cost.script.calls:,}", f"{cost.us:.1f}", f"{cost.num_commands:.1f}", f"{cost.commands_us:.1f}"]
+        [
+            name,
+            f"{cost.script.calls:,}",
+            f"{cost.cpu_us:.1f}",
+            f"{cost.us:.1f}",
+            f"{cost.num_commands:.1f}",
+            f"{cost.commands_us:.1f}",
+        ]
         for name, cost in point.costs.items()
     ]
-    return Table(["script", "calls", "µs a call", "commands", "their µs"], rows)
+    return Table(["script", "calls", "CPU µs", "µs a call", "commands", "their µs"], rows)
 
 
 def _both(figures_ms: Sequence[float]) -> str:

@@ -224,9 +224,10 @@ class _Measurement:
 
     def _cost(self, costs: dict[str, ScriptCost], name: str, calls: Iterable[Call], refresh: bool = True) -> None:
         calls = list(calls)
-        before = self.server.usages()
+        before, cpu_s = self.server.usages(), self.server.cpu_s()
         self.loop.pipeline(calls)
-        costs.setdefault(name, ScriptCost()).add(difference(self.server.usages(), before))
+        cpu_s = self.server.cpu_s() - cpu_s
+        costs.setdefault(name, ScriptCost()).add(difference(self.server.usages(), before), cpu_s)
         if refresh:
             self._refresh_if_due()
 

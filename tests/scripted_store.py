@@ -33,6 +33,7 @@ from router.store.types import (
     ExecutorReport,
     Explanation,
     Placement,
+    PoolListener,
     Queued,
     ReportOutcome,
     Snapshot,
@@ -62,6 +63,7 @@ class ScriptedStore:
         self.forgotten: frozenset[str] = frozenset()
         self.endings: list[Attempt | Ending] = []
         self.reports: list[ExecutorReport] = []
+        self.router_id = "r"
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -98,9 +100,12 @@ class ScriptedStore:
         self.endings.extend(endings)
         return len(endings)
 
-    async def report(self, report: ExecutorReport) -> ReportOutcome:
-        self.reports.append(report)
-        return ReportOutcome(taken=True)
+    async def report_all(self, reports: Sequence[ExecutorReport]) -> list[ReportOutcome]:
+        self.reports.extend(reports)
+        return [ReportOutcome(taken=True) for _ in reports]
+
+    def listen(self, listener: PoolListener) -> None:
+        pass
 
     async def cancel(self, request_id: str, *, is_own: bool = False) -> CancelOutcome:
         return self.cancels.get(request_id, CancelOutcome(None))

@@ -6,6 +6,7 @@ sends, whatever arguments the scripts take, without a router's cost for each cal
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from bench.ledger.figures import SETTLED
+from bench.ledger.figures import BATCHED, SETTLED
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.wire import Template
 from common.errors import RequestError
@@ -28,6 +29,13 @@ BLOCK_SIZE = 16
 MAX_EXTRA_HELD = 64
 # Far beyond any estimate, so that nothing is refused and nothing expires while it is measured.
 MIN_DEADLINE_MS, MAX_DEADLINE_MS = 3 * 3_600_000, 24 * 3_600_000
+# Of the mixed traffic: one kind of request in so many has a deadline that it may miss, needs up to half an executor, or
+# shares no prefix with others; the others share the beginning of so many prompts.
+NEAR_DEADLINE_EVERY, LARGE_EVERY, UNSHARED_EVERY = 20, 50, 3
+NEAR_DEADLINES_MS = (500, 5_000)
+NUM_SHARED_PROMPTS = 40
+NUM_PREFIXES, NUM_SHARED_PREFIXES = 4, 2
+QUANTILE = 0.9
 # A line that was filled in seconds would age in seconds, and what is measured meanwhile would bear the cost of it all.
 # So nothing moves up a class but where that is measured.
 AGE_NEVER_MS, AGE_AT_ONCE_MS = 24 * 3_600_000, 1
@@ -36,6 +44,7 @@ NUM_USAGES = 4
 
 ID_MARKERS = tuple(request_id(-1 - index) for index in range(128))
 EXECUTOR_MARKER = executor_id(99_999)
+PREFIX_MARKERS = tuple(b"%016x" % (0xFEED_0000_0000_0000 + index) for index in range(NUM_PREFIXES))
 SEQ_MARKER = b"1999999999"
 FIRST_SEQ = 1_000_000_000
 GENERATION = 1
@@ -74,14 +83,31 @@ class Recorder:
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """A router's call of `report`: how it begins, and one report by the number of ids that it names."""
+
+    beginning: Template
+    one: Sequence[Template]
+
+    def fill(self, filled: Sequence[tuple[int, Mapping[bytes, bytes]]]) -> bytes:
+        """Returns the call with reports, each by the number of its ids and its values."""
+        num_words = self.beginning.num_words + sum(self.one[num_held].num_words for num_held, _ in filled)
+        reports = (self.one[num_held].fill(values) for num_held, values in filled)
+        return b"*%d\r\n%b%b" % (num_words, self.beginning.fill({}), b"".join(reports))
+
+
+@dataclass(frozen=True, slots=True)
 class Commands:
     """Templates by router. `settles` and `reports` are by the number of ids that they name, too."""
 
-    submits: Sequence[Sequence[Template]]
-    ageing_submits: Sequence[Sequence[Template]]
+    submits: Sequence[Sequence[tuple[Template, Template]]]
+    """Each also with the mailboxes of all routers, for a repeated call."""
+    ageing_submits: Sequence[Sequence[tuple[Template, Template]]]
     """Of requests that move up all classes in a moment."""
+    batches: Mapping[int, Sequence[Template]]
+    """By the number of submits in a call, with the mailboxes of all routers."""
     settles: Mapping[int, Sequence[Sequence[Template]]]
-    reports: Sequence[Sequence[Template]]
+    reports: Sequence[Reports]
     cancels: Sequence[Template]
     explains: Sequence[Template]
     renews: Sequence[bytes]
@@ -106,17 +132,19 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
             for store in (*stores, *ageing_stores):
                 await store.renew()
         random_numbers = random.Random(seed)
+        mailboxes = [PoolKeys(pool).mailbox(name) for name in names]
         demands = [_demand(number, scale, random_numbers) for number in range(NUM_CLASSES * scale.tenants)]
         return Commands(
-            [[await _submit(recorder, store, demand) for demand in demands] for store in stores],
-            [[await _submit(recorder, store, demand) for demand in demands] for store in ageing_stores],
+            [[await _submit(recorder, store, demand, mailboxes) for demand in demands] for store in stores],
+            [[await _submit(recorder, store, demand, mailboxes) for demand in demands] for store in ageing_stores],
+            {count: [await _batch(recorder, one, demands[:count], mailboxes) for one in stores] for count in BATCHED},
             {count: [await _settles(recorder, store, count) for store in stores] for count in SETTLED},
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],
             [await _about_one(recorder, store.explain) for store in stores],
             [Template(await recorder.record(store.renew), ID_MARKERS).fill({}) for store in stores],
             [Template(await recorder.record(store.reap), ID_MARKERS).fill({}) for store in stores],
-            [PoolKeys(pool).mailbox(name) for name in names],
+            mailboxes,
         )
     finally:
         await redis.aclose()
@@ -136,23 +164,61 @@ def _demand(number: int, scale: PoolScale, random_numbers: random.Random) -> Dem
     """One tenant's usual request of one class; they differ in lengths and deadline, a third have none."""
     tenant = number % scale.tenants
     prompt_tokens, max_tokens = random_numbers.randint(50, 2000), random_numbers.randint(50, 800)
+    deadlines_ms = (MIN_DEADLINE_MS, MAX_DEADLINE_MS)
+    if scale.is_mixed and number % LARGE_EVERY == 1:
+        max_tokens = scale.blocks * BLOCK_SIZE * random_numbers.randint(10, 50) // 100 - prompt_tokens
+    if scale.is_mixed and number % NEAR_DEADLINE_EVERY == 2:
+        deadlines_ms = NEAR_DEADLINES_MS
     return Demand(
         request_id=ID_MARKERS[0].decode(),
         priority_class=1 + number // scale.tenants,
         blocks=-(-(prompt_tokens + max_tokens) // BLOCK_SIZE),
-        deadline_ms=random_numbers.randint(MIN_DEADLINE_MS, MAX_DEADLINE_MS) if number % 3 else None,
+        deadline_ms=random_numbers.randint(*deadlines_ms) if number % 3 else None,
         tenant=f"tenant-{tenant:03d}",
         limits=TenantLimits(weight=float(1 + tenant % 4)),
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         block_size=BLOCK_SIZE,
         num_bytes=4 * prompt_tokens,
-        prefix_hashes=tuple(f"{random_numbers.getrandbits(64):016x}" for _ in range(4)),
+        prefix_hashes=_prefixes(number, scale, random_numbers),
     )
 
 
-async def _submit(recorder: Recorder, store: AdmissionStore, demand: Demand) -> Template:
-    return Template(await recorder.record(partial(store.submit, demand)), ID_MARKERS[:1])
+def _prefixes(number: int, scale: PoolScale, random_numbers: random.Random) -> tuple[str, ...]:
+    """The prefixes of a prompt. Markers stand for those that no other request has."""
+    if not scale.is_mixed:
+        return tuple(f"{random_numbers.getrandbits(64):016x}" for _ in range(NUM_PREFIXES))
+    own = tuple(marker.decode() for marker in PREFIX_MARKERS)
+    if number % UNSHARED_EVERY == 0:
+        return own
+    shared = random.Random(number % NUM_SHARED_PROMPTS)
+    return tuple(f"{shared.getrandbits(64):016x}" for _ in range(NUM_SHARED_PREFIXES)) + own[NUM_SHARED_PREFIXES:]
+
+
+async def _submit(
+    recorder: Recorder, store: AdmissionStore, demand: Demand, mailboxes: Sequence[str]
+) -> tuple[Template, Template]:
+    markers = (ID_MARKERS[0], *PREFIX_MARKERS)
+    words = await recorder.record(partial(store.submit, demand))
+    return Template(words, markers), Template(_with_mailboxes(words, mailboxes), markers)
+
+
+async def _batch(
+    recorder: Recorder, store: AdmissionStore, demands: Sequence[Demand], mailboxes: Sequence[str]
+) -> Template:
+    markers = ID_MARKERS[: len(demands)]
+
+    async def submit_all() -> None:
+        one_each = (replace(one, request_id=marker.decode()) for one, marker in zip(demands, markers, strict=True))
+        await asyncio.gather(*(store.submit(one) for one in one_each), return_exceptions=True)
+
+    words = await recorder.record(submit_all)
+    return Template(_with_mailboxes(words, mailboxes), (*markers, *PREFIX_MARKERS))
+
+
+def _with_mailboxes(words: tuple[Any, ...], mailboxes: Sequence[str]) -> tuple[Any, ...]:
+    first_argument = 3 + int(words[2])
+    return (*words[:2], int(words[2]) + len(mailboxes), *words[3:first_argument], *mailboxes, *words[first_argument:])
 
 
 async def _settles(recorder: Recorder, store: AdmissionStore, count: int) -> list[Template]:
@@ -163,26 +229,26 @@ async def _settles(recorder: Recorder, store: AdmissionStore, count: int) -> lis
     return templates
 
 
-async def _reports(recorder: Recorder, store: AdmissionStore, scale: PoolScale) -> list[Template]:
-    """Templates by the number of sequences that the executor holds."""
+async def _reports(recorder: Recorder, store: AdmissionStore, scale: PoolScale) -> Reports:
     markers = (*ID_MARKERS, EXECUTOR_MARKER, SEQ_MARKER)
     templates = []
     for num_held in range(min(len(ID_MARKERS), scale.seats + MAX_EXTRA_HELD) + 1):
-        report = _report(scale, num_held)
-        templates.append(Template(await recorder.record(partial(store.report, report)), markers))
-    return templates
+        words = await recorder.record(partial(store.report_all, [_report(scale, num_held)]))
+        first_report = 3 + int(words[2]) + 1  # behind the keys and the caller
+        templates.append(Template(words[first_report:], markers, is_whole=False))
+    return Reports(Template(words[:first_report], markers, is_whole=False), templates)
 
 
 def _report(scale: PoolScale, num_held: int) -> ExecutorReport:
-    num_blocks = scale.seats * 200  # more than the largest demand, 175 blocks, for every seat
     return ExecutorReport(
         EXECUTOR_MARKER.decode(),
         GENERATION,
         int(SEQ_MARKER),
-        num_blocks,
-        num_blocks,
+        scale.blocks,
+        scale.blocks,
         scale.seats,
         accepting=True,
+        reserve_quantile=QUANTILE if scale.is_mixed else 1.0,
         held=tuple(HeldSequence(marker.decode(), 1, 64) for marker in ID_MARKERS[:num_held]),
         step_ms=20.0,
         prefill_tokens_per_s=20_000.0,

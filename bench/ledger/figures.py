@@ -13,12 +13,19 @@ SETTLED = (1, 4, 16)
 """Ends in one settle: a router settles those of a step frame together."""
 PLACED = "submit, seated at once"
 QUEUED = "submit, queued"
+BATCHED = (4, 16)
+"""Submits in one call: as many as come while the calls before them are under way."""
 AGEING = "settle of 1, moving up"
 """As `refilled(1)`, after as many requests of all classes came that move up all of them: about one move for each."""
 UNFILLED = f"settle of {SETTLED[-1]}, empty queue"
 REPORT = "report with audit"
 CANCEL = "cancel, queued"
 EXPLAIN = "explain"
+
+
+def batched(num_submits: int) -> str:
+    """Returns the name of submitting so many in one call."""
+    return f"submits of {num_submits}, queued"
 
 
 def refilled(num_ends: int) -> str:
@@ -32,9 +39,12 @@ class ScriptCost:
 
     script: Usage = NOTHING
     inner: dict[str, Usage] = field(default_factory=dict)
+    cpu_s: float = 0.0
+    """Redis' processor time, requests and replies included. Where other work takes the core, only this counts."""
 
-    def add(self, used: Usages) -> None:
+    def add(self, used: Usages, cpu_s: float = 0.0) -> None:
         """Adds a difference of usages in which only this kind of script ran."""
+        self.cpu_s += cpu_s
         self.script += used.get(SCRIPT, NOTHING)
         for name, usage in used.items():
             if name not in (SCRIPT, "info", "xread"):
@@ -44,6 +54,11 @@ class ScriptCost:
     def us(self) -> float:
         """Microseconds of a call."""
         return self.script.us / max(1, self.script.calls)
+
+    @property
+    def cpu_us(self) -> float:
+        """Microseconds of processor time for a call."""
+        return 1e6 * self.cpu_s / max(1, self.script.calls)
 
     @property
     def num_commands(self) -> float:
@@ -60,6 +75,10 @@ class Saturation:
     """As many requests as get through, and what they cost."""
 
     num_admitted: int
+    num_refused: int
+    """Whose deadline could not be met when they came."""
+    num_dropped: int
+    """Whose deadline passed while they waited."""
     wall_s: float
     redis_cpu_s: float
     script_us: float
@@ -75,6 +94,11 @@ class Saturation:
     def admitted_per_core_s(self) -> float:
         """Requests per second of Redis' processor time."""
         return self.num_admitted / self.redis_cpu_s
+
+    @property
+    def redis_us(self) -> float:
+        """Microseconds of Redis' processor time for an admitted request, everything else that it did included."""
+        return 1e6 * self.redis_cpu_s / max(1, self.num_admitted)
 
     @property
     def admitted_per_wall_s(self) -> float:
@@ -113,14 +137,14 @@ class Saturation:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of an admission at a moderate rate, by what they are of. The load's own lateness is not in them."""
+    """Milliseconds at a moderate rate, p50 and p99. The load's own lateness is not in them."""
 
     rate_per_s: float
     busy: float
-    admission_ms: tuple[float, float]
-    """Submit and seat together; p50 and p99."""
     submit_ms: tuple[float, float]
+    """The round trip of a submit."""
     seat_ms: tuple[float, float]
+    """From an end until the owner of a request that the same call placed on that executor knows of it."""
     late_ms: tuple[float, float]
     """By how much the load sent later than it meant to."""
 
@@ -155,16 +179,21 @@ class Point:
 
     @property
     def boarding_us(self) -> float:
-        """Microseconds to seat one waiting request: what a settle costs more, for each end, where requests wait."""
+        """Microseconds to seat one waiting request: what a settle costs more, for each end, where requests wait. 0 if
+        no executor of a small pool could seat that many at once."""
+        if UNFILLED not in self.costs:
+            return 0.0
         return (self.costs[refilled(SETTLED[-1])].us - self.costs[UNFILLED].us) / SETTLED[-1]
 
     @property
     def line(self) -> str:
         """The result in one line."""
-        p50_ms, p99_ms = self.latency.admission_ms
+        submit_ms, seat_ms = self.latency.submit_ms, self.latency.seat_ms
         return (
-            f"admission: queued={self.scale.queued} executors={self.scale.executors} "
-            f"admitted_per_s={self.saturation.admitted_per_wall_s:.0f} p50_ms={p50_ms:.3f} p99_ms={p99_ms:.3f}"
+            f"admission: queued={self.scale.queued} executors={self.scale.executors} routers={self.scale.routers} "
+            f"admitted_per_s={self.saturation.admitted_per_wall_s:.0f} redis_us={self.saturation.redis_us:.1f} "
+            f"submit_p50_ms={submit_ms[0]:.3f} submit_p99_ms={submit_ms[1]:.3f} "
+            f"seat_p50_ms={seat_ms[0]:.3f} seat_p99_ms={seat_ms[1]:.3f}"
         )
 
 

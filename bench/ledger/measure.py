@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from bench.ledger.calls import Call
 from bench.ledger.commands import record_commands, take_snapshot
 from bench.ledger.figures import (
     AGEING,
+    BATCHED,
     CANCEL,
     EXPLAIN,
     PLACED,
@@ -25,6 +27,7 @@ from bench.ledger.figures import (
     Saturation,
     ScriptCost,
     Worst,
+    batched,
     percentiles_ms,
     refilled,
 )
@@ -32,7 +35,7 @@ from bench.ledger.loop import Loop
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import NOTHING, SCRIPT, Server, difference
 from bench.ledger.slowest import Slowest
-from bench.ledger.traffic import Call, Traffic, TrafficError
+from bench.ledger.traffic import Traffic, TrafficError
 from router.store.lua import load_scripts
 
 NUM_CONNECTIONS = 32
@@ -47,6 +50,9 @@ MODERATE = 0.5
 MAX_SEATED_AT_ONCE = 512
 MAX_ENDED_AT_ONCE = 1024
 NUM_REPORTS = 256
+MAX_TOP_UPS = 3
+# The share of an empty pool's seats for which mixed traffic has blocks anyhow.
+MIXED_SHARE = 0.6
 
 Say = Callable[[str], None]
 
@@ -77,7 +83,8 @@ def measure(url: str, pool: str, scale: PoolScale, seconds: float, seed: int, sa
 
 def _check(num_waiting: tuple[int, ...], scale: PoolScale) -> None:
     """The line has kept its length: what the figures are of is what they say."""
-    allowed = max(2 * MAX_SETTLED, scale.queued // 100)
+    # In mixed traffic not every end places a request, and deadlines pass.
+    allowed = max(16 * MAX_SETTLED, scale.queued // 10) if scale.is_mixed else max(2 * MAX_SETTLED, scale.queued // 100)
     if abs(sum(num_waiting) - scale.queued) > allowed:
         raise TrafficError(f"{sum(num_waiting)} requests wait at the end in place of {scale.queued}")
 
@@ -107,7 +114,7 @@ class _Measurement:
         self._steady(costs)
         self._report(costs)
         self.say("scripts measured; now as much as goes through, then half of it")
-        saturation = self._saturate(costs[REPORT].us)
+        saturation = self._saturate(costs)
         self._top_up()
         latency = self._pace(MODERATE * saturation.admitted_per_wall_s)
         self.slowest.look()
@@ -128,7 +135,8 @@ class _Measurement:
     def _seat_and_end(self, costs: dict[str, ScriptCost]) -> None:
         """Requests that are placed at once, and ends for which no request waits."""
         until_s = time.perf_counter() + self.seconds
-        count = self.scale.num_seats // MAX_SETTLED * MAX_SETTLED
+        num_placed = int(self.scale.num_seats * (MIXED_SHARE if self.scale.is_mixed else 1))
+        count = max(1, num_placed // MAX_SETTLED) * MAX_SETTLED
         while True:
             for chunk in _chunks(count, MAX_SEATED_AT_ONCE):
                 self._cost(costs, PLACED, self._submits(chunk))
@@ -170,16 +178,33 @@ class _Measurement:
         until_s = time.perf_counter() + 2 * self.seconds
         while True:
             for num_ends in SETTLED:
-                self._cost(costs, QUEUED, self._submits(count))
+                self._cost(costs, QUEUED, self._submits(self._missing(count)))
                 self._cost(costs, refilled(num_ends), self._settles(count, num_ends))
-                self.loop.read_mail_until(lambda: self.traffic.num_waiting <= self.scale.queued)
+                self._read_news()
+            for num_submits in BATCHED:
+                batches = [self.traffic.submit_batch(num_submits) for _ in range(count // num_submits)]
+                self._cost(costs, batched(num_submits), batches)
+                self.loop.pipeline(self._settles(count, ENDS_PER_FRAME))
+                self._read_news()
             self._come_and_go(costs)
-            self.loop.pipeline([self.traffic.submit(ages_at_once=True) for _ in range(count)])
+            self.loop.pipeline([self.traffic.submit(ages_at_once=True) for _ in range(self._missing(count))])
             time.sleep(AGE_S)
             self._cost(costs, AGEING, self._settles(count, 1))
-            self.loop.read_mail_until(lambda: self.traffic.num_waiting <= self.scale.queued)
+            self._read_news()
             if time.perf_counter() > until_s:
                 return
+
+    def _missing(self, count: int) -> int:
+        """How many requests give the line its length and `count` more; in mixed traffic an end need not place one."""
+        missing = self.scale.queued + count - self.traffic.num_waiting
+        return max(1, min(2 * count, missing)) if self.scale.is_mixed else count
+
+    def _read_news(self) -> None:
+        """Takes the news of placements: all, where it is known how many there are."""
+        if self.scale.is_mixed:
+            self.loop.read_mail()
+        else:
+            self.loop.read_mail_until(lambda: self.traffic.num_waiting <= self.scale.queued)
 
     def _come_and_go(self, costs: dict[str, ScriptCost]) -> None:
         calls = list(self._submits(MAX_SETTLED))
@@ -200,9 +225,10 @@ class _Measurement:
 
     def _cost(self, costs: dict[str, ScriptCost], name: str, calls: Iterable[Call], refresh: bool = True) -> None:
         calls = list(calls)
-        before = self.server.usages()
+        before, cpu_s = self.server.usages(), self.server.cpu_s()
         self.loop.pipeline(calls)
-        costs.setdefault(name, ScriptCost()).add(difference(self.server.usages(), before))
+        cpu_s = self.server.cpu_s() - cpu_s
+        costs.setdefault(name, ScriptCost()).add(difference(self.server.usages(), before), cpu_s)
         if refresh:
             self._refresh_if_due()
 
@@ -228,7 +254,7 @@ class _Measurement:
 
     # The whole -------------------------------------------------------------------------------------------------
 
-    def _saturate(self, report_us: float) -> Saturation:
+    def _saturate(self, costs: dict[str, ScriptCost]) -> Saturation:
         """Saturation: a new request for every placed one, and an end whenever the queue is long enough."""
         traffic = self.traffic
         traffic.start_upkeep(self.loop.now_s())
@@ -239,6 +265,7 @@ class _Measurement:
             return traffic.settle(ENDS_PER_FRAME, now_s) if traffic.can_settle(ENDS_PER_FRAME) else None
 
         before, cpu_s, num_placed = self.server.usages(), self.server.cpu_s(), traffic.num_placed
+        num_refused, num_dropped = traffic.num_refused, traffic.num_dropped
         num_reported, load_cpu_s = traffic.num_reported, time.process_time()
         began_s = self.loop.now_s()
         self.loop.run(next_call, began_s + self.seconds)
@@ -247,38 +274,43 @@ class _Measurement:
         used = difference(self.server.usages(), before)
         self.loop.read_mail()
         script_us, mail_us = (used.get(name, NOTHING).us for name in (SCRIPT, "xread"))
+        audited_us, unaudited_us = costs[REPORT].us, costs["report"].us  # an audit once a second
+        report_us = unaudited_us * (traffic.num_reported - num_reported)
+        report_us += max(0.0, audited_us - unaudited_us) * self.scale.executors * wall_s
         return Saturation(
             traffic.num_placed - num_placed,
+            traffic.num_refused - num_refused,
+            traffic.num_dropped - num_dropped,
             wall_s,
             cpu_s,
             script_us,
             mail_us,
-            report_us * (traffic.num_reported - num_reported),
+            report_us,
             load_cpu_s,
         )
 
     def _top_up(self) -> None:
         """Gives the line its length back, which the end of a run may have found shorter."""
-        self.loop.pipeline(list(self._submits(self.scale.queued - self.traffic.expected_waiting)))
-        self.loop.read_mail_until(lambda: self.traffic.num_waiting >= self.scale.queued)
+        for _ in range(MAX_TOP_UPS):  # of mixed traffic some are refused
+            self.loop.pipeline(list(self._submits(self.scale.queued - self.traffic.expected_waiting)))
+            self.loop.read_mail()
+        if not self.scale.is_mixed:
+            self.loop.read_mail_until(lambda: self.traffic.num_waiting >= self.scale.queued)
 
     def _pace(self, rate_per_s: float) -> Latency:
         """Measures latency at a moderate rate: frames with ends come at random, each followed by as many submits."""
         traffic = self.traffic
         frames = _Frames(traffic, rate_per_s, self.loop.now_s(), self.seed, self.loop.counts_from_s)
         traffic.start_upkeep(self.loop.now_s())
-        traffic.submit_s.clear()
-        traffic.seat_s.clear()
+        traffic.forget_latencies()
         self.loop.late_s.clear()
         cpu_s, began_s = self.server.cpu_s(), self.loop.now_s()
         self.loop.run(frames.next_call, began_s + 2 * self.seconds, frames.due_s)
         busy = (self.server.cpu_s() - cpu_s) / (self.loop.now_s() - began_s)
         self.loop.read_mail()
-        both_s = [sum(pair) for pair in zip(traffic.submit_s, traffic.seat_s, strict=False)]
         return Latency(
             rate_per_s,
             busy,
-            percentiles_ms(both_s),
             percentiles_ms(traffic.submit_s),
             percentiles_ms(traffic.seat_s),
             percentiles_ms(self.loop.late_s),
@@ -314,7 +346,7 @@ class _Frames:
                 return self._traffic.submit(self._counts_from_s(due_s, now_s))
             heapq.heappush(self._due, (due_s + self._random.expovariate(1 / self._mean_s), True))
             if self._traffic.can_settle(ENDS_PER_FRAME):
-                for _ in range(ENDS_PER_FRAME):
+                for _ in range(ENDS_PER_FRAME + self._traffic.num_short):
                     heapq.heappush(self._due, (due_s + self._random.uniform(0, self._mean_s), False))
                 return self._traffic.settle(ENDS_PER_FRAME, self._counts_from_s(due_s, now_s))
         return None

@@ -9,7 +9,19 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.ledger.figures import AGEING, CANCEL, EXPLAIN, PLACED, QUEUED, REPORT, SETTLED, Point, refilled
+from bench.ledger.figures import (
+    AGEING,
+    BATCHED,
+    CANCEL,
+    EXPLAIN,
+    PLACED,
+    QUEUED,
+    REPORT,
+    SETTLED,
+    Point,
+    batched,
+    refilled,
+)
 from bench.report.charts import Line, curves, figure
 from bench.report.page import Page, Part
 from bench.report.scale import even_scale, log_scale
@@ -27,9 +39,10 @@ one end together with about one move of a waiting request to the class above, wh
 the longest single call of the cell by Redis' slow log, including what else held the core meanwhile."""
 RATES_NOTE = """\
 Scripts alone: what a core would do that ran nothing but submits and settles of 4. Closed loop: what went through with
-all of it, requests, replies, mailboxes, reports, reaping, from one load generator. Latency at half of that, with
-Redis' core busy as shown: the round trip of a submit plus the time from an end until the owner of the request that
-takes the seat is told. The lateness of the load generator is not included."""
+all of it, requests, replies, mailboxes, reports, reaping, from one load generator; µs of Redis are its processor time
+for each admitted request, which other work on the machine changes least. Latency at half of that rate, with Redis' core
+busy as shown: of a submit its round trip, of a seat the time from an end until the owner of the request that takes the
+seat is told. The lateness of the load generator is not included."""
 BOUNDS_NOTE = "Shares are of Redis' processor time in the closed loop."
 # Charts of what Redis spends on a call.
 CALLS = ("submit, placed", "submit, queued", f"settle of {SETTLED[1]}", "boarding", "cancel", "explain", "report")
@@ -40,6 +53,7 @@ def script_figures(point: Point) -> dict[str, float | None]:
     named = {
         "submit, placed": PLACED,
         "submit, queued": QUEUED,
+        **{f"submits of {num}": batched(num) for num in BATCHED},
         **{f"settle of {num}": refilled(num) for num in SETTLED},
         "report": REPORT,
         "cancel": CANCEL,
@@ -94,10 +108,13 @@ def _rate_columns() -> list[Column]:
         ("scripts alone /s", lambda point: f"{point.scripts_per_s[SETTLED[1]]:,.0f}"),
         ("closed loop /s", lambda point: f"{point.saturation.admitted_per_wall_s:,.0f}"),
         ("per core of Redis /s", lambda point: f"{point.saturation.admitted_per_core_s:,.0f}"),
+        ("µs of Redis", lambda point: f"{point.saturation.redis_us:.0f}"),
         ("latency at /s", lambda point: f"{point.latency.rate_per_s:,.0f}"),
         ("core busy", lambda point: f"{point.latency.busy:.0%}"),
-        ("p50 ms", lambda point: f"{point.latency.admission_ms[0]:.2f}"),
-        ("p99 ms", lambda point: f"{point.latency.admission_ms[1]:.2f}"),
+        ("submit p50 ms", lambda point: f"{point.latency.submit_ms[0]:.2f}"),
+        ("p99", lambda point: f"{point.latency.submit_ms[1]:.2f}"),
+        ("seat p50 ms", lambda point: f"{point.latency.seat_ms[0]:.2f}"),
+        ("p99 of it", lambda point: f"{point.latency.seat_ms[1]:.2f}"),
         ("bytes per waiting", lambda point: f"{point.bytes_per_waiting:,.0f}"),
         ("filled in s", lambda point: f"{point.fill_s:.1f}"),
     ]
@@ -126,8 +143,9 @@ def _charts(points: Sequence[Point]) -> str:
     charts = [
         _chart(points, "Admitted per second, closed loop", more, lambda point: point.saturation.admitted_per_wall_s),
         _chart(points, "Admitted per second, scripts alone", more, lambda point: point.scripts_per_s[SETTLED[1]]),
-        _chart(points, "Admission, p50 ms at half of the rate", less, lambda point: point.latency.admission_ms[0]),
-        _chart(points, "Admission, p99 ms at half of the rate", less, lambda point: point.latency.admission_ms[1]),
+        _chart(points, "Redis' core for an admitted request, µs", less, lambda point: point.saturation.redis_us),
+        _chart(points, "Submit, p99 ms at half of the rate", less, lambda point: point.latency.submit_ms[1]),
+        _chart(points, "Seat, p99 ms at half of the rate", less, lambda point: point.latency.seat_ms[1]),
         *(_chart(points, f"{call}, µs a call", less, partial(_us, call)) for call in CALLS),
         _chart(points, "Worst single call, ms", less, lambda point: point.worst.us / 1000),
         _chart(points, "Redis' memory, MB", less, lambda point: point.memory_bytes / 1e6),

@@ -9,17 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.redis.wire import Framing, WireError, command, connect
+from bench.redis.wire import Framing, WireError, command, connect, encode
 
 RECEIVE_BYTES = 1 << 18
 
 
 class Template:
-    """A command with blanks: `markers` stand for values of their own length."""
+    """A command, or the end of one, with blanks: `markers` stand for values of their own length."""
 
-    def __init__(self, words: Sequence[object], markers: Iterable[bytes]) -> None:
+    def __init__(self, words: Sequence[object], markers: Iterable[bytes], *, is_whole: bool = True) -> None:
+        self.num_words = len(words)
         marked = re.compile(b"(" + b"|".join(re.escape(marker) for marker in markers) + b")")
-        pieces = marked.split(command(*words))
+        pieces = marked.split(command(*words) if is_whole else encode(words))
         # split() with one group: text and markers take turns.
         self._format = b"".join(
             b"%%(%b)b" % piece if index % 2 else piece.replace(b"%", b"%%") for index, piece in enumerate(pieces)

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.simulation.invariants import InvariantViolation, Record
+from bench.simulation.store_link import EPOCH_MS
 from bench.timeline.faults import Fault, FaultKind
 from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 
@@ -48,6 +49,8 @@ REAP_US = US_PER_S
 REPORT_US = US_PER_S
 AUDIT_US = SILENT_US + US_PER_S + REPORT_US
 """The grace of a placement, and the audit after it: at most once a second, and with a report."""
+RELAYED_US = 2 * US_PER_S
+"""Beyond the two seconds: until the third router in the order of the executor relays its report, if two cannot."""
 AT_ONCE_US = 10 * US_PER_MS
 """A few round trips, none of which waits for a timer."""
 CALL_FAILS_US = 2_500 * US_PER_MS
@@ -176,6 +179,11 @@ class _Look:
         for executor_id, executor in self.executors.items():
             self.held.update(((executor_id, one.request_id, one.attempt), None) for one in executor.told())
 
+    @property
+    def live_ms(self) -> float:
+        """The ledger's time from which on a report makes its executor live."""
+        return (self.now_us - SILENT_US) / US_PER_MS + EPOCH_MS
+
 
 class Bounds:
     """Watches the bounds of one run. With `has_room` an interrupted stream always finds a seat, so its next token has a
@@ -252,6 +260,7 @@ class Bounds:
         lasting.update(self._unwanted(look))
         lasting.update(self._unserved(look))
         lasting.update(self._lapsed(look))
+        lasting.update(self._unheard(look))
         lasting.update(self._unboarded(look))
         self._check(look, lasting)
         self._check_new_work(look)
@@ -349,11 +358,18 @@ class Bounds:
             what = f"{executor_id} is dead or hung and has a lease"
             yield ("executor", executor_id), Lasting(what, others_us, REAPED_US)
 
+    def _unheard(self, look: _Look) -> Iterable[tuple[Hashable, Lasting]]:
+        """Executors that report and get no new work, because no router relays it."""
+        for executor_id in look.executors.keys() - self._down_us.keys():
+            if look.ledger.reports.get(executor_id, 0) < look.live_ms:
+                what = f"{executor_id} reports and the ledger does not hear of it"
+                since_us = self._calm.since_us(STORE, _executor(executor_id), _router("any"))
+                yield ("unheard", executor_id), Lasting(what, since_us, RELAYED_US)
+
     def _unboarded(self, look: _Look) -> Iterable[tuple[Hashable, Lasting]]:
         """Room beside a line in which every request would fit. Not where one has a tenant's limit or may be a suspect,
         which needs an executor without another suspect."""
-        live_ms = (look.now_us - SILENT_US) / US_PER_MS
-        room = [free for one, free in look.ledger.room.items() if look.ledger.reports.get(one, 0) >= live_ms]
+        room = [free for one, free in look.ledger.room.items() if look.ledger.reports.get(one, 0) >= look.live_ms]
         waiting = [look.streams.get(request_id) for request_id in look.ledger.waiting]
         if not room or not waiting or self._shape.limits().is_overcommitted:
             return

@@ -18,7 +18,10 @@ from router.store.codec import (
     parse_cancel,
     parse_event,
     parse_hand_back,
+    parse_outcomes,
+    parse_reports,
     parse_submit,
+    parse_unheard,
     report_args,
     settle_args,
     submit_args,
@@ -38,6 +41,7 @@ from router.store.types import (
     HandBackRefusal,
     LeaseLapsed,
     Placement,
+    PoolListener,
     Queued,
     Refused,
     ReportOutcome,
@@ -82,10 +86,11 @@ class Ledger:
     ) -> None:
         self._link = link
         self._process = process
-        self._router_id = router_id
+        self.router_id = router_id
         self._settings = settings
         self._on_event = on_event
         self._peers: frozenset[str] = frozenset()
+        self._listener: PoolListener | None = None
         self._is_registered = False
         # A reply got lost that may have said that the pool had forgotten this router.
         self._may_have_lapsed = False
@@ -106,7 +111,7 @@ class Ledger:
         def answer(reply: Reply, own: OwnEvent | None) -> None:
             on_result(own or parse_submit(demand.request_id, reply))
 
-        args = submit_args(demand, self._settings)
+        args = ["", *submit_args(demand, self._settings)]
         self._operate("submit", args, answer, on_failure, own_id=demand.request_id)
 
     def settle(self, endings: Sequence[Ending], on_result: Callable[[int], None], on_failure: OnFailure) -> None:
@@ -115,7 +120,7 @@ class Ledger:
     def cancel(
         self, request_id: str, is_own: bool, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure
     ) -> None:
-        args: list[Argument] = [request_id, int(is_own)]
+        args: list[Argument] = ["", request_id, int(is_own)]
         self._operate("cancel", args, lambda reply, _: on_result(parse_cancel(request_id, reply)), on_failure)
 
     def hand_back(
@@ -136,26 +141,47 @@ class Ledger:
         """Calls `AdmissionStore.absolve`. If it fails, the request stays under suspicion."""
         self._operate("absolve", [request_id, attempt], lambda reply, _: None, _ignore)
 
-    def report(self, report: ExecutorReport, on_result: Callable[[ReportOutcome], None]) -> None:
-        """Calls `AdmissionStore.report`. A report that fails is lost."""
-        self._operate(
-            "report", report_args(report, self._settings), lambda reply, _: on_result(report_outcome(reply)), _ignore
-        )
+    def report_all(
+        self,
+        reports: Sequence[ExecutorReport],
+        on_result: Callable[[Sequence[ReportOutcome]], None],
+        on_failure: OnFailure,
+    ) -> None:
+        """Calls `AdmissionStore.report_all`."""
+        args = [arg for report in reports for arg in report_args(report, self._settings)]
+        self._operate("report", args, lambda reply, _: on_result(parse_reports(reply)), on_failure)
 
-    def find_forgotten(self, waiting: Sequence[Attempt], on_result: Callable[[frozenset[str]], None]) -> None:
-        """Calls `AdmissionStore.find_forgotten`. If it fails there is no answer."""
-        self._operate("verify", verify_args(waiting), lambda reply, _: on_result(frozenset(reply.values[0])), _ignore)
+    def listen(self, listener: PoolListener) -> None:
+        """As `AdmissionStore.listen`."""
+        self._listener = listener
+
+    def find_forgotten(
+        self,
+        waiting: Sequence[Attempt],
+        on_result: Callable[[frozenset[str]], None],
+        on_failure: OnFailure | None = None,
+    ) -> None:
+        """Calls `AdmissionStore.find_forgotten`."""
+        args = verify_args(waiting)
+        self._operate("verify", args, lambda reply, _: on_result(frozenset(reply.values[0])), on_failure or _ignore)
 
     def renew(self) -> None:
         self._operate("renew", [], self._renewed, _ignore)
 
     def reap(self) -> None:
-        self._operate("reap", [], lambda reply, own: None, _ignore)
+        self._operate("reap", [], self._reaped, _ignore)
 
     # How a script is called ------------------------------------------------------------------------------------
 
     def _renewed(self, reply: Reply, own: OwnEvent | None) -> None:
-        self._peers = frozenset(reply.values[0]) - {self._router_id}
+        self._peers = frozenset(reply.values[0]) - {self.router_id}
+        if self._listener is not None:
+            self._listener.on_routers(self._peers)
+
+    def _reaped(self, reply: Reply, own: OwnEvent | None) -> None:
+        if self._listener is not None:
+            for executor_id, silent_s in parse_unheard(reply):
+                self._listener.on_unheard(executor_id, silent_s)
 
     def _operate(
         self,
@@ -185,6 +211,8 @@ class Ledger:
     def _answered(self, operation: _Operation, raw: Any) -> None:
         """Handles the script's own reply: repeats it if the script says so, then boards until no request is left to."""
         reply = self._received(operation, operation.name, raw)
+        if operation.name in ("submit", "cancel", "hand_back"):
+            (reply,) = parse_outcomes(reply)
         if reply.status == "AGAIN":
             operation.num_rounds += 1
             assert operation.num_rounds < MAX_ROUNDS, f"{operation.name} found no end"
@@ -227,7 +255,7 @@ class Ledger:
         routers = self._peers | owners if owners else self._peers
         known = self._beginnings.get((name, routers))
         if known is None:
-            known = self._link.beginning(name, tuple(sorted(routers)), self._router_id)
+            known = self._link.beginning(name, tuple(sorted(routers)), self.router_id)
             self._beginnings[name, routers] = known
         return known
 
@@ -259,11 +287,3 @@ class Ledger:
 
 def _ignore() -> None:
     """What fails is lost, and made again soon anyway."""
-
-
-def report_outcome(reply: Reply) -> ReportOutcome:
-    """What `report` answered."""
-    if reply.status == "OLD":
-        return ReportOutcome(taken=False)
-    flat = reply.values[0]
-    return ReportOutcome(True, tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)))

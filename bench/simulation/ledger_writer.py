@@ -5,10 +5,11 @@ While one call is under way more collects and leaves in the next one; of an exec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bench.simulation.ledger import Ledger
-from bench.timeline.timeline import US_PER_MS, Process, Timeline
+from bench.timeline.timeline import US_PER_MS, US_PER_S, Process, Timeline
+from router.dispatch.report_pacer import LAST_RANK, ReportPacer
 from router.store.types import Ending, ExecutorReport, ReportOutcome
 
 RETRY_US = 500 * US_PER_MS
@@ -17,7 +18,8 @@ MAX_SETTLED_PER_CALL = 256
 
 
 class LedgerWriter:
-    """Writes for one router. `on_superseded(executor, request, attempt)` drops what the ledger placed again."""
+    """Writes for one router. `on_superseded(executor, request, attempt)` drops what the ledger placed again. Implements
+    `router.store.types.PoolListener`."""
 
     def __init__(
         self, ledger: Ledger, timeline: Timeline, process: Process, on_superseded: Callable[[str, str, int], None]
@@ -28,6 +30,10 @@ class LedgerWriter:
         self._on_superseded = on_superseded
         self._ended: list[Ending] = []
         self._is_settling = False
+        self._reports = ReportPacer(ledger.router_id)
+        self._is_relaying = False
+        self._looks_us: int | None = None
+        ledger.listen(self)
 
     def settle(self, ending: Ending) -> None:
         """A placement ended."""
@@ -39,11 +45,66 @@ class LedgerWriter:
 
     def report(self, report: ExecutorReport) -> None:
         """An executor says how it stands."""
-        self._ledger.report(report, lambda outcome: self._reported(report.executor_id, outcome))
+        self._reports.offer(report, self._now_s)
+        self._relay_if_due()
 
-    def _reported(self, executor_id: str, outcome: ReportOutcome) -> None:
-        for attempt in outcome.superseded:
-            self._on_superseded(executor_id, attempt.request_id, attempt.attempt)
+    def expect_report(self, executor_id: str) -> None:
+        """The ledger waits for the executor's next report."""
+        self._reports.expect(executor_id)
+        self._relay_if_due()
+
+    def forget(self, executor_id: str) -> None:
+        """The executor is gone."""
+        self._reports.forget(executor_id)
+
+    def on_routers(self, peers: frozenset[str]) -> None:
+        self._reports.follow(peers, self._now_s)
+        self._relay_if_due()
+
+    def on_unheard(self, executor_id: str, silent_s: float) -> None:
+        self._reports.unheard(executor_id, silent_s, self._now_s)
+        self._relay_if_due()
+
+    def has_use_of_report(self, executor_id: str) -> bool:
+        """Whether this router could relay the executor's next report. A message that it would drop need not be sent."""
+        return self._reports.rank(executor_id) < LAST_RANK or self._reports.is_expected(executor_id)
+
+    @property
+    def _now_s(self) -> float:
+        return self._timeline.now_us / US_PER_S
+
+    def _relay_if_due(self) -> None:
+        """Relays what is due now, one call at a time, and looks again when the next report is due."""
+        due = self._reports.next_due()
+        if self._is_relaying or due is None:
+            return
+        due_us = -int(-due * US_PER_S // 1)
+        if due_us > self._timeline.now_us:
+            if self._looks_us is None or due_us < self._looks_us or self._looks_us < self._timeline.now_us:
+                self._looks_us = due_us
+                self._timeline.at(due_us, self._process.run, self._relay_if_due)
+            return
+        reports = self._reports.take_due(self._now_s)
+        if not reports:
+            return
+        self._is_relaying = True
+
+        def answered(outcomes: Sequence[ReportOutcome]) -> None:
+            for report, outcome in zip(reports, outcomes, strict=True):
+                for attempt in outcome.superseded:
+                    self._on_superseded(report.executor_id, attempt.request_id, attempt.attempt)
+            self._relayed()
+
+        def failed() -> None:
+            for report in reports:
+                self._reports.fail(report.executor_id)
+            self._relayed()
+
+        self._ledger.report_all(reports, answered, failed)
+
+    def _relayed(self) -> None:
+        self._is_relaying = False
+        self._relay_if_due()
 
     def _settle(self) -> None:
         chunk, self._ended = self._ended[:MAX_SETTLED_PER_CALL], self._ended[MAX_SETTLED_PER_CALL:]

@@ -79,6 +79,9 @@ class PushRouter:
     def on_report(self, session: Session, report: ExecutorReport) -> None:
         """Ignores reports: the queues are known without them."""
 
+    def wants_report(self, executor_id: str) -> bool:
+        return False
+
     def arrive(self, request: SimRequest) -> None:
         """Puts a client's request into a queue, where it stays."""
         record = self._checker.submitted(request, "push", self._timeline.now_us)

@@ -71,6 +71,10 @@ class RouterEnd(Protocol):
         """The executor says how it stands."""
         ...
 
+    def wants_report(self, executor_id: str) -> bool:
+        """Whether a report of the executor would be used. A message that would be dropped is not sent."""
+        ...
+
 
 class Session:
     """One stream. Each side calls methods that the other side's process runs."""

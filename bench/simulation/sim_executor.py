@@ -253,10 +253,9 @@ class SimExecutor:
         open_sessions = [session for session in self.sessions if session.is_open]
         if not open_sessions:
             return
-        # Every router relays what it gets and the ledger takes the first: one is enough, and now and then a second.
-        num_relays = 2 if self._random.random() < 0.05 else 1
-        for session in self._random.sample(open_sessions, min(num_relays, len(open_sessions))):
-            session.report(report)
+        for session in open_sessions:
+            if session.router.wants_report(self.executor_id):
+                session.report(report)
 
     def _newest_report(self) -> ExecutorReport:
         limits = self.scheduler.limits

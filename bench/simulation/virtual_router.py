@@ -46,6 +46,7 @@ from router.lifecycle.lifecycle import (
     ClearSuspicion,
     Effect,
     Effects,
+    ExpectReport,
     Forget,
     HandBack,
     Lifecycle,
@@ -62,17 +63,19 @@ from router.request.errors import no_executor
 from router.store.codec import hand_back_args
 from router.store.settings import StoreSettings
 from router.store.types import (
+    ANY_ATTEMPT,
     Attempt,
     CancelOutcome,
     ExecutorReport,
     HandBackRefusal,
+    LeaseLapsed,
     Placement,
     Queued,
     StoreEvent,
 )
 
 # As `StoreSettings`, without their jitter: routers begin at different times.
-RENEW_US, REAP_US = 1_500 * US_PER_MS, 1_000 * US_PER_MS
+RENEW_US, REAP_US = 1_500 * US_PER_MS, 400 * US_PER_MS
 # As `router.dispatch.waiting_audit`'s and `retry_queue`'s.
 LOOK_US = 1_500 * US_PER_MS
 CONFIRM_US = 500 * US_PER_MS
@@ -197,6 +200,7 @@ class VirtualRouter:
         """Returns the requests of a broken stream to the queue, with their output so far."""
         if self.links.get(session.executor.executor_id) is session:
             del self.links[session.executor.executor_id]
+            self.writer.forget(session.executor.executor_id)
         for (_, attempt), client in self.offered.pop(session, {}).items():
             self._tell(client.stream.life, Unlinked(attempt))
         if not self.links:
@@ -209,6 +213,10 @@ class VirtualRouter:
     def on_report(self, session: Session, report: ExecutorReport) -> None:
         """Passes on an executor's report."""
         self.writer.report(report)
+
+    def wants_report(self, executor_id: str) -> bool:
+        """Whether this router relays the executor's reports, or would if others do not."""
+        return self.writer.has_use_of_report(executor_id)
 
     def on_frame(self, session: Session, frame: Frame) -> None:
         """What a turn of an executor's loop brought. See `ExecutorLink.receive`."""
@@ -250,7 +258,28 @@ class VirtualRouter:
     # What the ledger tells, and what it is asked for without a request.
 
     def _on_store_event(self, event: StoreEvent) -> None:
-        self._execute(self.requests.on_store_event(event))
+        if not isinstance(event, LeaseLapsed):
+            self._execute(self.requests.on_store_event(event))
+            return
+        self._execute(self.requests.lapsed_beside_queue())
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        """As `router.dispatch.waiting_audit` after a lapse."""
+        lives = self.requests.waiting()
+        for start in range(0, len(lives), MAX_PER_CALL):
+            self._look_after_lapse(lives[start : start + MAX_PER_CALL])
+
+    def _look_after_lapse(self, waiting: Sequence[Lifecycle]) -> None:
+        def answered(ids: frozenset[str]) -> None:
+            for life in waiting:
+                if life.request_id in ids and self._waits(life):
+                    self._tell(life, Forgotten())
+
+        def failed() -> None:
+            self._timeline.after(RETRY_US, self.process.run, self._look_at_all)
+
+        self.ledger.find_forgotten([Attempt(life.request_id, ANY_ATTEMPT) for life in waiting], answered, failed)
 
     def _cancel_superseded(self, executor_id: str, request_id: str, attempt: int) -> None:
         self._cancel_sequence(CancelSequence(executor_id, request_id, attempt))
@@ -295,6 +324,8 @@ class VirtualRouter:
                 self._send(life, placement)
             case HandBack(life, placement, why):
                 self._hand_back(life, placement, why)
+            case ExpectReport(executor_id):
+                self.writer.expect_report(executor_id)
             case Settle(life, attempt):
                 self.writer.settle(client_of(life).stream.ending(attempt))
             case SettleUnused(ending):

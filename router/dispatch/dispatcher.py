@@ -102,9 +102,9 @@ from router.stream.request_stream import RequestStream, unread_stream
 
 Outcome = TypeVar("Outcome")
 
-# As many as have a turn at the store (`router.store.connection`). A new request without a turn after `SUBMIT_TURN_S` is
-# refused: its client can ask another router, or later.
-MAX_CONCURRENT_SUBMITS = 8
+# As many as go out in the calls that are under way (`router.store.batches`). A new request without a turn after
+# `SUBMIT_TURN_S` is refused: its client can ask another router, or later.
+MAX_CONCURRENT_SUBMITS = 32
 SUBMIT_TURN_S = 2.0
 
 
@@ -266,6 +266,7 @@ class Dispatcher:
                 self._tasks.create_task(self._ledger.run(), name="ledger")
                 self._tasks.create_task(self._queue_watch.run(), name="queue watch")
                 self._tasks.create_task(self._waiting_audit.run(), name="waiting audit")
+                self._tasks.create_task(self._waiting_audit.run_after_lapses(), name="waiting audit after a lapse")
         finally:
             self._has_stopped = True
 
@@ -465,9 +466,14 @@ class Dispatcher:
     # Events of the ledger.
 
     def _on_store_event(self, event: StoreEvent) -> None:
-        if isinstance(event, LeaseLapsed):
-            self._on_lapse()
-        self._execute(self._requests.on_store_event(event))
+        if not isinstance(event, LeaseLapsed):
+            self._execute(self._requests.on_store_event(event))
+            return
+        if event.is_certain:
+            log.warning("the ledger has taken this router for dead; it is asked which waiting requests it still has")
+        self._on_lapse()
+        self._execute(self._requests.lapsed_beside_queue())
+        self._waiting_audit.lapsed()
 
     def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
         self._execute([CancelSequence(executor_id, attempt.request_id, attempt.attempt)])

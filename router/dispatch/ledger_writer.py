@@ -1,7 +1,8 @@
 """Background writes of a router to the ledger: ends and reports.
 
 While one call is under way, further writes collect for the next. While Redis is away, ends wait here until it is back.
-Of an executor's reports only the newest counts, and not every report is written (`router.dispatch.report_pacer`).
+Of an executor's reports only the newest counts, and not every router writes every report
+(`router.dispatch.report_pacer`).
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from common.errors import RequestError
 from common.protocol import RESERVATION_VERSION
@@ -26,15 +27,16 @@ log = logging.getLogger(__name__)
 
 class LedgerWriter:
     """Writes for one pool. `on_superseded(executor_id, attempt)` tells an executor to drop an attempt that the ledger
-    has placed again."""
+    has placed again. Implements `router.store.types.PoolListener`."""
 
     def __init__(self, store: AdmissionStore, on_superseded: Callable[[str, Attempt], None]) -> None:
         self._store = store
         self._on_superseded = on_superseded
         self._ended: list[Ending] = []
-        self._reports = ReportPacer()
+        self._reports = ReportPacer(store.router_id)
         self._ended_wake = asyncio.Event()
         self._report_wake = asyncio.Event()
+        store.listen(self)
 
     def settle(self, ending: Ending) -> None:
         """Queues the end of a placement, which releases its reservation."""
@@ -43,13 +45,32 @@ class LedgerWriter:
 
     def report(self, report: ExecutorReport) -> None:
         """Queues a report of an executor."""
-        self._reports.offer(report)
-        self._report_wake.set()
+        with self._waking():
+            self._reports.offer(report, time.monotonic())
 
     def expect_report(self, executor_id: str) -> None:
         """Sends the executor's next report at once, because the ledger waits for it."""
-        self._reports.expect(executor_id)
-        self._report_wake.set()
+        with self._waking():
+            self._reports.expect(executor_id)
+
+    def on_routers(self, peers: frozenset[str]) -> None:
+        """Divides the executors among the live routers."""
+        with self._waking():
+            self._reports.follow(peers, time.monotonic())
+
+    def on_unheard(self, executor_id: str, silent_s: float) -> None:
+        """Relays for a router that does not."""
+        with self._waking():
+            self._reports.unheard(executor_id, silent_s, time.monotonic())
+
+    @contextmanager
+    def _waking(self) -> Iterator[None]:
+        """Covers a change of the pacer: wakes the relaying task if a report is due earlier by it."""
+        before = self._reports.next_due()
+        yield
+        due = self._reports.next_due()
+        if due is not None and (before is None or due < before):
+            self._report_wake.set()
 
     def forget(self, executor_id: str) -> None:
         """Drops the report of an executor that is gone."""
@@ -82,23 +103,25 @@ class LedgerWriter:
 
     async def _relay_reports(self) -> None:
         while True:
-            for report in self._reports.take_due(time.monotonic()):
-                await self._relay(report)
+            while reports := self._reports.take_due(time.monotonic()):
+                await self._relay(reports)
             due = self._reports.next_due()
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due is None else max(0.0, due - time.monotonic())):
                     await self._report_wake.wait()
             self._report_wake.clear()
 
-    async def _relay(self, report: ExecutorReport) -> None:
+    async def _relay(self, reports: Sequence[ExecutorReport]) -> None:
         try:
-            outcome = await self._store.report(report)
+            outcomes = await self._store.report_all(reports)
         except RequestError as error:
-            log.debug("the report of %s cannot be relayed: %s", report.executor_id, error)
-            self._reports.fail(report.executor_id)
+            log.debug("%d reports cannot be relayed: %s", len(reports), error)
+            for report in reports:
+                self._reports.fail(report.executor_id)
             return
-        for attempt in outcome.superseded:
-            self._on_superseded(report.executor_id, attempt)
+        for report, outcome in zip(reports, outcomes, strict=True):
+            for attempt in outcome.superseded:
+                self._on_superseded(report.executor_id, attempt)
 
 
 def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorReport:

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# An attempt mostly waits for Redis; the store limits its own concurrent calls.
-MAX_CONCURRENT_ATTEMPTS = 8
+# As many as go out in the calls that are under way (`router.store.batches`).
+MAX_CONCURRENT_ATTEMPTS = 32
 STORE_RETRY_S = 0.5
 
 

@@ -6,6 +6,9 @@ the lost interval would wait forever. So the router asks the ledger for its wait
 time, and submits again those that are not there. It asks twice before it does: news of the request's end or placement
 may still be on its way from the mailbox when the first answer comes.
 
+After a lapsed lease or a lost reply it asks for all of them at once, and only once. Then a request that was placed
+meanwhile is submitted again, too, which returns the placement: the event of it may have been in the lost reply.
+
 The order is random, so that each check is a sample of all that wait: of 10,000 requests of which 2 % are lost the first
 check of 256 finds one with 99 %, and then the others are checked at once. A single lost one is found within a minute.
 """
@@ -20,7 +23,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from common.errors import RequestError
-from router.store.types import Attempt
+from router.dispatch.retry_queue import STORE_RETRY_S
+from router.store.types import ANY_ATTEMPT, Attempt
 from router.stream.request_stream import RequestStream
 
 log = logging.getLogger(__name__)
@@ -57,6 +61,7 @@ class WaitingAudit:
         self._find_forgotten = find_forgotten
         self._pause = pause
         self._round: deque[RequestStream] = deque()
+        self._lapsed = asyncio.Event()
 
     async def run(self) -> None:
         """Checks until cancelled."""
@@ -66,6 +71,36 @@ class WaitingAudit:
                 await self.look()
             except RequestError as error:
                 log.debug("waiting requests cannot be verified: %s", error)
+
+    def lapsed(self) -> None:
+        """Records that the ledger may have lost requests, or this router a reply."""
+        self._lapsed.set()
+
+    async def run_after_lapses(self) -> None:
+        """Checks all after each lapse, until cancelled. Repeats it until Redis answers."""
+        while True:
+            await self._lapsed.wait()
+            self._lapsed.clear()
+            try:
+                await self.look_at_all()
+            except RequestError as error:
+                log.debug("waiting requests cannot be verified after a lapse: %s", error)
+                self._lapsed.set()
+                await self._pause(STORE_RETRY_S)
+
+    async def look_at_all(self) -> None:
+        """Submits again, of all that wait, what the ledger does not have in its queue."""
+        streams, num_forgotten = self._line.waiting(), 0
+        for start in range(0, len(streams), MAX_PER_LOOK):
+            waiting = [stream for stream in streams[start : start + MAX_PER_LOOK] if self._line.waits(stream)]
+            if waiting:
+                ids = await self._find_forgotten([Attempt(stream.request_id, ANY_ATTEMPT) for stream in waiting])
+                for stream in waiting:
+                    if stream.request_id in ids and self._line.waits(stream):
+                        num_forgotten += 1
+                        self._line.submit_forgotten_again(stream)
+        if num_forgotten:
+            log.warning("%d of %d waiting requests are submitted again", num_forgotten, len(streams))
 
     async def look(self) -> None:
         """Checks the next requests of the round, or of a new one. Raises `RequestError` while Redis does not answer."""

@@ -1012,6 +1012,14 @@ class LiveRequests:
         """No executor has been linked for the grace period. Requests with a deadline wait until that."""
         return self._tell_all(NoExecutor(error))
 
+    def lapsed_beside_queue(self) -> Effects:
+        """Applies a lapsed lease to the requests that are not in the queue. Of those that are the ledger is asked."""
+        effects: Effects = []
+        for life in tuple(self._served.values()):
+            if not life.is_in_queue:
+                effects += self.tell(life, LeaseLapsed())
+        return effects
+
     def on_store_event(self, event: StoreEvent) -> Effects:
         """Applies an event of the ledger. Placements of requests that are not served are settled."""
         if isinstance(event, LeaseLapsed):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -40,6 +40,7 @@ from router.store.types import (
     PrefixHolder,
     Queued,
     Refused,
+    ReportOutcome,
     Snapshot,
     StoreEvent,
     TakenOver,
@@ -53,7 +54,7 @@ _RATES = struct.Struct("<5d")
 
 
 def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
-    """Returns the arguments of submit.lua."""
+    """Returns the arguments of submit.lua for one request."""
     pool = (
         settings.max_queue_requests,
         _limit(settings.max_queue_tokens),
@@ -97,7 +98,7 @@ def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
 
 
 def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argument]:
-    """Returns the arguments of report.lua.
+    """Returns the arguments of report.lua for one report.
 
     With preemption by class the ledger counts seats only: a standby place would not help a request of a higher class.
     """
@@ -116,10 +117,26 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
         report.step_ms,
         report.prefill_tokens_per_s,
         int(report.ends_at_reservation),
+        report.age_ms,
+        len(report.held),
     ]
     for one in report.held:
         args += (one.request_id, one.attempt, one.blocks)
     return args
+
+
+def parse_reports(reply: Reply) -> list[ReportOutcome]:
+    """Returns the outcomes of report.lua, in the order of the reports."""
+    return [
+        ReportOutcome(status == "TAKEN", tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)))
+        for status, flat in reply.values[0]
+    ]
+
+
+def parse_unheard(reply: Reply) -> list[tuple[str, float]]:
+    """Returns the silent executors of reap.lua, and for how many seconds each is silent."""
+    flat = reply.values[0] if reply.values else ()
+    return [(executor_id, ms / 1000) for executor_id, ms in zip(flat[::2], flat[1::2], strict=True)]
 
 
 def hand_back_args(
@@ -134,7 +151,7 @@ def hand_back_args(
     stood_still: bool = False,
     placement_blocks: int | None = None,
 ) -> list[Argument]:
-    """Returns the arguments of hand_back.lua."""
+    """Returns the arguments of hand_back.lua for one placement."""
     why = "preempted" if preempted else "rejected" if rejected else "stood_still" if stood_still else "lost"
     blocks: Argument = "" if placement_blocks is None else placement_blocks
     return [request_id, attempt, max_attempts, why, output_tokens, int(progressed), blocks]
@@ -211,6 +228,11 @@ def parse_reply(raw: Sequence[Any]) -> Reply:
     pairs = (dict(zip(fields[::2], fields[1::2], strict=True)) for fields in events)
     parsed = tuple(parse_event(fields) for fields in pairs)
     return Reply(outcome[0], tuple(outcome[1:]), parsed, tuple(missing), bool(more), bool(registered), now_ms)
+
+
+def parse_outcomes(reply: Reply) -> list[Reply]:
+    """Returns the reply of a script that handles several requests as one reply for each, with its outcome."""
+    return [replace(reply, status=outcome[0], values=tuple(outcome[1:])) for outcome in reply.values[0]]
 
 
 def parse_event(fields: Mapping[str, Any]) -> StoreEvent:

@@ -5,6 +5,9 @@ reader resumes after the last entry that it delivered, so each entry is delivere
 reconnects too. If the stream was created again with older ids, the reader starts from its beginning: Redis names
 entries by its clock, which may have been set back while there was no mailbox.
 
+A mailbox keeps about 10,000 entries. A router that was stopped for longer than these take finds the oldest gone. It is
+told so by a `LeaseLapsed`, which is not certain: the ledger is asked how the waiting requests stand.
+
 As the mailbox has its own connection, the event that another router has adopted a request may arrive after that router
 has returned it, and before this one knows that it owns it again. The same holds for the event of a cancel after a
 repeat has started under the same id. `OwnershipFilter` drops both. Times are milliseconds of the ledger's clock. It
@@ -27,7 +30,7 @@ from common.errors import RequestError
 from router.store.codec import parse_event
 from router.store.connection import answered
 from router.store.settings import StoreSettings
-from router.store.types import Cancelled, StoreEvent, TakenOver
+from router.store.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
 
 START = "0-0"
 MAX_ENTRIES = 256
@@ -64,13 +67,24 @@ class Mailbox:
                 on_event(event)
 
     async def read(self, block_ms: int | None = None) -> list[StoreEvent]:
-        """Returns the entries since the last read; if there are none, waits up to `block_ms` for the first."""
+        """Returns the entries since the last read; if there are none, waits up to `block_ms` for the first. If entries
+        before them may have been lost, the last event says so."""
         call = self._redis.xread({self._key: self._cursor}, count=MAX_ENTRIES, block=block_ms)
         streams: Any = await answered(call, self._settings)
         entries = [entry for _, entries in streams for entry in entries]
+        events = [parse_event(fields) for _, fields in entries]
+        if len(entries) == MAX_ENTRIES and not await self._has_read_entry():  # else too few for a mailbox that is full
+            events.append(LeaseLapsed(is_certain=False))
         if entries:
             self._cursor = entries[-1][0]
-        return [parse_event(fields) for _, fields in entries]
+        return events
+
+    async def _has_read_entry(self) -> bool:
+        """Returns whether the last entry that was read is still there. Then none behind it has been removed."""
+        if self._cursor == START:
+            return True
+        call = self._redis.xrevrange(self._key, max=self._cursor, min=self._cursor, count=1)
+        return bool(await answered(call, self._settings))
 
     async def rewind_if_reset(self) -> None:
         """Starts from the beginning if the stream is a new one: Redis lost the previous one, or its clock was set

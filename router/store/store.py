@@ -15,12 +15,14 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
 from common.errors import RequestError
+from router.store.batches import Batches
 from router.store.codec import (
     Reply,
     hand_back_args,
@@ -28,10 +30,13 @@ from router.store.codec import (
     parse_cancel,
     parse_explain,
     parse_hand_back,
+    parse_outcomes,
     parse_rates,
     parse_reply,
+    parse_reports,
     parse_snapshot,
     parse_submit,
+    parse_unheard,
     rates_args,
     report_args,
     settle_args,
@@ -59,6 +64,7 @@ from router.store.types import (
     LeaseLapsed,
     LedgerState,
     Placement,
+    PoolListener,
     Queued,
     Refused,
     ReportOutcome,
@@ -75,9 +81,10 @@ T = TypeVar("T")
 MAX_ROUNDS = 64
 MAX_SETTLED_PER_CALL = 256
 
-# Scripts that must not run late: by then the request may belong to another router, or be repeated. The first two may
-# make the caller its owner; these are their outcomes in that case.
-TIMELY = frozenset({"submit", "adopt", "cancel"})
+# Scripts that must not run late: by then the request may belong to another router, or be repeated. Their argument says
+# until when the caller waits; of the first two it is in front of the requests. `submit` and `adopt` may make the caller
+# the owner; these are their outcomes in that case.
+TIMELY = frozenset({"submit", "cancel", "adopt"})
 OWNED = frozenset({"PLACED", "QUEUED", "ADOPTED"})
 # Scripts that do not belong to a request; each runs once at a time. All others take turns.
 UNPROMPTED = frozenset({"settle", "report", "renew", "reap"})
@@ -88,11 +95,22 @@ SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
 
 @dataclass(slots=True)
 class _Operation:
-    """One operation in progress: the mailboxes that it needed so far, and the events of its own request."""
+    """One operation in progress: the mailboxes that it needed so far, and the events of its own requests."""
 
     mailboxes: set[str]
-    own_id: str | None
-    own_event: OwnEvent | None = None
+    own_ids: frozenset[str]
+    own_events: dict[str, OwnEvent] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a script that handles several requests is asked for one of them."""
+
+    request_id: str
+    args: Sequence[Argument]
+
+
+_Answer = tuple[Reply, OwnEvent | None]
 
 
 class AdmissionStore:
@@ -119,7 +137,7 @@ class AdmissionStore:
         self._turns = turns or Turns(settings)
         self._outage = Outage(pool, logger)
         self._keys = PoolKeys(pool)
-        self._router_id = router_id
+        self.router_id = router_id
         self._settings = settings
         self._on_event = on_event
         self._on_call = on_call
@@ -127,14 +145,18 @@ class AdmissionStore:
         self._clock = StoreClock()
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
+        self._listener: PoolListener | None = None
         self._is_registered = False
         self._missed_reply = False
         self._operations: set[asyncio.Task[Any]] = set()
+        self._submits = self._batches("submit")
+        self._cancels = self._batches("cancel")
+        self._hand_backs = self._batches("hand_back")
 
     async def run(self) -> None:
         """Reads the mailbox, renews the lease and reaps, until cancelled. Continues after Redis was unavailable."""
         reader = connect_reader(self._redis, self._settings)
-        mailbox = Mailbox(reader, self._keys.mailbox(self._router_id), self._settings)
+        mailbox = Mailbox(reader, self._keys.mailbox(self.router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(mailbox.run(self._tenures.tell, self._outage.failed))
@@ -171,7 +193,7 @@ class AdmissionStore:
         """Returns why the tenant's rates refuse a request of so many tokens now, or None. Takes from the rates only if
         `takes`. A submit that repeats the request of this id is not refused."""
         args = rates_args(tenant, limits, tokens, request_id, takes)
-        reply, _ = await self._detached(self._operate("rates", *args))
+        reply = await self._detached(self._operate("rates", *args))
         return parse_rates(reply)
 
     async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
@@ -184,7 +206,7 @@ class AdmissionStore:
         The owner calls it, too, when its client disconnects: with `is_own` a request that another living router owns by
         now, because the client went there, counts as unknown.
         """
-        reply, _ = await self._detached(self._operate("cancel", request_id, int(is_own)))
+        reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, int(is_own)])))
         return parse_cancel(request_id, reply)
 
     async def hand_back(
@@ -221,8 +243,7 @@ class AdmissionStore:
             stood_still=stood_still,
             placement_blocks=placement_blocks,
         )
-        operation = self._operate("hand_back", *args, own_id=request_id)
-        reply, event = await self._detached(operation)
+        reply, event = await self._detached(self._hand_backs.ask(_Asked(request_id, args)))
         if isinstance(event, Dropped):
             return event
         return event or parse_hand_back(request_id, reply)
@@ -233,7 +254,7 @@ class AdmissionStore:
         A waiting or lost request is not changed: only a router with its prompt can continue it, by a submit. ENDED: it
         has ended, and was never placed, or its executor is not known.
         """
-        reply, _ = await self._detached(self._ask_for("adopt", request_id, [request_id]))
+        reply = await self._detached(self._adopt(request_id))
         return parse_adopt(request_id, reply)
 
     async def absolve(self, request_id: str, attempt: int) -> None:
@@ -244,31 +265,41 @@ class AdmissionStore:
         """Returns those of this router's waiting requests that the ledger does not have in its queue: submit them
         again.
 
-        `waiting` are at most 256, with the last attempt of each that the router knows of.
+        `waiting` are at most 256, with the last attempt of each that the router knows of. `ANY_ATTEMPT` also names
+        those that were placed or lost meanwhile.
         """
-        reply, _ = await self._detached(self._operate("verify", *verify_args(waiting)))
+        reply = await self._detached(self._operate("verify", *verify_args(waiting)))
         return frozenset(reply.values[0])
 
     async def explain(self, request_id: str) -> Explanation | None:
         """Returns the state of a request and what it waits for; None for an unknown id."""
-        reply, _ = await self._detached(self._operate("explain", request_id))
+        reply = await self._detached(self._operate("explain", request_id))
         return parse_explain(reply)
 
     # Executors and leases --------------------------------------------------------------------------------------
 
     async def report(self, report: ExecutorReport) -> ReportOutcome:
         """Relays an executor's report. Every router may do so, any number of times."""
-        reply, _ = await self._detached(self._operate("report", *report_args(report, self._settings)))
-        if reply.status == "OLD":
-            return ReportOutcome(taken=False)
-        flat = reply.values[0]
-        superseded = tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True))
-        return ReportOutcome(taken=True, superseded=superseded)
+        (outcome,) = await self.report_all([report])
+        return outcome
+
+    async def report_all(self, reports: Sequence[ExecutorReport]) -> list[ReportOutcome]:
+        """Relays reports of several executors in one call. Returns their outcomes in the same order."""
+        args = [arg for report in reports for arg in report_args(report, self._settings)]
+        reply = await self._detached(self._operate("report", *args))
+        return parse_reports(reply)
+
+    def listen(self, listener: PoolListener) -> None:
+        """Passes what the periodic calls tell of the pool to the listener."""
+        self._listener = listener
 
     async def renew(self) -> None:
         """Renews this router's lease and learns the other living routers."""
-        reply, _ = await self._detached(self._operate("renew"))
-        self._peers = frozenset(reply.values[0]) - {self._router_id}
+        reply = await self._detached(self._operate("renew"))
+        peers = frozenset(reply.values[0]) - {self.router_id}
+        has_changed, self._peers = peers != self._peers, peers
+        if has_changed and self._listener is not None:
+            self._listener.on_routers(peers)
 
     async def reap(self) -> None:
         """Removes executors and routers whose lease has lapsed, a bounded number; the next call continues."""
@@ -276,7 +307,7 @@ class AdmissionStore:
 
     async def snapshot(self, max_lines: int = 0) -> Snapshot:
         """Returns the state of the pool, with the queues of at most `max_lines` tenants."""
-        reply, _ = await self._detached(self._operate("snapshot", max_lines))
+        reply = await self._detached(self._operate("snapshot", max_lines))
         return parse_snapshot(reply)
 
     # How a script is called ------------------------------------------------------------------------------------
@@ -285,24 +316,29 @@ class AdmissionStore:
         assert 1 <= demand.priority_class <= NUM_CLASSES
         assert demand.blocks > 0
         assert demand.sequences > 0
-        args = submit_args(demand, self._settings)
-        reply, event = await self._ask_for("submit", demand.request_id, args)
+        asked = _Asked(demand.request_id, submit_args(demand, self._settings))
+        with self._tenures.asked(demand.request_id):
+            reply, event = await self._submits.ask(asked)
+            self._begin_tenure(demand.request_id, reply)
         return event or parse_submit(demand.request_id, reply)
 
-    async def _ask_for(self, name: str, request_id: str, args: Sequence[Argument]) -> tuple[Reply, OwnEvent | None]:
-        """Calls a script that may make this router the owner; the script does nothing if the caller no longer waits."""
+    async def _adopt(self, request_id: str) -> Reply:
         with self._tenures.asked(request_id):
-            reply, event = await self._operate(name, *args, own_id=request_id)
-            if reply.status in OWNED:
-                self._tenures.begin(request_id, reply.now_ms)
-        return reply, event
+            reply = await self._operate("adopt", request_id)
+            self._begin_tenure(request_id, reply)
+        return reply
+
+    def _begin_tenure(self, request_id: str, reply: Reply) -> None:
+        if reply.status in OWNED:
+            self._tenures.begin(request_id, reply.now_ms)
 
     async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
         """Undoes a submit whose caller was cancelled: nothing can have been sent to an executor."""
         result = await submit
         placement = result if isinstance(result, Placement) else None
         if isinstance(result, Queued):
-            placement = parse_cancel(request_id, (await self._operate("cancel", request_id, 1))[0]).placement
+            reply, _ = await self._cancels.ask(_Asked(request_id, [request_id, 1]))
+            placement = parse_cancel(request_id, reply).placement
         if placement:
             async with self._turns.turn("settle"):
                 await self._settle([Ending(request_id, placement.attempt, cancelled=True)])
@@ -311,42 +347,69 @@ class AdmissionStore:
         num_settled = 0
         for start in range(0, len(attempts), MAX_SETTLED_PER_CALL):
             chunk = attempts[start : start + MAX_SETTLED_PER_CALL]
-            reply, _ = await self._operate("settle", *settle_args(chunk))
+            reply = await self._operate("settle", *settle_args(chunk))
             num_settled += reply.values[0]
         return num_settled
 
     async def _reap(self) -> None:
-        operation = _Operation(set(self._peers), None)
+        operation = _Operation(set(self._peers), frozenset())
         for _ in range(MAX_ROUNDS):
             reply = await self._call(operation, "reap", ())
             if reply.status != "AGAIN":
                 break
+        if self._listener is not None:
+            for executor_id, silent_s in parse_unheard(reply):
+                self._listener.on_unheard(executor_id, silent_s)
         await self._board(operation, reply)
 
-    async def _operate(self, name: str, *args: Argument, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
-        """Calls a script, in its turn, until it is done, then boards until nothing more fits.
+    def _batches(self, name: str) -> Batches[_Asked, _Answer]:
+        """Returns the calls of a script that handles several requests."""
+        return Batches(partial(self._ask_all, name), partial(self._turns.turn, name), self._start)
 
-        Delivers events as they come, except a placement or drop of `own_id`: that is part of the result.
+    async def _ask_all(self, name: str, asked: Sequence[_Asked]) -> list[_Answer]:
+        """Calls a script for several requests until it is done with each, then boards until nothing more fits.
+
+        Delivers events as they come, except the placements and drops of these requests: they are part of the results.
         """
-        if name in UNPROMPTED:
-            return await self._operate_now(name, *args, own_id=own_id)
-        async with self._turns.turn(name):
-            return await self._operate_now(name, *args, own_id=own_id)
-
-    async def _operate_now(self, name: str, *args: Argument, own_id: str | None) -> tuple[Reply, OwnEvent | None]:
         # A submit rarely boards: it places other requests only if there is room for its own.
-        operation = _Operation(set() if name == "submit" else set(self._peers), own_id)
+        mailboxes = set[str]() if name == "submit" else set(self._peers)
+        operation = _Operation(mailboxes, frozenset(one.request_id for one in asked))
+        outcomes: dict[int, Reply] = {}
+        left = list(range(len(asked)))
+        for _ in range(MAX_ROUNDS):
+            args = [arg for index in left for arg in asked[index].args]
+            reply = await self._call(operation, name, (*self._waits_until(name), *args))
+            if reply.status != "LATE":
+                outcomes.update(zip(left, parse_outcomes(reply), strict=True))
+                left = [index for index in left if outcomes[index].status == "AGAIN"]
+            if not left:
+                await self._board(operation, reply)
+                return [(outcomes[index], operation.own_events.get(one.request_id)) for index, one in enumerate(asked)]
+        raise self._endless(name)
+
+    async def _operate(self, name: str, *args: Argument) -> Reply:
+        """Calls a script, in its turn, until it is done, then boards until nothing more fits."""
+        if name in UNPROMPTED:
+            return await self._operate_now(name, *args)
+        async with self._turns.turn(name):
+            return await self._operate_now(name, *args)
+
+    async def _operate_now(self, name: str, *args: Argument) -> Reply:
+        operation = _Operation(set(self._peers), frozenset())
         for _ in range(MAX_ROUNDS):
             reply = await self._call(operation, name, (*args, *self._waits_until(name)))
             if reply.status not in ("AGAIN", "LATE"):
                 await self._board(operation, reply)
-                return reply, operation.own_event
+                return reply
+        raise self._endless(name)
+
+    def _endless(self, name: str) -> RequestError:
         endless = unavailable(self._settings, f"{name} found no end")
         self._outage.failed(endless.cause)
-        raise endless
+        return endless
 
     def _waits_until(self, name: str) -> tuple[Argument, ...]:
-        """Returns the last argument of scripts that must not run late: a time of Redis' clock."""
+        """Returns an argument of scripts that must not run late: a time of Redis' clock."""
         if name not in TIMELY:
             return ()
         until_ms = self._clock.in_ms(self._settings.call_timeout_ms)
@@ -364,7 +427,7 @@ class AdmissionStore:
 
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
-        call = self._calls.run(name, keys, [self._router_id, *args])
+        call = self._calls.run(name, keys, [self.router_id, *args])
         began, succeeded = time.monotonic(), False
         try:
             reply = parse_reply(await answered(call, self._settings))
@@ -386,13 +449,14 @@ class AdmissionStore:
         return reply
 
     def _deliver(self, operation: _Operation, reply: Reply) -> None:
-        if self._missed_reply or (self._is_registered and reply.registered):
-            self._on_event(LeaseLapsed())
+        has_lapsed = self._is_registered and reply.registered
+        if self._missed_reply or has_lapsed:
+            self._on_event(LeaseLapsed(has_lapsed))
         self._is_registered = self._is_registered or reply.registered or self._missed_reply
         self._missed_reply = False
         for event in reply.events:
-            if isinstance(event, OwnEvent) and event.request_id == operation.own_id:
-                operation.own_event = event
+            if isinstance(event, OwnEvent) and event.request_id in operation.own_ids:
+                operation.own_events[event.request_id] = event
             else:
                 self._on_event(event)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from common.errors import Reason
 
@@ -213,6 +214,8 @@ class ExecutorReport:
     prefill_tokens_per_s: float = 0.0
     seats: int | None = None
     ends_at_reservation: bool = False
+    age_ms: int = 0
+    """How long ago it came to the router that relays it."""
 
 
 # Results and events -----------------------------------------------------------------------------------------------
@@ -423,12 +426,29 @@ class TakenOver:
     at_ms: int = field(default=0, compare=False)
 
 
+ANY_ATTEMPT = 1 << 52
+"""More than any number of an attempt."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseLapsed:
-    """The pool may have lost this router's waiting requests: submit them again. Those that still wait are unaffected.
+    """The pool may have lost this router's waiting requests: ask it which, and submit those again.
 
-    Also sent after a lost reply, which may have held this event or a placement; the submit returns that placement.
+    Also sent after a lost reply, which may have held this event or a placement: then it is not certain, and a submit
+    returns that placement.
     """
+
+    is_certain: bool = field(default=True, compare=False)
+
+
+class PoolListener(Protocol):
+    """Receives what a router's periodic calls tell of the pool besides events of its requests."""
+
+    def on_routers(self, peers: frozenset[str]) -> None:
+        """The other live routers have changed."""
+
+    def on_unheard(self, executor_id: str, silent_s: float) -> None:
+        """The ledger has had no report of the executor for so long."""
 
 
 StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped | TakenOver | LeaseLapsed

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from unittest.mock import patch
 
 import pytest
 from redis.asyncio import Redis
 
+from common.errors import RequestError
 from inflight.v1 import executor_pb2
 from router.dispatch import dispatcher as dispatching
 from router.dispatch.dispatcher import Dispatcher
@@ -18,7 +20,7 @@ from router.store.connection import close, connect
 from router.store.keys import PoolKeys
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
-from router.store.types import Demand, ExecutorReport, Placement, Queued, StoreCall, StoreEvent
+from router.store.types import Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreCall, StoreEvent
 from router.stream.request_stream import RequestStream
 from tests.cluster import PATIENCE_S
 from tests.store_pool import START_MS, steered_scripts
@@ -79,25 +81,24 @@ def new_stream(request_id: str) -> RequestStream:
 
 
 @asynccontextmanager
-async def storm(redis_url: str, admin: Redis, pool: str) -> AsyncIterator[Storm]:
+async def storm(redis_url: str, admin: Redis, pool: str, settings: StoreSettings = SETTINGS) -> AsyncIterator[Storm]:
     """The dispatcher runs. It waits 0 s for an executor that the ledger does not know. The ledger's clock stands still,
     so however slow the machine is, no lease lapses by time."""
     await admin.set(clock_of(pool), START_MS)
-    redis, stores, calls = connect(redis_url, SETTINGS), list[AdmissionStore](), list[StoreCall]()
+    redis, stores, calls = connect(redis_url, settings), list[AdmissionStore](), list[StoreCall]()
 
-    def lapsed() -> None:
-        here.num_lapses += 1
+    def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:
+        def counting(event: StoreEvent) -> None:
+            here.num_lapses += isinstance(event, LeaseLapsed) and event.is_certain
+            on_event(event)
 
-    def open_store(on_event: object) -> AdmissionStore:
-        stores.append(
-            AdmissionStore(redis, pool, "a", SETTINGS, on_event, steered_scripts(), on_call=calls.append)  # type: ignore[arg-type]
-        )
+        stores.append(AdmissionStore(redis, pool, "a", settings, counting, steered_scripts(), on_call=calls.append))
         return stores[0]
 
     def ignore(event: StoreEvent) -> None:
         pass
 
-    dispatcher = Dispatcher(open_store, 3, no_executor_grace_s=0.0, on_lapse=lapsed)
+    dispatcher = Dispatcher(open_store, 3, no_executor_grace_s=0.0)
     other_redis = connect(redis_url, SETTINGS)
     other = AdmissionStore(other_redis, pool, "b", SETTINGS, ignore, steered_scripts())
     here = Storm(redis, dispatcher, stores[0], other)
@@ -157,3 +158,52 @@ async def test_all_that_wait_are_put_in_line_again_when_the_ledger_was_lost(
         await here.until_waiting(NUM_REQUESTS)
         assert [stream.error for stream in streams if stream.has_ended] == []
     assert (here.num_lapses, here.failed_calls) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "num_cancelled", "call_timeout_ms", "pause_ms"),
+    [(2_000, 800, 500, 750), pytest.param(20_000, 8_000, 2_000, 3_000, marks=pytest.mark.slow)],
+)
+async def test_clients_that_leave_while_redis_is_silent_cost_no_lease_and_no_other_request_its_place(
+    redis_url: str,
+    admin: Redis,
+    pool: str,
+    num_waiting: int,
+    num_cancelled: int,
+    call_timeout_ms: int,
+    pause_ms: int,
+) -> None:
+    settings = dataclasses.replace(SETTINGS, call_timeout_ms=call_timeout_ms, max_queue_requests=100_000)
+    submitted = Counter[str]()
+    async with storm(redis_url, admin, pool, settings) as here:
+        submit = here.own.submit
+
+        async def counting(demand: Demand) -> object:
+            submitted[demand.request_id] += 1
+            return await submit(demand)
+
+        here.own.submit = counting  # type: ignore[method-assign, assignment]
+        streams = await here.queue(num_waiting)
+        leaving, staying = streams[:num_cancelled], streams[num_cancelled:]
+        await admin.execute_command("CLIENT", "PAUSE", pause_ms, "ALL")
+        for stream in leaving:
+            here.dispatcher.release(stream)
+        with suppress(RequestError):  # not answered, and answered only when Redis continues
+            await here.own.renew()
+        await here.until_waiting(len(staying))
+        async with asyncio.timeout(600):
+            await asyncio.gather(*(stream.forgotten.wait() for stream in leaving))
+            await here.own.renew()  # whatever was concluded from lost replies has been checked against the ledger
+            await here.own.find_forgotten([])
+        assert here.num_lapses == 0
+        assert set(submitted.values()) == {1}
+        assert [stream.error for stream in streams if stream.error is not None] == []
+        assert {stream.request_id for stream in here.dispatcher.waiting()} == {one.request_id for one in staying}
+        # And each of the others ends once, too
+        for stream in staying:
+            here.dispatcher.release(stream)
+        await here.until_waiting(0)
+        async with asyncio.timeout(600):
+            await here.dispatcher.emptied()
+        assert set(submitted.values()) == {1}
+        assert await admin.zcard(PoolKeys(pool).key("ended")) == num_waiting

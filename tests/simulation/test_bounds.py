@@ -25,6 +25,7 @@ from bench.timeline.timeline import US_PER_S
 from bench.timeline.traffic import SimRequest, poisson_us, prompt_of
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sequence
+from router.dispatch.report_pacer import ReportPacer
 from router.store.types import Ending
 from tests.simulation.worlds import make_world, run_world
 
@@ -179,6 +180,13 @@ def test_end_that_is_settled_late_is_seen(redis_url: str, pool: str, monkeypatch
 
     monkeypatch.setattr(LedgerWriter, "settle", later)
     exceeds(crowded(redis_url, pool), "for which it is reserved, for 0.0.. s; the bound is 0.010 s")
+
+
+def test_executor_for_which_no_router_stands_in_is_seen(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReportPacer, "unheard", lambda *args: None)
+    exceeds(spacious(redis_url, pool, FaultKind.ROUTER_HANG), "reports and the ledger does not hear of it")
 
 
 def test_place_in_line_that_is_given_up_late_is_seen(

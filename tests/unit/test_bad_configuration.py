@@ -168,7 +168,7 @@ async def test_records_of_many_tenants_do_not_stay(store_pool: StorePool) -> Non
         demands = [asked(f"r{generation} {i}", f"t{generation} {i}", max_tokens=16) for i in range(count)]
         for start in range(0, count, 500):
             some = demands[start : start + 500]
-            await call_often(store_pool, "submit", (submit_args(one, SETTINGS) for one in some))
+            await call_often(store_pool, "submit", (["", *submit_args(one, SETTINGS)] for one in some))
             endings = (Ending(one.request_id, 1, 8, 4, by_itself=True) for one in some)
             await call_often(store_pool, "settle", (settle_args([ending]) for ending in endings))
         assert await store_pool.redis.hlen(store_pool.keys.key("tenants")) == count

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from bench.ledger import main as ledger
+from bench.ledger.calls import Call, CallKind
 from bench.ledger.commands import ID_MARKERS, Commands
 from bench.ledger.figures import Saturation, percentiles_ms
 from bench.ledger.main import cells
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.server import Server
 from bench.ledger.slowest import Slowest
-from bench.ledger.traffic import Traffic, TrafficError
+from bench.ledger.traffic import Traffic, TrafficError, shares
+from bench.ledger.upkeep import Relay, Upkeep
 from bench.ledger.wire import Connection, Template, bulk_text
 from bench.redis.wire import Framing, WireError, command
 
-LAST_LINE = r"admission: queued=50 executors=3 admitted_per_s=(\d+) p50_ms=(\d+\.\d+) p99_ms=(\d+\.\d+)"
+LAST_LINE = (
+    r"admission: queued=50 executors=3 routers=16 admitted_per_s=(\d+) redis_us=(\d+\.\d+) "
+    r"submit_p50_ms=(\d+\.\d+) submit_p99_ms=(\d+\.\d+) seat_p50_ms=(\d+\.\d+) seat_p99_ms=(\d+\.\d+)"
+)
 NESTED = b"*3\r\n*2\r\n$6\r\nQUEUED\r\n:7\r\n*0\r\n$-1\r\n"
 
 
@@ -86,10 +94,22 @@ def test_scheme_that_is_not_spoken_is_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("traffic", ["mixed", "plain"])
 def test_small_matrix_keeps_its_queue_and_writes_its_report(
-    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], traffic: str
 ) -> None:
-    arguments = ["--matrix", "3x50", "--seats", "16", "--seconds", "0.1", "--redis-url", redis_url]
+    arguments = [
+        "--matrix",
+        "3x50",
+        "--seats",
+        "16",
+        "--seconds",
+        "0.1",
+        "--redis-url",
+        redis_url,
+        "--traffic",
+        traffic,
+    ]
     assert ledger.main([*arguments, "--out", str(tmp_path)]) == 0  # another length of the queue would be an error
     lines = capsys.readouterr().out.splitlines()
     found = re.fullmatch(LAST_LINE, lines[-1])
@@ -109,7 +129,7 @@ def test_small_matrix_keeps_its_queue_and_writes_its_report(
 
 def test_settle_names_ends_of_one_executor_that_has_so_many() -> None:
     template = Template(["SETTLE", *ID_MARKERS[:2]], ID_MARKERS)
-    commands = Commands([], [], {2: [[template]]}, [], [], [], [], [], [])
+    commands = Commands([], [], {}, {2: [[template]]}, [], [], [], [], [], [])
     traffic = Traffic(PoolScale(queued=10, executors=2, seats=2), commands, seed=1)
     for number in (1, 2, 3):
         traffic.take_events(placed(request_id(number), executor_id(number % 2)), now_s=0.0)
@@ -121,7 +141,49 @@ def test_settle_names_ends_of_one_executor_that_has_so_many() -> None:
 
 
 def placed(placed_id: bytes, executor: bytes) -> bytes:
-    return command("placed", "request_id", placed_id, "executor_id", executor)
+    return command("placed", "request_id", placed_id, "executor_id", executor, "at_ms", "1")
+
+
+def test_seat_latency_is_that_of_the_call_that_freed_the_seat() -> None:
+    template = Template(["SETTLE", ID_MARKERS[0]], ID_MARKERS)
+    commands = Commands([], [], {}, {1: [[template]]}, [], [], [], [], [], [])
+    traffic = Traffic(PoolScale(queued=10, executors=1, seats=2), commands, seed=1)
+    for number in (1, 2):
+        traffic.take_events(placed(request_id(number), executor_id(0)), now_s=0.0)
+    settle = traffic.settle(1, due_s=10.0)
+    traffic.forget_latencies()
+    traffic.take_events(placed(request_id(3), executor_id(0)), now_s=10.5)  # by the same call, at ledger time 1
+    traffic.take(settle, b"*2\r\n*2\r\n$7\r\nSETTLED\r\n:1\r\n:1\r\n", now_s=10.75)
+    traffic.take_events(placed(request_id(4), executor_id(0)), now_s=11.0)
+    traffic.take_events(placed(request_id(5), executor_id(0)).replace(b"\r\n1\r\n", b"\r\n2\r\n"), now_s=12.0)
+    assert traffic.seat_s == [0.5, 1.0]
+
+
+def test_every_executor_is_relayed_by_one_router() -> None:
+    executors = [executor_id(number) for number in range(50)]
+    assert sorted(one for share in shares(executors, 4) for one in share) == executors
+
+
+def test_router_relays_each_report_twice_a_second_and_one_call_at_a_time() -> None:
+    made: list[tuple[list[bytes], float]] = []
+    now_s = 0.0
+
+    def make(executors: Sequence[bytes]) -> Call:
+        made.append((list(executors), now_s))
+        return Call(CallKind.UPKEEP, b"")
+
+    relay = Relay([b"x", b"y", b"z"], make, random.Random(1), began_s=0.0, max_per_call=2)
+    upkeep = Upkeep()
+    upkeep.start([(relay.next_due_s(0.0), relay)])
+    while upkeep.due_s < 10.0:
+        now_s = max(now_s, upkeep.due_s)
+        call = upkeep.next_call(now_s)
+        assert upkeep.due_s == float("inf")  # until it is answered
+        now_s += 0.01
+        upkeep.done(call, now_s)
+    for executor in (b"x", b"y", b"z"):
+        times = [at_s for relayed, at_s in made if executor in relayed]
+        assert all(0.499 < later - earlier < 0.54 for earlier, later in pairwise(times))
 
 
 @pytest.mark.parametrize("text", ["", "10", "1x", "0x10", "1x2x3", "axb"])
@@ -152,7 +214,7 @@ def test_worst_call_is_kept_and_options_are_put_back(redis_url: str) -> None:
 
 
 def test_shares_of_redis_time_add_up_and_name_the_bound() -> None:
-    saturated = Saturation(1000, 1.0, 0.95, script_us=800_000, mail_us=50_000, report_us=100_000, load_cpu_s=0.5)
+    saturated = Saturation(1000, 0, 0, 1.0, 0.95, script_us=800_000, mail_us=50_000, report_us=100_000, load_cpu_s=0.5)
     assert saturated.shares == pytest.approx(
         {"scripts": 14 / 19, "reports": 2 / 19, "mailboxes": 1 / 19, "network": 2 / 19}
     )

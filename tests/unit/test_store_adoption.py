@@ -255,8 +255,14 @@ async def test_call_that_comes_when_its_caller_has_given_up_takes_nothing(store_
     await store_pool.wait(10_000)
     keys = store_pool.keys.for_script(("a",))
     submit = submit_args(KEYED, store_pool.settings)
-    for name, args in (("submit", submit), ("adopt", ["k"]), ("cancel", ["k", 1]), ("cancel", ["k", 0])):
-        call = steered_scripts()[name].run(store_pool.redis, keys, ["late", *args, store_pool.now_ms - 1])
+    until = store_pool.now_ms - 1
+    for name, args in (
+        ("submit", [until, *submit]),
+        ("adopt", ["k", until]),
+        ("cancel", [until, "k", 1]),
+        ("cancel", [until, "k", 0]),
+    ):
+        call = steered_scripts()[name].run(store_pool.redis, keys, ["late", *args])
         assert parse_reply(await call).status == "LATE"
 
     assert await a.told() == []

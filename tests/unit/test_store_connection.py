@@ -22,6 +22,7 @@ from router.store.call_pool import CallPool, NotSentError
 from router.store.cluster import ClusterClient
 from router.store.connection import close, connect
 from router.store.keys import PoolKeys
+from router.store.mailbox import MAX_ENTRIES
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import (
@@ -405,3 +406,24 @@ async def test_call_that_one_node_of_a_cluster_may_have_run_was_sent() -> None:
     cluster = ClusterClient(tuple(nodes), lambda node: cast(Redis, Client(nodes[node])))
     with pytest.raises(RedisTimeoutError, match="no reply"):
         await cluster.execute_command("EVALSHA", "sha", 1, "{pool}:key")
+
+
+@pytest.mark.parametrize(("num_kept", "is_told"), [(MAX_ENTRIES + 1, False), (MAX_ENTRIES, True)])
+async def test_reader_that_was_stopped_until_its_mailbox_was_trimmed_is_told(
+    store_pool: StorePool, num_kept: int, is_told: bool
+) -> None:
+    a, key = store_pool.router("a"), store_pool.keys.mailbox("a")
+
+    async def write(request_id: str) -> None:
+        await store_pool.redis.xadd(key, {"kind": "cancelled", "request_id": request_id, "at_ms": "1"})
+
+    await write("read")
+    assert await a.mailbox.read() == [Cancelled("read")]
+    for number in range(MAX_ENTRIES):
+        await write(f"r{number}")
+    await store_pool.redis.xtrim(key, maxlen=num_kept, approximate=False)  # the last one read is the oldest
+    events = await a.mailbox.read()
+    assert events[:MAX_ENTRIES] == [Cancelled(f"r{number}") for number in range(MAX_ENTRIES)]
+    assert events[MAX_ENTRIES:] == ([LeaseLapsed()] if is_told else [])
+    await write("next")
+    assert await a.mailbox.read() == [Cancelled("next")]

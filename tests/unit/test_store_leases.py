@@ -300,3 +300,92 @@ async def test_router_that_returns_while_it_is_reaped_is_told(store_pool: StoreP
     assert 0 < await store_pool.num_waiting() < 300
     await b.store.renew()
     assert await b.told() == [LeaseLapsed()]
+
+
+class Listening:
+    """What a router is told of the pool."""
+
+    def __init__(self) -> None:
+        self.peers: list[frozenset[str]] = []
+        self.unheard: list[tuple[str, float]] = []
+
+    def on_routers(self, peers: frozenset[str]) -> None:
+        self.peers.append(peers)
+
+    def on_unheard(self, executor_id: str, silent_s: float) -> None:
+        self.unheard.append((executor_id, silent_s))
+
+
+async def test_reap_names_executors_that_have_been_silent_for_a_second(store_pool: StorePool) -> None:
+    a, listening = store_pool.router("a"), Listening()
+    a.store.listen(listening)
+    await a.store.report(store_pool.next_report("x"))
+    await store_pool.wait(500)
+    await a.store.report(store_pool.next_report("y"))
+    await store_pool.wait(499)
+    await a.store.reap()
+    assert listening.unheard == []
+    await store_pool.wait(1)
+    await a.store.reap()
+    assert listening.unheard == [("x", 1.0)]
+    await store_pool.wait(600)
+    await a.store.report(store_pool.next_report("x"))
+    await a.store.reap()
+    assert listening.unheard[1:] == [("y", 1.1)]
+
+
+async def test_router_is_told_when_other_routers_come(store_pool: StorePool) -> None:
+    a, b, listening = store_pool.router("a"), store_pool.router("b"), Listening()
+    a.store.listen(listening)
+    for store in (a.store, b.store, a.store, a.store):
+        await store.renew()
+    assert listening.peers == [frozenset({"b"})]
+
+
+async def test_report_that_was_held_back_counts_from_when_it_came(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(dataclasses.replace(store_pool.next_report(), age_ms=1500))
+    await store_pool.wait(500)
+    assert isinstance(await a.store.submit(Demand("in time", 2, 1)), Placement)
+    await store_pool.wait(1)
+    await a.queue(Demand("late", 2, 1))
+    # And an older report that is newer by its number does not set the time back
+    await a.store.report(store_pool.next_report())
+    await a.store.report(dataclasses.replace(store_pool.next_report(), age_ms=1500))
+    assert isinstance(await a.store.submit(Demand("again", 2, 1)), Placement)
+    await store_pool.wait(2000)
+    assert isinstance(await a.store.submit(Demand("still", 2, 1)), Placement)
+
+
+async def test_reports_of_several_executors_are_audited_and_placed_on_in_one_call(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x", sequences=1))
+    await a.store.settle([Attempt("ended", 1)])
+    first = await a.place("first")
+    await a.queue(Demand("second", 2, 1))
+    await a.queue(Demand("third", 2, 1))
+    await store_pool.wait(2001)
+    held = HeldSequence("ended", 1, 1)
+    reports = [
+        store_pool.next_report("x", sequences=1, held=(HeldSequence("first", first.attempt, 1), held)),
+        store_pool.next_report("y", sequences=2),
+    ]
+    outcomes = await a.store.report_all(reports)
+    superseded = (Attempt("ended", 1),)
+    assert outcomes == [ReportOutcome(taken=True, superseded=superseded), ReportOutcome(taken=True)]
+    assert await a.placed() == ["second", "third"]
+    assert await a.store.report_all(reports) == [ReportOutcome(taken=False), ReportOutcome(taken=False)]
+
+
+async def test_reports_are_told_whole_if_the_call_has_to_be_repeated(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await b.store.renew()  # unknown to the other
+    await a.store.report(store_pool.next_report("y"))
+    await b.place("lost on y")
+    await a.store.report(store_pool.next_report("x"))
+    await a.store.settle([Attempt("ended", 1)])
+    await store_pool.wait(2001)
+    held = (HeldSequence("ended", 1, 1),)
+    outcomes = await a.store.report_all([store_pool.next_report("x", held=held), store_pool.next_report("y")])
+    assert outcomes == [ReportOutcome(taken=True, superseded=(Attempt("ended", 1),)), ReportOutcome(taken=True)]
+    assert [type(event) for event in await b.told()] == [Lost]

@@ -92,6 +92,7 @@ def test_request_that_cannot_be_put_in_line_again_is_tried_again_every_half_seco
         async with router.running():
             await router.pools.find("m").dispatcher.submit(new_stream())
             store.answers.extend([AWAY] * 3)
+            store.forgotten = frozenset({"r"})
             store.tell(LeaseLapsed())
             for num_submits in (2, 3, 4, 5):
                 await settled()

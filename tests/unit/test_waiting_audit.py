@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
+from common.errors import Reason, RequestError
+from router.dispatch.retry_queue import STORE_RETRY_S
 from router.dispatch.waiting_audit import CONFIRM_S, MAX_PER_LOOK, WaitingAudit
 from router.store.types import Attempt
 from router.stream.request_stream import RequestStream
@@ -84,3 +87,31 @@ async def test_where_some_were_forgotten_the_rest_of_the_round_is_asked_for_at_o
     scene.lost = set(every_other)
     await scene.audit.look()
     assert set(scene.resubmitted) == every_other
+
+
+async def test_after_a_lapse_all_are_asked_for_once_and_only_what_is_missing_is_submitted_again() -> None:
+    scene = Scene(2 * MAX_PER_LOOK + 1)
+    scene.lost = {"r1", "r300"}
+    await scene.audit.look_at_all()
+    assert [len(ids) for ids in scene.calls] == [MAX_PER_LOOK, MAX_PER_LOOK, 1]
+    assert (scene.resubmitted, scene.pauses) == (["r1", "r300"], [])
+
+
+async def test_after_a_lapse_the_ledger_is_asked_until_it_answers() -> None:
+    scene = Scene(1)
+    scene.lost = {"r0"}
+    answers = [RequestError(Reason.STORE_UNAVAILABLE, "away")] * 2
+    find_forgotten = scene._find_forgotten
+
+    async def away_at_first(waiting: Sequence[Attempt]) -> frozenset[str]:
+        if answers:
+            raise answers.pop()
+        return await find_forgotten(waiting)
+
+    audit = WaitingAudit(scene, away_at_first, scene._pause)
+    running = asyncio.create_task(audit.run_after_lapses())
+    audit.lapsed()
+    while not scene.resubmitted:
+        await asyncio.sleep(0)
+    running.cancel()
+    assert (scene.resubmitted, scene.pauses) == (["r0"], [STORE_RETRY_S] * 2)

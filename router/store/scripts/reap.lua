@@ -2,7 +2,8 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller
--- returns     {'DONE'} | {'AGAIN'}: there is more to do
+-- returns     {'DONE', {executor, milliseconds, …}}: who has not reported for UNHEARD_MS or longer, the longest silent
+--             first | {'AGAIN'}: there is more to do
 -- complexity  O((MAX_PLACEMENTS + MAX_SWEPT + MAX_TOMBSTONES) · log N + T / SWEEP_REAPS) for T tenants, and that of
 --             board
 -- An executor's reservations are lost, and their owners notified. A router's waiting requests are removed; its placed
@@ -15,6 +16,7 @@ local MAX_LOST, MAX_TOMBSTONES = 256, 1024
 local MIN_TENANTS, SWEEP_REAPS = 64, 600 -- a pass over all tenants takes at most so many calls
 local MAX_SIZES = 40 -- of `max_tokens`, in powers of two: more than any context has
 local MAX_GAP_MS = 3000
+local UNHEARD_MS, MAX_UNHEARD = 1000, 1024
 local IDLE_TENANT_MS = 600000 -- a tenant without work for so long is forgotten, with its counter
 local LOST_MS = 30000 -- after this time an owner is not expected to act on a lost request
 
@@ -135,6 +137,15 @@ local function reap_leases()
   return complete
 end
 
+-- The executors for which another router should relay reports.
+local function unheard()
+  local found = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - UNHEARD_MS, 'WITHSCORES', 'LIMIT', 0, MAX_UNHEARD)
+  for i = 2, #found, 2 do
+    found[i] = NOW - tonumber(found[i])
+  end
+  return found
+end
+
 register()
 sweep_tombstones(MAX_TOMBSTONES)
 forget_idle_tenants()
@@ -145,4 +156,4 @@ if is_attended() then
   end
 end
 board()
-return finish({'DONE'})
+return finish({'DONE', unheard()})

@@ -1,20 +1,21 @@
--- report: applies an executor's report: sets its budget, audits the ledger by what it holds, places waiting requests.
+-- report: applies executors' reports: sets their budgets, audits the ledger by what they hold, places waiting requests.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller  [2] executor  [3] generation  [4] seq  [5] budget blocks  [6] total blocks
---             [7] budget sequences  [8] 1 if it accepts new work  [9] the quantile of outputs that it reserves for, 1
---             for their end  [10] milliseconds of a step  [11] prompt tokens per second, both 0 where not measured
---             [12] 1 if it ends a placement at the end of its reservation
---             then triples of what it holds: request id, attempt, blocks
--- returns     {'TAKEN', {request id, attempt, …}}: held by the executor but superseded in the ledger; the caller
---             cancels them there | {'OLD'} | {'AGAIN'}
--- complexity  O(H + P · log N) for H held and P placed on the executor, both bounded by its sequences; that of board
+-- ARGV        [1] caller  then for each report: executor, generation, seq, budget blocks, total blocks, budget
+--             sequences, 1 if it accepts new work, the quantile of outputs that it reserves for, 1 for their end,
+--             milliseconds of a step, prompt tokens per second, both 0 where not measured, 1 if it ends a placement at
+--             the end of its reservation, milliseconds since the report came to the caller, how many it holds, and a
+--             triple for each of these: request id, attempt, blocks
+-- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
+--             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}
+-- complexity  O(H + P · log N) for each report of H held and P placed on the executor, both bounded by its sequences;
+--             that of board
 -- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
 -- earlier call could not finish it because a mailbox was unknown.
 --@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
-local id, generation, seq = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local FIRST_HELD = 13
+local NUM_FIELDS = 13 -- of a report, in front of what the executor holds
+local id, generation, seq, first_held, last_held -- of the report at hand
 
 local function is_old(executor)
   if generation ~= executor.generation then
@@ -67,7 +68,7 @@ end
 -- notified.
 local function audit()
   local unmatched = {}
-  for i = FIRST_HELD, #ARGV, 3 do
+  for i = first_held, last_held, 3 do
     unmatched[placement_member(id, tonumber(ARGV[i + 1]), ARGV[i])] = true
   end
   local complete = lose_placements(function(member)
@@ -80,7 +81,7 @@ local function audit()
   end
   list_tenants() -- tenants that lost placements may return before the floor follows
   local superseded = {}
-  for i = FIRST_HELD, #ARGV, 3 do
+  for i = first_held, last_held, 3 do
     local attempt = tonumber(ARGV[i + 1])
     local is_unmatched = unmatched[placement_member(id, attempt, ARGV[i])]
     if is_unmatched and account_for(ARGV[i], attempt, tonumber(ARGV[i + 2])) then
@@ -102,40 +103,69 @@ local function observe_speeds(step_ms, tokens_per_s)
   end
 end
 
-local executor, claim = load_executor(id), ''
-if executor and is_old(executor) then
-  return finish({'OLD'})
-end
-if executor and executor.generation ~= generation then
-  if not lose_placements() then
-    return finish({'AGAIN'})
+-- Applies the report at hand. Returns its outcome, or nil if an owner could not be notified.
+local function apply(at)
+  local executor, claim = load_executor(id), ''
+  if executor and is_old(executor) then
+    return {'OLD', {}}
   end
-  claim, executor = executor.claim, nil
-end
-executor = executor or {
-  reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
-  claim = claim, prefilled_ms = 0,
-}
-executor.generation, executor.seq = generation, seq
-executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])
-executor.budget_sequences, executor.accepting = tonumber(ARGV[7]), ARGV[8] == '1'
-executor.suspended, executor.last_report_ms, executor.quantile = false, NOW, tonumber(ARGV[9])
-executor.ends_at_reservation, executor.prefill_speed = ARGV[12] == '1', tonumber(ARGV[11]) / 1000
-state.overcommits = state.overcommits or executor.quantile < 1
-observe_speeds(tonumber(ARGV[10]), tonumber(ARGV[11]))
-redis.call('ZADD', SIZES, ARGV[6], id)
-redis.call('ZADD', REPORTS, NOW_TEXT, id)
+  if executor and executor.generation ~= generation then
+    if not lose_placements() then
+      return nil
+    end
+    claim, executor = executor.claim, nil
+  end
+  executor = executor or {
+    reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
+    claim = claim, last_report_ms = 0, prefilled_ms = 0,
+  }
+  executor.generation, executor.seq = generation, seq
+  executor.budget_blocks, executor.total_blocks = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])
+  executor.budget_sequences, executor.accepting = tonumber(ARGV[at + 5]), ARGV[at + 6] == '1'
+  executor.suspended, executor.quantile = false, tonumber(ARGV[at + 7])
+  executor.last_report_ms = math.max(executor.last_report_ms, NOW - tonumber(ARGV[at + 11]))
+  executor.ends_at_reservation, executor.prefill_speed = ARGV[at + 10] == '1', tonumber(ARGV[at + 9]) / 1000
+  state.overcommits = state.overcommits or executor.quantile < 1
+  observe_speeds(tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]))
+  redis.call('ZADD', SIZES, ARGV[at + 4], id)
+  redis.call('ZADD', REPORTS, string.format('%d', executor.last_report_ms), id)
 
-local superseded = {}
-if executor.audit_due or NOW - executor.audited_ms >= AUDIT_INTERVAL_MS then
-  executor.audit_due, executor.audited_ms = true, NOW
-  save_executor(id, executor)
-  superseded = audit()
-  if not superseded then
-    return finish({'AGAIN'})
+  local superseded = {}
+  if executor.audit_due or NOW - executor.audited_ms >= AUDIT_INTERVAL_MS then
+    executor.audit_due, executor.audited_ms = true, NOW
+    save_executor(id, executor)
+    superseded = audit()
+    if not superseded then
+      return nil
+    end
+    executor.audit_due = false
   end
-  executor.audit_due = false
+  save_executor(id, executor)
+  return {'TAKEN', superseded}
 end
-save_executor(id, executor)
-board()
-return finish({'TAKEN', superseded})
+
+local outcomes, taken, is_complete, at = {}, {}, true, 2
+while at <= #ARGV do
+  id, generation, seq = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
+  first_held = at + NUM_FIELDS
+  last_held = first_held + 3 * tonumber(ARGV[at + 12]) - 1
+  local outcome = apply(at)
+  is_complete = is_complete and outcome ~= nil
+  outcomes[#outcomes + 1] = outcome
+  if outcome and outcome[1] == 'TAKEN' then
+    taken[#taken + 1] = id
+  end
+  at = last_held + 1
+end
+if not is_complete then
+  for _, executor_id in ipairs(taken) do -- the repeated call tells of these once more
+    local executor = load_executor(executor_id)
+    executor.audit_due = true
+    save_executor(executor_id, executor)
+  end
+  return finish({'AGAIN'})
+end
+if #taken > 0 then
+  board()
+end
+return finish({'REPORTED', outcomes})

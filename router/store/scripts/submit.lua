@@ -1,16 +1,18 @@
--- submit: enqueues a request, and places it in the same call if its turn has come and it fits.
+-- submit: enqueues requests, and places each in the same call if its turn has come and it fits.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller, who owns the request  [2] request id  [3] tenant  [4] numbers, packed big-endian doubles in
---             the order of codec.py; infinity is no limit and no deadline  [5] chain hashes of the prompt's blocks,
---             separated by spaces  [6] digest of the request or ''  [7] 1 if its router already serves it
---             [8] until when the caller waits, or ''
--- returns     {'PLACED', attempt, executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated
---             wait or ''} | {'ADOPTED', …}: placed before, and its executor may know it | {'ADOPTED_ENDED', …}: it has
+-- ARGV        [1] caller, who owns the requests  [2] until when the caller waits, or ''  then for each: request id,
+--             tenant, numbers, packed little-endian doubles in the order of codec.py, infinity is no limit and no
+--             deadline, chain hashes of the prompt's blocks, separated by spaces, digest of the request or '', 1 if its
+--             router already serves it
+-- returns     {'SUBMITTED', {outcome, …}} | {'LATE'}: the caller no longer waits. Of each request: {'PLACED', attempt,
+--             executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated wait or ''}
+--             | {'ADOPTED', …}: placed before, and its executor may know it | {'ADOPTED_ENDED', …}: it has
 --             ended, there | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one
 --             of NO_EXECUTOR, NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state}
---             | {'DROPPED'}: as the event says | {'AGAIN'} | {'LATE'}: the caller no longer waits
--- complexity  O(log N) for N waiting, and that of board if the request may be placed at once
+--             | {'DROPPED'}: as the event says | {'AGAIN'}: call again for this one. A later request of the call may
+--             place one that is QUEUED: then there is an event
+-- complexity  O(log N) for each and N waiting, and that of board if it may be placed at once
 -- A repeated call by the owner with the same arguments changes nothing and returns the request's state. A repeated call
 -- by another router with the same digest makes that router the owner; if the request was cancelled, it starts again.
 -- With [7] = 1 neither is done to a request that another living router serves or that was cancelled, and without a
@@ -20,12 +22,23 @@
 -- bounds refuse them.
 -- Requests that already wait could not be placed when a seat last opened, so boarding is tried only if there is room
 -- for this request, or an earlier call stopped half-way.
-local id, name, digest, is_served = ARGV[2], ARGV[3], ARGV[6], ARGV[7] == '1'
-local class, deadline_in_ms, blocks, placement_blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices,
-  weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
-  max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms,
-  tolerated_ttft_ms = struct.unpack('<ddddddddddddddddddddddddddddd', ARGV[4])
+local NUM_FIELDS = 6 -- of a request
+-- Of the request at hand.
+local id, name, prefixes, digest, is_served
+local class, deadline_in_ms, blocks, placement_blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices
+local weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst
+local max_pool_requests, max_pool_tokens, max_pool_bytes
 local request_ms, token_ms -- of its tenant, before this request
+
+local function read(at)
+  local max_bypass, age_ms, preempts, remember_ms, tolerated_ttft_ms
+  id, name, prefixes, digest, is_served = ARGV[at], ARGV[at + 1], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5] == '1'
+  class, deadline_in_ms, blocks, placement_blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices,
+    weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
+    max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms,
+    tolerated_ttft_ms = struct.unpack('<ddddddddddddddddddddddddddddd', ARGV[at + 2])
+  return max_bypass, age_ms, preempts == 1, remember_ms, tolerated_ttft_ms
+end
 
 -- Whether this is the requested one: by its digest, or by its router, which has no digest of it.
 local function is_same(known)
@@ -182,61 +195,71 @@ local function without_seat(known, request, executor_id)
   return {'QUEUED', ahead, wait_ms or ''}
 end
 
-if is_late(ARGV[8]) then
+-- Handles the request at hand. Returns its outcome.
+local function submit(at)
+  local max_bypass, age_ms, preempts, remember_ms, tolerated_ttft_ms = read(at)
+  local known = load_request(id)
+  if known then
+    return without_seat(known)
+  end
+  local ended, first_attempt = ended_ms(id), last_attempt + 1
+  if ended then
+    local outcome, spent = repeat_of_ended()
+    if outcome then
+      return outcome
+    end
+    first_attempt = math.max(first_attempt, spent + 1)
+  end
+
+  local tenant = load_tenant(name)
+  tenant.weight, tenant.max_running, tenant.ms_per_token = weight, max_running, ms_per_token
+  state.max_bypass, state.age_ms, state.preempts = max_bypass, age_ms, preempts
+  state.remember_ms, state.tolerated_ttft_ms = remember_ms, tolerated_ttft_ms
+  request_ms, token_ms = tenant.request_ms, tenant.token_ms
+  local request = new_request(
+    CALLER, name, prefixes, digest, class, deadline_in_ms, blocks, placement_blocks, sequences, first_attempt - 1,
+    prompt, max, output, block_size, bytes
+  )
+  if last_attempt == 0 and output == 0 then
+    local limit = choices > 1 and exceeded(request, tenant, choices - 1)
+    if limit then
+      return {'REFUSED', 'QUEUE_FULL', limit, ''}
+    end
+    local wait_ms
+    if choices > 0 then
+      local tokens = choices * reserved_tokens(request)
+      limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
+    end
+    if limit then
+      return {'REFUSED', 'RATE_LIMITED', limit, wait_ms}
+    end
+    request.rated = ms_per_token > 0 and reserved_tokens(request) or 0
+  end
+  save_tenant(name, tenant)
+
+  local is_first = state.waiting == 0 and tenant.running < tenant.max_running
+  local executor_id, reserved, cached = choose(id, request)
+  if is_first and executor_id and not is_dead(request) then -- it need not be enqueued first, which halves the work
+    seat(id, request, executor_id, first_attempt, reserved, cached)
+    remember_prefixes(request, executor_id)
+    if ended then
+      forget_end(id)
+    end
+    return placed(request)
+  end
+  local outcome = without_seat(nil, request, executor_id)
+  if ended and (outcome[1] == 'PLACED' or outcome[1] == 'QUEUED') then
+    forget_end(id)
+  end
+  return outcome
+end
+
+if is_late(ARGV[2]) then
   return finish({'LATE'})
 end
 register()
-local known = load_request(id)
-if known then
-  return finish(without_seat(known))
+local outcomes = {}
+for at = 3, #ARGV, NUM_FIELDS do
+  outcomes[#outcomes + 1] = submit(at)
 end
-local ended, first_attempt = ended_ms(id), last_attempt + 1
-if ended then
-  local outcome, spent = repeat_of_ended()
-  if outcome then
-    return finish(outcome)
-  end
-  first_attempt = math.max(first_attempt, spent + 1)
-end
-
-local tenant = load_tenant(name)
-tenant.weight, tenant.max_running, tenant.ms_per_token = weight, max_running, ms_per_token
-state.max_bypass, state.age_ms, state.preempts = max_bypass, age_ms, preempts == 1
-state.remember_ms, state.tolerated_ttft_ms = remember_ms, tolerated_ttft_ms
-request_ms, token_ms = tenant.request_ms, tenant.token_ms
-local request = new_request(
-  CALLER, name, ARGV[5], digest, class, deadline_in_ms, blocks, placement_blocks, sequences, first_attempt - 1, prompt,
-  max, output, block_size, bytes
-)
-if last_attempt == 0 and output == 0 then
-  local limit = choices > 1 and exceeded(request, tenant, choices - 1)
-  if limit then
-    return finish({'REFUSED', 'QUEUE_FULL', limit, ''})
-  end
-  local wait_ms
-  if choices > 0 then
-    local tokens = choices * reserved_tokens(request)
-    limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
-  end
-  if limit then
-    return finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
-  end
-  request.rated = ms_per_token > 0 and reserved_tokens(request) or 0
-end
-save_tenant(name, tenant)
-
-local is_first = state.waiting == 0 and tenant.running < tenant.max_running
-local executor_id, reserved, cached = choose(id, request)
-if is_first and executor_id and not is_dead(request) then -- it need not be enqueued first, which halves the work
-  seat(id, request, executor_id, first_attempt, reserved, cached)
-  remember_prefixes(request, executor_id)
-  if ended then
-    forget_end(id)
-  end
-  return finish(placed(request))
-end
-local outcome = without_seat(nil, request, executor_id)
-if ended and (outcome[1] == 'PLACED' or outcome[1] == 'QUEUED') then
-  forget_end(id)
-end
-return finish(outcome)
+return finish({'SUBMITTED', outcomes})

@@ -75,10 +75,6 @@ class Saturation:
     """As many requests as get through, and what they cost."""
 
     num_admitted: int
-    num_refused: int
-    """Whose deadline could not be met when they came."""
-    num_dropped: int
-    """Whose deadline passed while they waited."""
     wall_s: float
     redis_cpu_s: float
     script_us: float
@@ -89,6 +85,10 @@ class Saturation:
     """Of the executors' reports, which are among the scripts; their number by what one was measured to cost."""
     load_cpu_s: float
     """Of this load generator."""
+    num_refused: int = 0
+    """Whose deadline could not be met when they came."""
+    num_dropped: int = 0
+    """Whose deadline passed while they waited."""
 
     @property
     def admitted_per_core_s(self) -> float:

@@ -279,14 +279,14 @@ class _Measurement:
         report_us += max(0.0, audited_us - unaudited_us) * self.scale.executors * wall_s
         return Saturation(
             traffic.num_placed - num_placed,
-            traffic.num_refused - num_refused,
-            traffic.num_dropped - num_dropped,
             wall_s,
             cpu_s,
             script_us,
             mail_us,
             report_us,
             load_cpu_s,
+            traffic.num_refused - num_refused,
+            traffic.num_dropped - num_dropped,
         )
 
     def _top_up(self) -> None:

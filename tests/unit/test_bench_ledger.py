@@ -214,7 +214,7 @@ def test_worst_call_is_kept_and_options_are_put_back(redis_url: str) -> None:
 
 
 def test_shares_of_redis_time_add_up_and_name_the_bound() -> None:
-    saturated = Saturation(1000, 0, 0, 1.0, 0.95, script_us=800_000, mail_us=50_000, report_us=100_000, load_cpu_s=0.5)
+    saturated = Saturation(1000, 1.0, 0.95, script_us=800_000, mail_us=50_000, report_us=100_000, load_cpu_s=0.5)
     assert saturated.shares == pytest.approx(
         {"scripts": 14 / 19, "reports": 2 / 19, "mailboxes": 1 / 19, "network": 2 / 19}
     )

@@ -18,7 +18,7 @@ from typing import Any
 from bench.redis.pipelined import RedisWire
 from bench.redis.wire import command
 from inflight.local.redis_server import PrivateRedis
-from router.store.codec import parse_reply, parse_submit, report_args, settle_args, submit_args
+from router.store.codec import parse_outcomes, parse_reply, parse_submit, report_args, settle_args, submit_args
 from router.store.keys import PoolKeys
 from router.store.lua import Argument, Script, load_scripts
 from router.store.settings import StoreSettings
@@ -66,7 +66,7 @@ class Pool:
                 f"request-{number:030}", 1 + number % 3, 16, tenant=f"tenant-{number % NUM_TENANTS}",
                 prompt_tokens=128, max_tokens=128, prefix_hashes=(f"{number:016x}", f"{number + 1:016x}"),
             )  # fmt: skip
-            calls.append([*submit_args(demand, SETTINGS), ""])
+            calls.append(["", *submit_args(demand, SETTINGS)])
         self._call("submit", calls)
 
     def settle(self, ends: int) -> None:
@@ -85,10 +85,9 @@ class Pool:
         for args in calls:
             reply = parse_reply(self._wire.read())
             self._placed += (one for one in reply.events if isinstance(one, Placement))
-            if reply.status == "PLACED":
-                outcome = parse_submit(str(args[0]), reply)
-                assert isinstance(outcome, Placement)
-                self._placed.append(outcome)
+            if reply.status == "SUBMITTED":
+                (outcome,) = (parse_submit(str(args[1]), one) for one in parse_outcomes(reply))
+                self._placed += [outcome] if isinstance(outcome, Placement) else []
 
 
 def _beginning(script: Script, way: str) -> tuple[str, str]:

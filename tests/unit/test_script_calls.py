@@ -213,9 +213,9 @@ async def test_call_that_fails_leaves_nothing_to_the_next(routers: Redis, keys: 
     await calls.run("renew", keys, CALLER)
     before = await calls.run("snapshot", keys, [*CALLER, 10])
     with pytest.raises(RedisError):
-        await calls.run("submit", keys, [*CALLER, "r", "tenant", "no numbers", "", "", "0", ""])
+        await calls.run("submit", keys, [*CALLER, "", "r", "tenant", "no numbers", "", "", "0"])
     with pytest.raises(RedisError):
-        await calls.run("cancel", keys, CALLER)  # of nothing
+        await calls.run("report", keys, [*CALLER, "executor"])  # of nothing
     after = await calls.run("snapshot", keys, [*CALLER, 10])
     assert after[:5] == before[:5]
 
@@ -234,7 +234,7 @@ async def test_redis_without_memory_refuses_submits_and_ends_placements(
     try:
         demand = submit_args(Demand("second", 2, 1), PATIENT)
         with pytest.raises(OutOfMemoryError):
-            await calls.run("submit", keys, [*CALLER, *demand, ""])
+            await calls.run("submit", keys, [*CALLER, "", *demand])
         ending = settle_args([Attempt("first", placement.attempt)])
         assert (await calls.run("settle", keys, [*CALLER, *ending]))[0] == ["SETTLED", 1]
     finally:

@@ -381,7 +381,9 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
     def keep_prompt_logprobs(self) -> None:
-        """Stores the log probabilities of prompts in their sequences."""
+        """Stores the log probabilities of prompts in their sequences, unless the result has none."""
+        if not self.logprobs:
+            return
         row = len(self.sampled_ids)
         for scored in self.plan.scored:
             end = row + scored.end - scored.start

@@ -47,7 +47,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit locks test-images clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -59,6 +59,7 @@ help:
 	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
+	@echo "make locks   resolve the packages of the images again, with hashes, into deploy/locks"
 	@echo "make lint    formatting, lint, types, generated code, what the documentation names"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate inflight/v1 and inflight/kserve again"
@@ -187,6 +188,18 @@ audit:
 	@python3 -m venv .venv-audit && .venv-audit/bin/pip install -q pip-audit
 	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
+# The packages of the images, with hashes. uv reads an index's metadata without downloading the packages.
+LOCK = .venv-locks/bin/uv pip compile --quiet --constraint constraints.txt --generate-hashes --universal \
+	--python-version 3.11 --no-annotate --custom-compile-command "make locks"
+SERVER := pyproject.toml --extra serve --extra otel
+locks:
+	@python3 -m venv .venv-locks && .venv-locks/bin/pip install -q uv
+	@$(LOCK) deploy/locks/build.in -o deploy/locks/build.txt
+	@$(LOCK) --no-deps deploy/locks/model.in -o deploy/locks/model.txt
+	@$(LOCK) deploy/requirements-front.txt -o deploy/locks/front.txt
+	@$(LOCK) $(SERVER) deploy/locks/torch-cpu.in --override deploy/locks/left-out-cpu.txt -o deploy/locks/executor-cpu.txt
+	@$(LOCK) $(SERVER) --override deploy/locks/left-out-cuda.txt -o deploy/locks/executor-cuda.txt
+
 bench-soak: setup
 	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
 
@@ -221,5 +234,5 @@ bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .venv-audit run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) .venv-audit .venv-locks run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

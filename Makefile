@@ -47,7 +47,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit locks test-images clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit locks sbom test-images clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -57,6 +57,8 @@ help:
 	@echo "make test-all   run them and the slow ones: whole stacks, chaos, browser, deployment, kernels, fuzzing"
 	@echo "make mutations  whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
 	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
+	@echo "make test-images  build the container images with buildah and run the Compose file's services from them (root)"
+	@echo "make sbom    write the bills of materials of the images again, into deploy/sbom (root)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
 	@echo "make locks   resolve the packages of the images again, with hashes, into deploy/locks"
@@ -200,6 +202,14 @@ locks:
 	@$(LOCK) $(SERVER) deploy/locks/torch-cpu.in --override deploy/locks/left-out-cpu.txt -o deploy/locks/executor-cpu.txt
 	@$(LOCK) $(SERVER) --override deploy/locks/left-out-cuda.txt -o deploy/locks/executor-cuda.txt
 
+# Needs root, buildah, debootstrap, Debian's mirrors and a package index; the first time takes some minutes.
+test-images: setup
+	@INFLIGHT_TEST_IMAGES=1 $(BIN)/python -m pytest -q tests/deploy/test_built_images.py $(PYTEST_ARGS)
+
+sbom: setup
+	@python3 -m venv .venv-sbom && .venv-sbom/bin/pip install -q cyclonedx-bom
+	@INFLIGHT_TEST_IMAGES=1 $(BIN)/python -m tests.deploy.bills .venv-sbom/bin/cyclonedx-py deploy/sbom
+
 bench-soak: setup
 	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
 
@@ -234,5 +244,5 @@ bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .venv-audit .venv-locks run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) .venv-audit .venv-locks .venv-sbom run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -25,7 +25,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from filelock import FileLock
@@ -37,12 +37,12 @@ from inflight.local.guard import guarded
 
 REPOSITORY = Path(__file__).parents[2]
 LOCKS = REPOSITORY / "deploy" / "locks"
-# Set, images are built even where that begins with a base that is not cached, as `make test-images` does.
+# Set, images are built, as `make test-images` does.
 ASKED_FOR = "INFLIGHT_TEST_IMAGES"
 DEBIAN = "bookworm"
 PYTHON = "3.11"
 BASE = f"localhost/inflight-test/python:{PYTHON}-{DEBIAN}"
-NEEDED = ("buildah", "unshare", "chroot", "setpriv")
+NEEDED = ("buildah", "unshare", "chroot")
 # Of these an image needs nothing; python:slim has none, either.
 LEFT_OUT = (
     "usr/share/doc",
@@ -80,7 +80,8 @@ while [ "$1" != -- ]; do
     shift
 done
 shift
-exec setpriv --no-new-privs chroot --userspec="$user" --groups= "$root" /usr/bin/env -i "$@"
+exec chroot "$root" setpriv --reuid "${user%:*}" --regid "${user#*:}" --clear-groups --no-new-privs --pdeathsig KILL \\
+    /usr/bin/env -i "$@"
 """
 
 
@@ -90,11 +91,10 @@ def reason_to_skip() -> str | None:
         return "images are built by root on Linux"
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
         return f"not installed: {', '.join(missing)} (Debian: the package buildah)"
-    if not _base_archive().exists():
-        if not os.environ.get(ASKED_FOR):
-            return f"no base image is cached: `make test-images` makes one (or set {ASKED_FOR}=1)"
-        if shutil.which("debootstrap") is None:
-            return "not installed: debootstrap"
+    if not os.environ.get(ASKED_FOR):
+        return f"takes minutes and gigabytes: run `make test-images`, or set {ASKED_FOR}=1"
+    if not _base_archive().exists() and shutil.which("debootstrap") is None:
+        return "not installed: debootstrap"
     return None
 
 
@@ -235,7 +235,11 @@ def _download(name: str, target: Path) -> None:
 def _for_base(lock: str) -> list[str]:
     """The lines of a lock that hold for some Python 3.11, without their conditions."""
     environments = [
-        {**default_environment(), "python_full_version": f"{PYTHON}.{patch}", "python_version": PYTHON}
+        {
+            **cast(dict[str, str], default_environment()),
+            "python_full_version": f"{PYTHON}.{patch}",
+            "python_version": PYTHON,
+        }
         for patch in (0, 99)
     ]
     lines = []
@@ -279,6 +283,12 @@ class Image:
         """Removes the container."""
         buildah("umount", self.container)
         buildah("rm", self.container)
+
+    @property
+    def site_packages(self) -> Path:
+        """The folder with the Python packages."""
+        (folder,) = self.root.glob("opt/inflight/lib/python*/site-packages")
+        return folder
 
     @property
     def health_command(self) -> list[str]:
@@ -351,7 +361,7 @@ class Container:
         return await self.process.wait() % 256
 
     async def discard(self) -> None:
-        """Ends it if it has not ended. `unshare` takes its child along."""
+        """Ends it if it has not ended: the end of `unshare` is that of its child."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
             await self.process.wait()

@@ -17,19 +17,31 @@ import subprocess
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.utils import canonicalize_name
 
 from common.version import installed_version
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
-from inflight.events import Completion, FinishReason
+from inflight.events import Completion, Delta, FinishReason
 from inflight.local.guard import guarded
 from inflight.local.redis_server import find_redis_binary
-from tests.deploy.images import Container, Image, Mount, build, make_base, only_user, reason_to_skip
+from tests.deploy.images import (
+    Container,
+    Image,
+    Mount,
+    build,
+    buildah,
+    image_name,
+    make_base,
+    only_user,
+    reason_to_skip,
+)
 
 REASON = reason_to_skip()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(1800)]
@@ -43,7 +55,7 @@ GATEWAY = "127.3.0.5"
 REDIS = "127.3.0.6"
 MODEL = "smollm2-135m-instruct"
 MAX_TOKENS = 64
-SAMPLING = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7, "want_token_ids": True}
+SAMPLING: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7, "want_token_ids": True}
 TIMEOUT_S = 240.0
 
 
@@ -77,9 +89,24 @@ def test_process_is_unprivileged_and_writes_to_its_temporary_folder_only(
 
 @pytest.mark.parametrize("target", ["router", "gateway"])
 def test_front_images_have_no_torch(images: Mapping[str, Image], target: str) -> None:
-    (packages,) = images[target].root.glob("opt/inflight/lib/python*/site-packages")
+    packages = images[target].site_packages
     assert not any(packages.glob("torch*"))
     assert (packages / "transformers").is_dir()
+
+
+@pytest.mark.parametrize("target", SERVERS)
+def test_bill_of_materials_names_what_is_installed(images: Mapping[str, Image], target: str) -> None:
+    found = metadata.distributions(path=[str(images[target].site_packages)])
+    installed = {canonicalize_name(one.metadata["Name"]): one.version for one in found}
+    bill = json.loads((REPOSITORY / "deploy" / "sbom" / f"{target}.cdx.json").read_text())
+    assert {canonicalize_name(one["name"]): one["version"] for one in bill["components"]} == installed, (
+        "run `make sbom`"
+    )
+
+
+def test_router_image_is_small_to_pull(images: Mapping[str, Image], tmp_path: Path) -> None:
+    buildah("push", "--quiet", image_name("router"), f"oci:{tmp_path}:router")  # compressed, as in a registry
+    assert sum(path.stat().st_size for path in (tmp_path / "blobs").rglob("*")) < 250e6
 
 
 def test_executor_image_has_kernels_and_no_compiler(images: Mapping[str, Image]) -> None:
@@ -186,6 +213,24 @@ def complete_over_http() -> int:
         return int(json.load(answer)["usage"]["completion_tokens"])
 
 
+class Reading:
+    """A stream that is being read."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self.stream = stream
+        self.begun = asyncio.Event()
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async with contextlib.aclosing(self.stream.events()) as events:
+                async for event in events:
+                    if isinstance(event, Delta):
+                        self.begun.set()
+        finally:
+            self.begun.set()
+
+
 @dataclass(slots=True)
 class Stack:
     """The system, whole, and what it answers undisturbed."""
@@ -196,16 +241,17 @@ class Stack:
     gateway: Container
     expected: tuple[int, ...] = ()
 
-    async def begin(self) -> AsyncStream:
+    async def begin(self) -> Reading:
         """A stream that has brought its first tokens and has more to come."""
-        stream = self.client.generate("The city bus", timeout=TIMEOUT_S, **SAMPLING)
-        await anext(aiter(stream.events()))
-        return stream
+        reading = Reading(self.client.generate("The city bus", timeout=TIMEOUT_S, **SAMPLING))
+        await reading.begun.wait()
+        return reading
 
-    async def finish(self, *streams: AsyncStream) -> None:
+    async def finish(self, *readings: Reading) -> None:
         """Each brings every token."""
-        for done in await asyncio.gather(*(stream.result() for stream in streams)):
-            self.check(done)
+        for reading in readings:
+            await reading.task
+            self.check(reading.stream.transcript.result())
 
     def check(self, done: Completion) -> None:
         """It is whole, and each token is the one that came undisturbed."""
@@ -256,15 +302,16 @@ async def test_services_of_compose_answer_and_survive_the_failure_of_each(
 
 async def each_process_fails(stack: Stack) -> None:
     """Kills an executor, a router and the gateway; streams that run there bring the tokens that they would have."""
-    stream = await stack.begin()
-    name = stream.transcript.executor_id.partition(":")[0]
+    reading = await stack.begin()
+    assert reading.stream.transcript.executor_id is not None
+    name = reading.stream.transcript.executor_id.partition(":")[0]
     (executor,) = (one for one in stack.executors if one.name == name)
     await executor.end(signal.SIGKILL)
-    await stack.finish(stream)
+    await stack.finish(reading)
     await stack.restart(executor)
-    streams = [await stack.begin() for _ in range(4)]  # the client takes the routers in turn
+    readings = [await stack.begin() for _ in range(4)]  # the client takes the routers in turn
     await stack.routers[0].end(signal.SIGKILL)
-    await stack.finish(*streams)
+    await stack.finish(*readings)
     await stack.restart(stack.routers[0])
     await stack.gateway.end(signal.SIGKILL)
     await stack.restart(stack.gateway)
@@ -273,10 +320,10 @@ async def each_process_fails(stack: Stack) -> None:
 
 async def redis_fails(stack: Stack, composed: Composed, redis: asyncio.subprocess.Process) -> None:
     """Kills Redis; a stream goes on without it, and an empty one serves new requests."""
-    stream = await stack.begin()
+    reading = await stack.begin()
     redis.kill()
     await redis.wait()
-    await stack.finish(stream)
+    await stack.finish(reading)
     async with composed.redis():
         for router in stack.routers:
             await router.wait_until_healthy()

@@ -47,7 +47,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
+.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit locks sbom test-images clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -58,8 +58,11 @@ help:
 	@echo "make mutations  whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
 	@echo "make bfcl       tool calls by all questions of the Berkeley Function Calling Leaderboard, of which tests take a sample"
 	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
+	@echo "make test-images  build the container images with buildah and run the Compose file's services from them (root)"
+	@echo "make sbom    write the bills of materials of the images again, into deploy/sbom (root)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
+	@echo "make locks   resolve the packages of the images again, with hashes, into deploy/locks"
 	@echo "make lint    formatting, lint, types, generated code, what the documentation names"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate inflight/v1 and inflight/kserve again"
@@ -192,6 +195,26 @@ audit:
 	@python3 -m venv .venv-audit && .venv-audit/bin/pip install -q pip-audit
 	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
+# The packages of the images, with hashes. uv reads an index's metadata without downloading the packages.
+LOCK = .venv-locks/bin/uv pip compile --quiet --constraint constraints.txt --generate-hashes --universal \
+	--python-version 3.11 --no-annotate --custom-compile-command "make locks"
+SERVER := pyproject.toml --extra serve --extra otel
+locks:
+	@python3 -m venv .venv-locks && .venv-locks/bin/pip install -q uv
+	@$(LOCK) deploy/locks/build.in -o deploy/locks/build.txt
+	@$(LOCK) --no-deps deploy/locks/model.in -o deploy/locks/model.txt
+	@$(LOCK) deploy/requirements-front.txt -o deploy/locks/front.txt
+	@$(LOCK) $(SERVER) deploy/locks/torch-cpu.in --override deploy/locks/left-out-cpu.txt -o deploy/locks/executor-cpu.txt
+	@$(LOCK) $(SERVER) --override deploy/locks/left-out-cuda.txt -o deploy/locks/executor-cuda.txt
+
+# Needs root, buildah, debootstrap, Debian's mirrors and a package index; the first time takes some minutes.
+test-images: setup
+	@INFLIGHT_TEST_IMAGES=1 $(BIN)/python -m pytest -q tests/deploy/test_built_images.py $(PYTEST_ARGS)
+
+sbom: setup
+	@python3 -m venv .venv-sbom && .venv-sbom/bin/pip install -q cyclonedx-bom
+	@INFLIGHT_TEST_IMAGES=1 $(BIN)/python -m tests.deploy.bills .venv-sbom/bin/cyclonedx-py deploy/sbom
+
 bench-soak: setup
 	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
 
@@ -226,5 +249,5 @@ bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .venv-audit run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) .venv-audit .venv-locks .venv-sbom run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

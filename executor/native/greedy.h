@@ -38,7 +38,7 @@ class GreedyChoice {
         }
         if (!touches_) return;
         ids_.resize(row_starts_.back());
-        values_.resize(row_starts_.back());
+        for (Thread& thread : threads_) thread.values.assign(row_starts_.back(), 0);
         group_starts_.resize(step.num_logits * (num_groups_ + 1));
     }
 
@@ -57,7 +57,7 @@ class GreedyChoice {
     // Takes the `count` logits of a group, and may overwrite them. A thread takes a row's groups in ascending order.
     void take(int thread, int64_t row, int64_t group, float* logits, int64_t count) {
         const int64_t first = group * GROUP_COLUMNS;
-        if (touches_) set_aside(row, group, logits - first);
+        if (touches_) set_aside(threads_[thread], row, group, logits - first);
         threads_[thread].best[row].look_at(logits, first, count);
     }
 
@@ -90,26 +90,31 @@ class GreedyChoice {
     };
 
     struct Thread {
-        std::vector<Best> best;       // of each row, in the groups that this thread computed
-        std::vector<float> logits;    // [vocabulary_size], of a row's touched ids
-        std::vector<int32_t> counts;  // of ids, all 0
+        std::vector<Best> best;        // of each row, in the groups that this thread computed
+        std::vector<uint32_t> values;  // bits of the logits of `ids_` that this thread computed; of others 0
+        std::vector<float> logits;     // [vocabulary_size], of a row's touched ids
+        std::vector<int32_t> counts;   // of ids, all 0
     };
 
-    // `logits[id]` is the logit of an id of the group. An id may come several times, so no logit is overwritten before
-    // all are read.
-    void set_aside(int64_t row, int64_t group, float* logits) {
+    // `logits[id]` is the logit of an id of the group. Neighbouring groups often belong to different threads, whose values
+    // therefore are apart: none waits for a cache line of the other. An id may come several times, so no logit is
+    // overwritten before all are read.
+    void set_aside(Thread& thread, int64_t row, int64_t group, float* logits) {
         const int32_t *const starts = starts_of(row), *const ids = ids_of(row);
-        float* const values = values_.data() + row_starts_[row];
-        for (int32_t i = starts[group]; i < starts[group + 1]; ++i) values[i] = logits[ids[i]];
+        uint32_t* const values = thread.values.data() + row_starts_[row];
+        for (int32_t i = starts[group]; i < starts[group + 1]; ++i) std::memcpy(values + i, logits + ids[i], 4);
         for (int32_t i = starts[group]; i < starts[group + 1]; ++i) logits[ids[i]] = logits::NOTHING;
     }
 
     // Changes the logits that were set aside and finds the best. Returns whether a usable one was banned.
     bool change(Thread& thread, int64_t row, Best& best) {
         const int32_t *const ids = ids_of(row), count = starts_of(row)[num_groups_];
-        const float* const values = values_.data() + row_starts_[row];
         float* const logits = thread.logits.data();
-        for (int32_t i = 0; i < count; ++i) logits[ids[i]] = values[i];
+        for (int32_t i = 0; i < count; ++i) {
+            uint32_t bits = 0;
+            for (const Thread& other : threads_) bits |= other.values[row_starts_[row] + i];
+            std::memcpy(logits + ids[i], &bits, 4);
+        }
         const bool excludes = logits::process(logits, vocabulary_size_, changes_of(row), thread.counts.data());
         for (int32_t i = 0; i < count; ++i) best.join({logits[ids[i]], ids[i]});
         return excludes;
@@ -136,9 +141,8 @@ class GreedyChoice {
     int64_t vocabulary_size_ = 0, num_groups_ = 0;
     bool touches_ = false;  // whether any row's changes touch a logit
     std::vector<Thread> threads_;
-    std::vector<int64_t> row_starts_;    // [num_logits + 1], in the next two
+    std::vector<int64_t> row_starts_;    // [num_logits + 1], in `ids_` and in each thread's values
     std::vector<int32_t> ids_;           // touched ids of each row, in the order of their groups
-    std::vector<float> values_;          // their logits
     std::vector<int32_t> group_starts_;  // [num_logits, num_groups + 1], in a row's ids
 };
 

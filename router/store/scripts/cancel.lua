@@ -8,6 +8,8 @@
 --             was found | {'ENDED'} | {'UNKNOWN'} | {'AGAIN'}: call again for this one
 -- complexity  O(log N) for each, and that of board
 -- A repeated call finds the request ended, or asks its owner again. A waiting request's rate tokens are returned.
+local has_found = false
+
 local function cancel(id, is_own)
   local request = load_request(id)
   if not request then
@@ -20,6 +22,7 @@ local function cancel(id, is_own)
     return {'AGAIN'}
   end
 
+  has_found = true
   local told = request.owner ~= CALLER and lives(request.owner)
   local found = {
     request.state, request.attempt, request.executor_id, request.generation, request.owner, told and 1 or 0,
@@ -43,5 +46,7 @@ local outcomes = {}
 for at = 3, #ARGV, 2 do
   outcomes[#outcomes + 1] = cancel(ARGV[at], ARGV[at + 1] == '1')
 end
-board()
+if has_found then
+  board()
+end
 return finish({'CANCELLED', outcomes})

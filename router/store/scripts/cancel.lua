@@ -9,6 +9,8 @@
 -- complexity  O(log N) for each, and that of board
 -- A repeated call finds the request ended, or asks its owner again. A waiting request's rate tokens are returned.
 --@flags allow-oom
+local has_found = false
+
 local function cancel(id, is_own)
   local request = load_request(id)
   if not request then
@@ -21,6 +23,7 @@ local function cancel(id, is_own)
     return {'AGAIN'}
   end
 
+  has_found = true
   local told = request.owner ~= CALLER and lives(request.owner)
   local found = {
     request.state, request.attempt, request.executor_id, request.generation, request.owner, told and 1 or 0,
@@ -44,5 +47,7 @@ local outcomes = {}
 for at = 3, #ARGV, 2 do
   outcomes[#outcomes + 1] = cancel(ARGV[at], ARGV[at + 1] == '1')
 end
-board()
+if has_found then
+  board()
+end
 return finish({'CANCELLED', outcomes})

@@ -52,6 +52,8 @@ local function return_to_line(request)
   return nil
 end
 
+local has_found = false
+
 -- Returns the outcome, or nil for a request that is in the queue.
 local function hand_back(at)
   id, attempt, max_attempts = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
@@ -64,6 +66,7 @@ local function hand_back(at)
   if request.attempt ~= attempt or is_anothers then
     return {'STALE'}
   end
+  has_found = true
   local refused = request.state ~= 'WAITING' and return_to_line(request) or nil
   return refused and {refused} or nil
 end
@@ -83,7 +86,9 @@ for at = 2, #ARGV, NUM_FIELDS do
   num_handed_back = num_handed_back + 1
   outcomes[num_handed_back] = hand_back(at) or false
 end
-board()
+if has_found then
+  board()
+end
 for number = 1, num_handed_back do
   outcomes[number] = outcomes[number] or outcome_of(ARGV[2 + (number - 1) * NUM_FIELDS])
 end

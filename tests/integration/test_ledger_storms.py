@@ -185,7 +185,7 @@ async def test_clients_that_leave_while_redis_is_silent_cost_no_lease_and_no_oth
         here.own.submit = counting  # type: ignore[method-assign, assignment]
         streams = await here.queue(num_waiting)
         leaving, staying = streams[:num_cancelled], streams[num_cancelled:]
-        await admin.execute_command("CLIENT", "PAUSE", pause_ms, "ALL")
+        await admin.execute_command("CLIENT", "PAUSE", pause_ms, "ALL")  # type: ignore[no-untyped-call]
         for stream in leaving:
             here.dispatcher.release(stream)
         with suppress(RequestError):  # not answered, and answered only when Redis continues

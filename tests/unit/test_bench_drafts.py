@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.engine.drafts import Answer, decode_s, num_equal, replay, speed_up, step_s
+from bench.drafts.replay import Answer, decode_s, num_equal, replay, speed_up, step_s
 from executor.speculation.proposer import NgramProposer
 
 COPY = Answer("copy", (9, 1, 2, 3, 4, 5, 6, 7, 8, 0), (1, 2, 3, 4, 5, 6, 7, 8, 0))

@@ -1,8 +1,8 @@
 """Speed of decoding with drafts and without, on the real model, in turn in one process.
 
-    python -m bench.engine.draft_speed [--seats 1,4,32] [--kinds "copy and edit,chat"] [--tokens 128] [--rounds 3]
+    python -m bench.drafts.speed [--seats 1,4,32] [--kinds "copy and edit,chat"] [--tokens 128] [--rounds 3]
 
-Each seat answers a prompt of `bench.engine.drafts`. The first step computes all prompts and is not timed, nor is the
+Each seat answers a prompt of `bench.drafts.replay`. The first step computes all prompts and is not timed, nor is the
 first round, in which the step-time model and the budget of drafts learn. The speed is the least time without drafts
 divided by the least with them, as wall and as processor time. `equal` is the share of the answers that are the same
 token by token: all of them in float32; in bfloat16 near ties may differ with the shape of a step.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.engine.drafts import BLOCKS_EACH, answer_all, messages, sequences_of
+from bench.drafts.replay import BLOCKS_EACH, answer_all, messages, sequences_of
 from bench.engine.model_steps import BLOCK_SIZE, model_parser
 from bench.report.table import Table
 from common.machine import num_usable_cores

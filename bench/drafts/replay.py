@@ -1,6 +1,6 @@
 """What drafts predict of real outputs, by proposer, and what the proposers cost; no step is timed.
 
-    python -m bench.engine.drafts [--tokens 256] [--limit 7] [--show]
+    python -m bench.drafts.replay [--tokens 256] [--limit 7] [--show]
 
 A model answers prompts of four kinds, greedily and at temperature 0.8. The answers are then replayed: at each step a
 proposer drafts up to `--limit` tokens, and the step yields those that are equal to the answer and one more. Output does

@@ -76,7 +76,7 @@ class Batches(Generic[Item, Outcome]):
     async def _answer(self, sending: Sequence[_Waiter[Item, Outcome]]) -> None:
         try:
             outcomes = await self._call([waiter.item for waiter in sending])
-        except RequestError as error:
+        except Exception as error:
             for waiter in sending:
                 _fail(waiter, error)
             return
@@ -89,6 +89,6 @@ class Batches(Generic[Item, Outcome]):
                 waiter.answered.set_result(outcome)
 
 
-def _fail(waiter: _Waiter[Item, Outcome], error: RequestError) -> None:
+def _fail(waiter: _Waiter[Item, Outcome], error: Exception) -> None:
     if not waiter.answered.done():
         waiter.answered.set_exception(error)

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.simulation.invariants import InvariantViolation, Record
-from bench.simulation.store_link import EPOCH_MS
 from bench.timeline.faults import Fault, FaultKind
 from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 
@@ -49,8 +48,9 @@ REAP_US = US_PER_S
 REPORT_US = US_PER_S
 AUDIT_US = SILENT_US + US_PER_S + REPORT_US
 """The grace of a placement, and the audit after it: at most once a second, and with a report."""
-RELAYED_US = 2 * US_PER_S
-"""Beyond the two seconds: until the third router in the order of the executor relays its report, if two cannot."""
+RELAYED_US = 3 * US_PER_S
+"""Beyond the two seconds: until all others relay the executor's reports if two routers cannot, a reap that says so and
+the next report."""
 AT_ONCE_US = 10 * US_PER_MS
 """A few round trips, none of which waits for a timer."""
 CALL_FAILS_US = 2_500 * US_PER_MS
@@ -125,6 +125,7 @@ class Lasting:
 class Ledger:
     """What the ledger says at one moment. Times are milliseconds."""
 
+    now_ms: float
     waiting: list[str]
     placements: dict[tuple[str, str, int], None]
     """Executor, request and attempt."""
@@ -145,6 +146,7 @@ class Ledger:
         placements = (member.split("\0", 2) for member in link.query("ZRANGE", keys.key("placements"), 0, -1))
         room = _scores(link, "room")
         return cls(
+            now_ms=link.now_ms(),
             waiting=waiting,
             placements={
                 (executor_id, request_id, int(attempt)): None for executor_id, attempt, request_id in placements
@@ -182,7 +184,7 @@ class _Look:
     @property
     def live_ms(self) -> float:
         """The ledger's time from which on a report makes its executor live."""
-        return (self.now_us - SILENT_US) / US_PER_MS + EPOCH_MS
+        return self.ledger.now_ms - SILENT_US / US_PER_MS
 
 
 class Bounds:

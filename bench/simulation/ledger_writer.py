@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from bench.simulation.ledger import Ledger
 from bench.timeline.timeline import US_PER_MS, US_PER_S, Process, Timeline
-from router.dispatch.report_pacer import LAST_RANK, ReportPacer
+from router.dispatch.report_pacer import ReportPacer
 from router.store.types import Ending, ExecutorReport, ReportOutcome
 
 RETRY_US = 500 * US_PER_MS
@@ -67,7 +67,7 @@ class LedgerWriter:
 
     def has_use_of_report(self, executor_id: str) -> bool:
         """Whether this router could relay the executor's next report. A message that it would drop need not be sent."""
-        return self._reports.rank(executor_id) < LAST_RANK or self._reports.is_expected(executor_id)
+        return self._reports.wants(executor_id, self._now_s)
 
     @property
     def _now_s(self) -> float:

@@ -85,6 +85,13 @@ class StoreLink:
         num_args, payload = self.beginning("snapshot", (), OBSERVER_ID)
         return parse_snapshot(parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))))
 
+    def now_ms(self) -> float:
+        """Returns the ledger's time. It stands still where Redis' clock was set back."""
+        self._set_clock()
+        self.wait_for_calls()
+        num_args, payload = self.beginning("verify", (), OBSERVER_ID)
+        return parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))).now_ms
+
     def query(self, *words: str | int) -> Any:
         """Returns the reply to a command that only reads, as the pool is now."""
         self.wait_for_calls()

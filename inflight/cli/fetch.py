@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
+from huggingface_hub import snapshot_download
+
 from common.model_source import HUB_PATTERNS
 from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.parser import CommandParser
@@ -99,8 +101,6 @@ def _checked(folder: Path, sha256: str | None) -> str:
 
 
 def _fetch_from_hub(name: str, revision: str | None, folder: Path) -> None:
-    from huggingface_hub import snapshot_download  # takes a second
-
     try:
         snapshot_download(name, revision=revision, local_dir=folder, allow_patterns=list(HUB_PATTERNS))
     except ValueError as error:

@@ -7,7 +7,7 @@ the one before. Of several that wait only the newest counts.
 
 One router relays the reports of an executor: of the live ones the first in the executor's order, which follows from
 their ids (rendezvous hashing), so that a router that comes or goes changes only its own share. The next in the order
-relays if the ledger has heard nothing of the executor for a second, the one after it after two seconds, and so on; the
+relays if the ledger has heard nothing of the executor for a second, all others after two seconds; the
 ledger says so with every reap. Such a router relays until a dead router is known to be dead.
 """
 
@@ -22,10 +22,10 @@ from router.store.types import ExecutorReport
 
 # An executor counts as live for 2 s after a report.
 INTERVAL_S = 0.5
-# Seconds of silence after which the next router relays, the one after it after twice as long. From the fourth on all
-# do: the executor's lease is 5 s.
+# Seconds of silence after which the next router relays. The one after it, and all behind that one, relay after twice as
+# long: the executor's lease is 5 s, and several routers may have died one after the other.
 SILENCE_S = 1.0
-LAST_RANK = 3
+LAST_RANK = 2
 # Longer than until all routers know that one is dead: its lease, a reap and a renewal.
 STAND_IN_S = 8.0
 # A call of the ledger applies so many reports in less than a millisecond.
@@ -95,9 +95,13 @@ class ReportPacer:
         if self.rank(executor_id) == 0:
             self._schedule(executor_id, pace, pace.waiting_since)
 
-    def is_expected(self, executor_id: str) -> bool:
-        """Returns whether the executor's next report goes at once."""
-        return executor_id in self._paces and self._paces[executor_id].is_expected
+    def wants(self, executor_id: str, now: float) -> bool:
+        """Returns whether this router could relay the executor's next report. One that is last in the order needs only
+        the first, until the ledger hears nothing."""
+        pace = self._paces.get(executor_id)
+        if pace is None or pace.is_expected or now < pace.stands_in_until:
+            return True
+        return self.rank(executor_id) < LAST_RANK
 
     def unheard(self, executor_id: str, silent_s: float, now: float) -> None:
         """Relays for the routers before this one in the executor's order if the ledger has heard nothing of it for too

@@ -37,9 +37,11 @@ class Watched:
     gateway: str
 
     async def ask(self) -> None:
-        """Some of everything: requests that end, one that is refused, one that is cancelled, one over HTTP."""
+        """Some of everything: requests that end, one with drafts, one that is refused, one that is cancelled, one over HTTP."""
         async with AsyncClient(self.router) as client:
             await asyncio.gather(*(client.complete(f"request {i}", max_tokens=24, ignore_eos=True) for i in range(4)))
+            # The largest logits of this model soon repeat, so there are drafts.
+            await client.complete("again " * 8, max_tokens=48, temperature=0, ignore_eos=True)
             with suppress(InflightError):
                 await client.complete("too long", max_tokens=1 << 20)
             async with client.generate("given up", max_tokens=400, ignore_eos=True) as stream:
@@ -65,8 +67,19 @@ class Watched:
 async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
     """One router, one executor and one gateway, and some requests of which all are over."""
     folder: Path = tmp_path_factory.mktemp("watched")
-    flags = ("--max-tokens-in-paged-kv-cache", "2048", "--max-num-sequences", "2", "--num-threads", "1")
-    options = StackOptions(gateways=1, model=str(write_tiny_model(folder)), executor_args=flags, run_dir=folder / "run")
+    flags = [
+        "--max-tokens-in-paged-kv-cache",
+        "2048",
+        "--max-num-sequences",
+        "2",
+        "--num-threads",
+        "1",
+        "--speculation",
+        "ngram",
+    ]
+    options = StackOptions(
+        gateways=1, model=str(write_tiny_model(folder)), executor_args=tuple(flags), run_dir=folder / "run"
+    )
     async with LocalStack(options) as stack:
         processes = (*stack.executors, *stack.routers)
         gateway = stack.gateways[0].address

@@ -120,7 +120,9 @@ def test_small_matrix_keeps_its_queue_and_writes_its_report(
         assert all(float(figure.replace(",", "")) > 0 for figure in row.split()[-4:])
     (cell,) = json.loads((tmp_path / "admission.json").read_text(encoding="utf-8"))["cells"]
     assert cell["line"] == lines[-1]
-    assert all(us > 0 for name, us in cell["script_us"].items() if name != "boarding")
+    # A call of less than the resolution of Redis' figures may count as 0.
+    assert cell["script_us"]
+    assert all(us >= 0 for us in cell["script_us"].values())
     assert cell["worst"]["us"] > 0
     connection = Connection(redis_url)
     assert connection.ask("KEYS", "*bench-admission*") == b"*0\r\n"

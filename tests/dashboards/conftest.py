@@ -37,7 +37,7 @@ class Watched:
     gateway: str
 
     async def ask(self) -> None:
-        """Some of everything: requests that end, one with drafts, one that is refused, one that is cancelled, one over HTTP."""
+        """Asks for some of everything: with an end, with drafts, refused, cancelled, over HTTP."""
         async with AsyncClient(self.router) as client:
             await asyncio.gather(*(client.complete(f"request {i}", max_tokens=24, ignore_eos=True) for i in range(4)))
             # The largest logits of this model soon repeat, so there are drafts.

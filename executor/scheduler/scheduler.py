@@ -44,9 +44,8 @@ blocks of the sequence, is not published, and is overwritten. See `executor.sche
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Sequence as ReadOnlyList
-from itertools import chain, zip_longest
+from collections.abc import Collection, Iterator
+from itertools import chain
 
 from executor.scheduler.admission import Gate, Refusal
 from executor.scheduler.blocks import BlockError, BlockPool
@@ -301,11 +300,11 @@ class Scheduler:
                 if error := self._publish(sequence, start, end):
                     finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
                 continue
-            new_ids: ReadOnlyList[int | None] = result.sampled_ids[first_read:num_read]
-            if drafts:
-                new_ids = self._accepted(drafts, new_ids)
-            logprobs = [result.logprobs.get(first_read + i) for i in range(len(new_ids))] if result.logprobs else ()
-            if event := self._receive(sequence, start, end, zip_longest(new_ids, logprobs), tokens):
+            if self._drafting is None and not result.logprobs:
+                event = self._append(sequence, start, end, result.sampled_ids[first_read], None, tokens)
+            else:
+                event = self._receive(sequence, start, end, drafts, result, first_read, tokens)
+            if event:
                 finished.append(event)
         return StepOutcome(tokens, tuple(finished), scored)
 
@@ -501,45 +500,58 @@ class Scheduler:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
 
-    def _accepted(self, drafts: tuple[int, ...], sampled_ids: ReadOnlyList[int | None]) -> list[int | None]:
-        new_ids = accepted_ids(drafts, sampled_ids)
-        assert self._drafting is not None
-        self._drafting.tally.record(len(drafts), len(new_ids) - 1)
-        return new_ids
-
     def _receive(
         self,
         sequence: Sequence,
         start: int,
         end: int,
-        new: Iterable[tuple[int | None, TokenLogprobs | None]],
+        drafts: tuple[int, ...],
+        result: StepResult,
+        first_read: int,
         tokens: NewTokens,
     ) -> FinishEvent | None:
-        """Appends the tokens that a row yields, the first after computing `[start, end)`, each further one after
-        computing one position more. Returns the sequence's end if one of them is its last."""
+        """Appends the tokens that a row yields, whose sampled ids begin at `first_read`: the first after computing
+        `[start, end)`, each further one after computing one position more. Returns the sequence's end if one of them
+        is its last."""
+        new_ids = accepted_ids(drafts, result.sampled_ids[first_read : first_read + 1 + len(drafts)])
         num_known = len(sequence.token_ids)
-        for token_id, logprobs in new:
-            if len(sequence.token_ids) > num_known:
+        if drafts and self._drafting is not None:
+            self._drafting.tally.record(len(drafts), len(new_ids) - 1)
+        for number, token_id in enumerate(new_ids):
+            if number > 0:
                 start, end = end, end + 1
                 self._queues.advance(sequence)
-            if token_id is None or token_id == ALL_EXCLUDED:
-                return self._end_without_token(sequence, token_id)
-            is_full = end - start > 1 or end % self.pool.block_size == 0
-            if is_full and (error := self._publish(sequence, start, end)):
-                return self._finish(sequence, FinishReason.ERROR, error=error)
-            offset = end - sequence.num_prompt_tokens
-            if logprobs is not None:
-                sequence.logprobs[offset] = logprobs
-            sequence.token_ids.append(token_id)
-            tokens.sequences.append(sequence)
-            tokens.offsets.append(offset)
-            tokens.token_ids.append(token_id)
-            is_last = end + 1 == sequence.length_limit or token_id in sequence.stopping.stop_token_ids
-            if is_last and (event := self._end_after(sequence, token_id)):
+            logprobs = result.logprobs.get(first_read + number)
+            if event := self._append(sequence, start, end, token_id, logprobs, tokens):
                 return event
         if self._drafting is not None:
             self._drafting.follow(sequence, sequence.token_ids[num_known:])
         return None
+
+    def _append(
+        self,
+        sequence: Sequence,
+        start: int,
+        end: int,
+        token_id: int | None,
+        logprobs: TokenLogprobs | None,
+        tokens: NewTokens,
+    ) -> FinishEvent | None:
+        """Appends a token that was sampled after computing `[start, end)`. Returns the sequence's end if it has one."""
+        if token_id is None or token_id == ALL_EXCLUDED:
+            return self._end_without_token(sequence, token_id)
+        is_full = end - start > 1 or end % self.pool.block_size == 0
+        if is_full and (error := self._publish(sequence, start, end)):
+            return self._finish(sequence, FinishReason.ERROR, error=error)
+        offset = end - sequence.num_prompt_tokens
+        if logprobs is not None:
+            sequence.logprobs[offset] = logprobs
+        sequence.token_ids.append(token_id)
+        tokens.sequences.append(sequence)
+        tokens.offsets.append(offset)
+        tokens.token_ids.append(token_id)
+        is_last = end + 1 == sequence.length_limit or token_id in sequence.stopping.stop_token_ids
+        return self._end_after(sequence, token_id) if is_last else None
 
     def _end_without_token(self, sequence: Sequence, token_id: int | None) -> FinishEvent:
         """Ends a sequence that excludes every token, or has no usable logit. In that case its KV is withdrawn from the

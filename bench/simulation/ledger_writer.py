@@ -53,6 +53,11 @@ class LedgerWriter:
         self._reports.expect(executor_id)
         self._relay_if_due()
 
+    def start_over(self) -> None:
+        """As `router.dispatch.ledger_writer`."""
+        self._reports.start_over(self._now_s)
+        self._relay_if_due()
+
     def forget(self, executor_id: str) -> None:
         """The executor is gone."""
         self._reports.forget(executor_id)

@@ -261,6 +261,7 @@ class VirtualRouter:
         if not isinstance(event, LeaseLapsed):
             self._execute(self.requests.on_store_event(event))
             return
+        self.writer.start_over()
         self._execute(self.requests.lapsed_beside_queue())
         self._look_at_all()
 

@@ -472,6 +472,7 @@ class Dispatcher:
         if event.is_certain:
             log.warning("the ledger has taken this router for dead; it is asked which waiting requests it still has")
         self._on_lapse()
+        self._ledger.start_over()
         self._execute(self._requests.lapsed_beside_queue())
         self._waiting_audit.lapsed()
 

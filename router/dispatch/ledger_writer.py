@@ -53,6 +53,11 @@ class LedgerWriter:
         with self._waking():
             self._reports.expect(executor_id)
 
+    def start_over(self) -> None:
+        """Reports every executor once: the ledger may have lost them."""
+        with self._waking():
+            self._reports.start_over(time.monotonic())
+
     def on_routers(self, peers: frozenset[str]) -> None:
         """Divides the executors among the live routers."""
         with self._waking():

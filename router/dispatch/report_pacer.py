@@ -8,7 +8,8 @@ the one before. Of several that wait only the newest counts.
 One router relays the reports of an executor: of the live ones the first in the executor's order, which follows from
 their ids (rendezvous hashing), so that a router that comes or goes changes only its own share. The next in the order
 relays if the ledger has heard nothing of the executor for a second, all others after two seconds; the
-ledger says so with every reap. Such a router relays until a dead router is known to be dead.
+ledger says so with every reap. Such a router relays until a dead router is known to be dead. The ledger says so only of
+executors that it knows. So each router relays the first report of an executor, and one more after the ledger was lost.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class ReportPacer:
         """Returns whether this router could relay the executor's next report. One that is last in the order needs only
         the first, until the ledger hears nothing."""
         pace = self._paces.get(executor_id)
-        if pace is None or pace.is_expected or now < pace.stands_in_until:
+        if pace is None or self._relays(executor_id, pace, now):
             return True
         return self.rank(executor_id) < LAST_RANK
 
@@ -109,6 +110,12 @@ class ReportPacer:
         pace = self._paces.get(executor_id)
         if pace is not None and silent_s >= SILENCE_S * self.rank(executor_id):
             pace.stands_in_until, pace.relayed = now + STAND_IN_S, None
+            self._schedule(executor_id, pace, now)
+
+    def start_over(self, now: float) -> None:
+        """Relays a report of every executor, whoever relays the others: the ledger may have lost them."""
+        for executor_id, pace in self._paces.items():
+            pace.relayed = None
             self._schedule(executor_id, pace, now)
 
     def fail(self, executor_id: str) -> None:
@@ -152,10 +159,13 @@ class ReportPacer:
             rank = self._ranks[executor_id] = min(LAST_RANK, before)
         return rank
 
+    def _relays(self, executor_id: str, pace: _Pace, now: float) -> bool:
+        return pace.relayed is None or pace.is_expected or now < pace.stands_in_until or self.rank(executor_id) == 0
+
     def _schedule(self, executor_id: str, pace: _Pace, now: float) -> None:
         """Sets when the waiting report is to go."""
         due: float | None = None
-        if pace.waiting is not None and (pace.is_expected or now < pace.stands_in_until or self.rank(executor_id) == 0):
+        if pace.waiting is not None and self._relays(executor_id, pace, now):
             due = pace.due_at()
         if due != pace.due:
             pace.due = due

@@ -180,7 +180,7 @@ def test_number_of_an_attempt_that_is_used_again_is_seen(
     monkeypatch.setattr(Lifecycle, "_place", ignoring)
     monkeypatch.setattr(VirtualRouter, "look_for_forgotten", _trusting)
     faults = FaultRates(router_hang=20.0, executor_crash=20.0, store_away=6.0, store_empty=20.0)
-    fails(make_world(redis_url, pool, 21, faults=faults, rate_per_s=10, duration_s=20), "Placement led to WAITING")
+    fails(make_world(redis_url, pool, 55, faults=faults, rate_per_s=10, duration_s=20), "Placement led to WAITING")
 
 
 def test_wait_without_bound_is_seen(redis_url: str, pool: str) -> None:

@@ -109,10 +109,13 @@ ROUTERS = tuple(f"router-{number}" for number in range(5))
 
 
 def pacers(routers: Sequence[str] = ROUTERS) -> list[ReportPacer]:
-    """One for each of the routers, which all know each other, in the order in which they relay for executor x."""
+    """One for each of the routers, which all know each other, in the order in which they relay for executor x. Each has
+    relayed its first report."""
     made = [ReportPacer(router) for router in routers]
     for router, pacer in zip(routers, made, strict=True):
         pacer.follow(set(routers) - {router}, 0.0)
+        pacer.offer(replace(REPORT, seq=0, budget_blocks=1), 0.0)
+        assert len(pacer.take_due(0.0)) == 1
     return sorted(made, key=lambda pacer: pacer.rank("x"))
 
 
@@ -186,6 +189,22 @@ def test_report_that_the_ledger_waits_for_goes_at_once_from_any_router() -> None
     assert [report.seq for report in last.take_due(1.1)] == [2]
     last.offer(replace(REPORT, seq=3), 1.2)
     assert last.next_due() is None
+
+
+def test_every_router_relays_one_report_after_the_ledger_was_lost() -> None:
+    first, *others = pacers()
+    for pacer in others:
+        pacer.offer(REPORT, 1.0)
+        assert not pacer.take_due(1.0)
+        pacer.start_over(1.5)
+        (report,) = pacer.take_due(1.5)
+        assert report.age_ms == 500
+        pacer.offer(replace(REPORT, seq=2), 1.6)
+        assert pacer.next_due() is None
+    first.start_over(1.5)  # nothing waits
+    assert first.next_due() is None
+    first.offer(REPORT, 1.6)
+    assert first.next_due() == 0.0
 
 
 def test_no_more_reports_go_in_a_call_than_it_can_apply_quickly() -> None:

@@ -188,7 +188,7 @@ class StandingMetrics(Collector):
         yield config
 
     def _drafts(self, status: EngineStatus) -> Iterator[Metric]:
-        """Yields what drafts brought, under names of ours by position, and under vLLM's."""
+        """Yields the counts of drafted tokens: by position under inflight's names, and in all under vLLM's."""
         model, drafts = self._service.description.model, status.drafts
         for prefix, label, name, text, counts in (
             ("inflight_", "model", "draft_tokens", "Drafted tokens that were verified.", drafts.verified),

@@ -87,7 +87,7 @@ class ReportPacer:
         self._schedule(report.executor_id, pace, now)
 
     def expect(self, executor_id: str) -> None:
-        """Lets the executor's next report go at once, whoever relays the others: the ledger places nothing there before
+        """Lets the executor's next report go at once, from any router: the ledger places nothing there before
         it. One that waits here goes, too, if it is for this router to relay."""
         pace = self._paces.get(executor_id)
         if pace is None:
@@ -113,7 +113,7 @@ class ReportPacer:
             self._schedule(executor_id, pace, now)
 
     def start_over(self, now: float) -> None:
-        """Relays a report of every executor, whoever relays the others: the ledger may have lost them."""
+        """Relays one report of every executor from this router: the ledger may have lost them."""
         for executor_id, pace in self._paces.items():
             pace.relayed = None
             self._schedule(executor_id, pace, now)

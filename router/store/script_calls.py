@@ -6,7 +6,7 @@ data. Both ways run the same source on the same records, so routers may use diff
 
 A server without functions, and one whose user may not call or load them, gets EVALSHA until the router starts again.
 
-Routers of another version have another library. Whoever loads one removes those that no call has used for
+Routers of another version have another library. A router that loads one removes those that no call has used for
 `UNUSED_MS`; a library that is removed too early is loaded again by the next call.
 """
 

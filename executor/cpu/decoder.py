@@ -21,7 +21,7 @@ from torch import Tensor
 
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
-from executor.cpu.logits import NativeRows, address
+from executor.cpu.logits import address, addresses_of
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
 from executor.native.memory import huge_zeros
@@ -103,7 +103,6 @@ class NativeDecoder:
         if not decoder:
             raise MemoryError("not enough memory for the packed weights")
         self._calls, self._decoder, self._pool = calls, decoder, pool
-        self._rows = NativeRows()
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
@@ -145,14 +144,14 @@ class NativeDecoder:
             return ids
         if sampling.num_rows != num_rows:
             raise ValueError(f"{num_rows} rows of logits for {sampling.num_rows} rows that sample")
-        processed = self._rows.addresses(sampling.processed, num_rows)
+        processed, bans = addresses_of(sampling.processed, num_rows), len(sampling.banned_ids) > 0
         self._run(
             batch,
             kv,
             greedy_ids=ids.data_ptr(),
             processed=None if processed is None else ctypes.addressof(processed),
-            banned_ids=address(sampling.banned_ids, np.int32),
-            banned_starts=address(sampling.banned_starts, np.int32),
+            banned_ids=address(sampling.banned_ids, np.int32) if bans else None,
+            banned_starts=address(sampling.banned_starts, np.int32) if bans else None,
         )
         return ids
 

@@ -7,7 +7,6 @@ it is another one.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Mapping
 from ctypes import c_float, c_int64, c_void_p
 
@@ -30,6 +29,8 @@ class RowFields(ctypes.Structure):
 
 class NativeRow:
     """A row's structure. The row must outlive its use."""
+
+    __slots__ = ("_fields", "_mask", "address")
 
     def __init__(self, row: LogitsRow) -> None:
         processors = row.processors
@@ -60,28 +61,17 @@ class NativeRow:
         return self.address
 
 
-class NativeRows:
-    """The structures of the rows that have been sampled, as long as the rows live."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, NativeRow] = {}  # by `id` of the row: a lookup for every row in every step
-
-    def addresses(self, processed: Mapping[int, LogitsRow], num_rows: int) -> ctypes.Array[c_void_p] | None:
-        """Returns the address of each row's structure, null for rows that are not processed; None if none is."""
-        if not processed:
-            return None
-        addresses = (c_void_p * num_rows)()
-        for index, row in processed.items():
-            native = self._rows.get(id(row))
-            if native is None:
-                native = self._add(row)
-            addresses[index] = native.update(row)
-        return addresses
-
-    def _add(self, row: LogitsRow) -> NativeRow:
-        native = self._rows[id(row)] = NativeRow(row)
-        weakref.finalize(row, self._rows.pop, id(row)).atexit = False
-        return native
+def addresses_of(processed: Mapping[int, LogitsRow], num_rows: int) -> ctypes.Array[c_void_p] | None:
+    """Returns the address of each row's structure, null for rows that are not processed; None if none is."""
+    if not processed:
+        return None
+    addresses = (c_void_p * num_rows)()
+    for index, row in processed.items():
+        native = row.native
+        if native is None:
+            native = row.native = NativeRow(row)
+        addresses[index] = native.update(row)
+    return addresses
 
 
 def address(column: npt.NDArray[np.generic], dtype: type[np.generic]) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.cpu.logits import NativeRows, address
+from executor.cpu.logits import address, addresses_of
 from executor.native.build import BuildFailure
 from executor.native.library import NativeLibrary, load_native
 from executor.native.pool import NativePool
@@ -37,7 +37,6 @@ class NativeSampler:
         self._sample_rows.argtypes = (c_void_p, c_void_p, c_void_p)
         self._sample_rows.restype = c_int64
         self._pool = pool
-        self._rows = NativeRows()
         self._sampler = new()
         if not self._sampler:
             raise MemoryError("not enough memory for the sampler")
@@ -56,7 +55,7 @@ class NativeSampler:
             logits = logits.contiguous()
         token_ids = torch.empty(num_rows, dtype=torch.int64)
         least = min_p_logs(sampling.min_p) if sampling.min_p.any() else None
-        processed = self._rows.addresses(sampling.processed, num_rows)
+        processed = addresses_of(sampling.processed, num_rows)
         call = _SampleCall(
             logits=logits.data_ptr(),
             temperatures=address(sampling.temperature, np.float32),

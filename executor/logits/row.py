@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,15 @@ class LogitsRow:
 
     `ids[:num_ids]` int32 are prompt and output, of which `num_prompt` are the prompt. `bias_ids` int32 and
     `bias_values` float32 are in the order of the ids. Bad word i is `bad_ids[bad_starts[i]:bad_starts[i + 1]]`, int32.
-    `mask` int32 has a bit for every id of the vocabulary, set if the id is allowed; None allows all.
+    `mask` int32 has a bit for every id of the vocabulary, set if the id is allowed; None allows all. `native` is the
+    row as C++ code reads it, which makes it.
     """
+
+    # Every step reads a few fields of every row, after its weights have displaced them from the caches.
+    __slots__ = (
+        *("num_ids", "mask", "native", "ids", "guide", "has_drafts", "_most_tokens", "processors", "num_prompt"),
+        *("bias_ids", "bias_values", "bad_starts", "bad_ids", "__weakref__"),
+    )
 
     def __init__(
         self,
@@ -53,6 +60,7 @@ class LogitsRow:
         np.cumsum([len(word) for word in processors.bad_words], out=self.bad_starts[1:])
         self.bad_ids = np.array([token_id for word in processors.bad_words for token_id in word], np.int32)
         self.mask = mask_of(processors.allowed_ids, vocabulary_size) if processors.allowed_ids else None
+        self.native: Any = None
         self._most_tokens = most_tokens
         # Whether the newest of its ids are drafts, which it has only for one step.
         self.has_drafts = False
@@ -68,7 +76,7 @@ class LogitsRow:
         self.ids[self.num_ids : self.num_ids + len(drafts)] = drafts
         rows = [copy(self) for _ in drafts]
         for number, row in enumerate(rows, 1):
-            row.num_ids, row.has_drafts = self.num_ids + number, True
+            row.num_ids, row.has_drafts, row.native = self.num_ids + number, True, None
         return rows
 
     def append(self, token_id: int) -> None:

@@ -28,11 +28,11 @@ NO_ROWS: Mapping[int, LogitsRow] = MappingProxyType({})
 class SamplingBatch:
     """Columns of the R rows that sample, each contiguous, as the C++ sampler requires.
 
-    The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
-    takes its largest logit, and nothing is banned or changed. `processed` are the rows whose logits are changed first,
-    by row. `reporting` are the rows that report log probabilities, each with the number of likeliest tokens to report;
-    the positions that score a prompt follow behind the R rows. Where `drafts` are verified from row i on, row i + 1 is
-    sampled as if the first draft were output, and so on.
+    The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `draws` says whether a row's
+    temperature is not 0. `processed` are the rows whose logits are changed first, by row, and `has_masks` says whether
+    one of them has a mask. `reporting` are the rows that report log probabilities, each with the number of likeliest
+    tokens to report; the positions that score a prompt follow behind the R rows. Where `drafts` are verified from row i
+    on, row i + 1 is sampled as if the first draft were output, and so on.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -43,8 +43,9 @@ class SamplingBatch:
     banned_starts: npt.NDArray[np.int32]  # [R + 1]
     banned_ids: npt.NDArray[np.int32]
     min_p: npt.NDArray[np.float32]
-    is_greedy: bool
+    draws: bool
     processed: Mapping[int, LogitsRow] = field(default_factory=lambda: NO_ROWS)
+    has_masks: bool = False
     reporting: tuple[tuple[int, int], ...] = ()
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: NO_DRAFTS)
 
@@ -64,8 +65,9 @@ class SamplingBatch:
             banned_starts=banned_starts,
             banned_ids=banned_ids,
             min_p=np.array([sampling.min_p for sampling in samplings], np.float32),
-            is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
+            draws=bool(temperature.any()),
             processed=processed,
+            has_masks=any(row.mask is not None for row in processed.values()),
         )
 
     @property
@@ -79,12 +81,14 @@ class SamplingBatch:
         return len(self.processed) > 0 or len(self.banned_ids) > 0
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes its largest logit, and nothing is banned or changed."""
+        return not self.draws and not self.excludes
+
+    @property
     def takes_largest(self) -> bool:
         """Whether every row takes its largest logit, perhaps after changes, and none has a mask."""
-        if self.is_greedy:
-            return True
-        has_mask = any(row.mask is not None for row in self.processed.values())
-        return not has_mask and not self.temperature.any()
+        return not self.draws and not self.has_masks
 
     def rows(self) -> list[SampleRow]:
         """Returns the rows as objects."""
@@ -98,7 +102,7 @@ class SamplingBatch:
 
     def constrained(self) -> list[LogitsRow]:
         """Returns the rows whose mask has to be computed before they are sampled."""
-        return [row for row in self.processed.values() if row.guide is not None] if self.processed else []
+        return [row for row in self.processed.values() if row.guide is not None] if self.has_masks else []
 
     def append(self, sampled_ids: Sequence[int]) -> None:
         """Adds the sampled tokens to the rows that depend on them. The thread that runs the steps calls it."""
@@ -121,6 +125,7 @@ class SamplingColumns:
         self._seed = np.zeros(num_seats, np.uint64)
         self._min_p = np.zeros(num_seats, np.float32)
         self._prompt_length = np.zeros(num_seats, np.int64)
+        self._has_mask = np.zeros(num_seats, np.bool_)
         # Rows of seats whose logits are changed; usually empty.
         self._processed: dict[int, LogitsRow] = {}
         # Seats whose sequence must not stop yet when it boards; usually empty.
@@ -149,8 +154,9 @@ class SamplingColumns:
             banned_starts=banned_starts,
             banned_ids=banned_ids,
             min_p=self._min_p[seats],
-            is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
+            draws=bool(temperature.any()),
             processed=processed,
+            has_masks=bool(self._has_mask[seats].any()),
             reporting=self._reporting_rows(seats) + (_scoring_rows(plan, len(seats)) if plan.scored else ()),
             drafts=drafts,
         )
@@ -164,6 +170,7 @@ class SamplingColumns:
         self._min_p[seat] = sampling.min_p
         self._prompt_length[seat] = sequence.num_prompt_tokens
         self._processed.pop(seat, None)
+        self._has_mask[seat] = sequence.constraint is not None or bool(sequence.processors.allowed_ids)
         if sequence.processors != NO_PROCESSORS or sequence.constraint is not None:
             self._processed[seat] = self._processed_row(sequence, plan)
         self._restrained.pop(seat, None)

@@ -15,7 +15,7 @@ from executor.attention.gpu_host_tier import Pairs
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepResult
+from executor.scheduler.sequence import FinishReason, Processors, Sampling, Sequence, StepResult
 from executor.step.batch import StepBatch
 from executor.step.sampling_columns import SamplingBatch
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence
@@ -92,6 +92,8 @@ def test_seats_are_taken_again_with_tables_and_parameters_of_their_own(model: Ad
     for i in range(12):
         sequence = make_sequence(f"r{i}", [150 + i] * (1 + i % 5), max_tokens=1 + i % 3, min_tokens=i % 4)
         sequence.sampling = Sampling(float(i % 2), i, 1.0 - i / 100, 2**64 - 1 - i)
+        if i == 5:
+            sequence.processors = Processors(allowed_ids=frozenset({7}))
         made.append(sequence)
     for start in range(0, 12, 4):
         for sequence in made[start : start + 4]:
@@ -107,6 +109,10 @@ def test_seats_are_taken_again_with_tables_and_parameters_of_their_own(model: Ad
         assert [row.output_index for row in mine] == list(range(sequence.stopping.max_tokens))
         is_early = [index < sequence.stopping.min_tokens for index in range(len(mine))]
         assert [bool(row.banned_ids) for row in mine] == is_early
+    for _, sampling in model.steps:
+        assert sampling.draws == any(row.sampling.temperature > 0 for row in sampling.rows())
+        assert sampling.has_masks == any(row.processed is not None for row in sampling.rows())
+    assert {sampling.has_masks for _, sampling in model.steps} == {False, True}
 
 
 def test_greedy_step_is_known_as_one(model: AddingModel, runner: ModelRunner) -> None:

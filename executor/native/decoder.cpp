@@ -249,7 +249,7 @@ class DecoderOf final : public Decoder {
             GreedyChoice* const choice = step_.greedy_ids == nullptr ? nullptr : &decoder_.choice_;
             each_row(NORM, step_.num_logits, [&](int64_t row) {
                 norm_residual(activations_.last, step_.logit_rows[row], decoder_.weights_.final_norm, row);
-                if (choice != nullptr) choice->mark(row);
+                if (choice != nullptr) choice->mark(team_.thread, row);
             });
             product(HEAD, decoder_.weights_.head, activations_.last, step_.num_logits, nullptr,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {

@@ -15,7 +15,8 @@ namespace inflight {
 
 class GreedyChoice {
   public:
-    static constexpr int64_t GROUP_COLUMNS = HEAD_BLOCKS * BLOCK_COLUMNS;
+    static constexpr int64_t GROUP_COLUMNS = HEAD_BLOCKS * BLOCK_COLUMNS, GROUP_WORDS = GROUP_COLUMNS / 64;
+    static_assert(GROUP_WORDS == 2);
 
     // Throws std::bad_alloc. The step must outlive the choice of its tokens.
     void begin(const DecoderStep& step, int64_t vocabulary_size, int num_threads) {
@@ -23,42 +24,67 @@ class GreedyChoice {
         vocabulary_size_ = vocabulary_size;
         num_groups_ = (vocabulary_size + GROUP_COLUMNS - 1) / GROUP_COLUMNS;
         row_starts_.assign(1, 0);
-        bool counts_ids = false;
+        int64_t most_touched = 0;
         for (int64_t row = 0; row < step.num_logits; ++row) {
-            const logits::Changes changes = changes_of(row);
-            counts_ids |= changes.counts_ids();
-            row_starts_.push_back(row_starts_.back() + logits::num_touched(changes));
+            const int64_t most = std::min(logits::most_uses(changes_of(row)), vocabulary_size);
+            most_touched = std::max(most_touched, most);
+            row_starts_.push_back(row_starts_.back() + most);
         }
-        touches_ = row_starts_.back() > 0;
+        touches_ = most_touched > 0;
         threads_.resize(num_threads);
         for (Thread& thread : threads_) {
             thread.best.assign(step.num_logits, Best{});
-            if (touches_) thread.logits.resize(vocabulary_size);
-            if (counts_ids) thread.counts.resize(vocabulary_size);
+            if (!touches_) continue;
+            thread.values.assign(row_starts_.back(), 0);
+            thread.logits.resize(most_touched);
+            thread.bits.resize(num_groups_ * GROUP_WORDS);
         }
         if (!touches_) return;
         ids_.resize(row_starts_.back());
-        for (Thread& thread : threads_) thread.values.assign(row_starts_.back(), 0);
+        uses_.resize(row_starts_.back());
         group_starts_.resize(step.num_logits * (num_groups_ + 1));
     }
 
-    // Finds the ids that the row's changes touch, in the order of their groups. Comes before `take`.
-    void mark(int64_t row) {
+    // Finds the ids that the row's changes touch, each once and in ascending order. Comes before `take`.
+    void mark(int thread, int64_t row) {
         if (!touches_) return;
         const logits::Changes changes = changes_of(row);
-        int32_t *const starts = starts_of(row), *const ids = ids_of(row);
-        std::fill(starts, starts + num_groups_ + 1, 0);
-        each_touched(changes, [&](int32_t id) { ++starts[id / GROUP_COLUMNS]; });
-        for (int64_t group = 0; group < num_groups_; ++group) starts[group + 1] += starts[group];
-        // The ends of the groups become their starts.
-        each_touched(changes, [&](int32_t id) { ids[--starts[id / GROUP_COLUMNS]] = id; });
+        std::vector<uint64_t>& bits = threads_[thread].bits;
+        std::fill(bits.begin(), bits.end(), 0);
+        const auto set = [&](int32_t id, uint32_t, uint32_t) { bits[id / 64] |= uint64_t{1} << id % 64; };
+        logits::each_use(changes, vocabulary_size_, set);
+        int32_t* const starts = starts_of(row);
+        starts[0] = 0;
+        for (int64_t group = 0; group < num_groups_; ++group) {
+            const uint64_t* const words = &bits[group * GROUP_WORDS];
+            starts[group + 1] = starts[group] + count_bits(words[0]) + count_bits(words[1]);
+        }
+        int32_t* const ids = ids_.data() + row_starts_[row];
+        uint32_t* const uses = uses_.data() + row_starts_[row];
+        std::fill(uses, uses + starts[num_groups_], 0);
+        logits::each_use(changes, vocabulary_size_, [&](int32_t id, uint32_t use, uint32_t count) {
+            const int64_t word = id / 64;
+            int32_t at = starts[id / GROUP_COLUMNS] + count_bits(bits[word] & ((uint64_t{1} << id % 64) - 1));
+            if (word % GROUP_WORDS == 1) at += count_bits(bits[word - 1]);
+            ids[at] = id;
+            uses[at] = (uses[at] | use) + count;
+        });
     }
 
     // Takes the `count` logits of a group, and may overwrite them. A thread takes a row's groups in ascending order.
     void take(int thread, int64_t row, int64_t group, float* logits, int64_t count) {
         const int64_t first = group * GROUP_COLUMNS;
-        if (touches_) set_aside(threads_[thread], row, group, logits - first);
-        threads_[thread].best[row].look_at(logits, first, count);
+        Best& best = threads_[thread].best[row];
+        if (!touches_) return best.look_at(logits, first, count);
+        const int32_t *const starts = starts_of(row), *const ids = ids_.data() + row_starts_[row];
+        const int32_t start = starts[group], end = starts[group + 1];
+        // Neighbouring groups often belong to different threads, whose values are apart: none waits for a cache line of
+        // the other.
+        uint32_t* const values = threads_[thread].values.data() + row_starts_[row];
+        for (int32_t i = start; i < end; ++i) std::memcpy(values + i, logits + (ids[i] - first), 4);
+        if (!best.may_win(logits)) return;
+        for (int32_t i = start; i < end; ++i) logits[ids[i] - first] = logits::NOTHING;
+        best.look_at(logits, first, count);
     }
 
     // Chooses the row's token once all of its groups have been taken. It does not matter which thread took which.
@@ -75,11 +101,16 @@ class GreedyChoice {
         float logit = logits::NOTHING;
         int64_t id = NO_TOKEN;
 
+        // Whether a logit of a group is larger.
+        ALWAYS_INLINE bool may_win(const float* logits) const {
+            bool wins = false;
+            for (int i = 0; i < GROUP_COLUMNS; i += WIDTH) wins |= any_above(load(logits + i), logit);
+            return wins;
+        }
+
         // The ids are higher than those before. Behind the `count` logits may be others, up to the end of the group.
         ALWAYS_INLINE void look_at(const float* logits, int64_t first, int64_t count) {
-            bool may_win = false;
-            for (int i = 0; i < GROUP_COLUMNS; i += WIDTH) may_win |= any_above(load(logits + i), logit);
-            if (!may_win) return;
+            if (!may_win(logits)) return;
             for (int64_t i = 0; i < count; ++i)
                 if (logits[i] > logit) logit = logits[i], id = first + i;
         }
@@ -92,40 +123,26 @@ class GreedyChoice {
     struct Thread {
         std::vector<Best> best;        // of each row, in the groups that this thread computed
         std::vector<uint32_t> values;  // bits of the logits of `ids_` that this thread computed; of others 0
-        std::vector<float> logits;     // [vocabulary_size], of a row's touched ids
-        std::vector<int32_t> counts;   // of ids, all 0
+        std::vector<float> logits;     // of a row's touched ids
+        std::vector<uint64_t> bits;    // of the vocabulary's ids: whether they are touched
     };
-
-    // `logits[id]` is the logit of an id of the group. Neighbouring groups often belong to different threads, whose values
-    // therefore are apart: none waits for a cache line of the other. An id may come several times, so no logit is
-    // overwritten before all are read.
-    void set_aside(Thread& thread, int64_t row, int64_t group, float* logits) {
-        const int32_t *const starts = starts_of(row), *const ids = ids_of(row);
-        uint32_t* const values = thread.values.data() + row_starts_[row];
-        for (int32_t i = starts[group]; i < starts[group + 1]; ++i) std::memcpy(values + i, logits + ids[i], 4);
-        for (int32_t i = starts[group]; i < starts[group + 1]; ++i) logits[ids[i]] = logits::NOTHING;
-    }
 
     // Changes the logits that were set aside and finds the best. Returns whether a usable one was banned.
     bool change(Thread& thread, int64_t row, Best& best) {
-        const int32_t *const ids = ids_of(row), count = starts_of(row)[num_groups_];
+        const int64_t first = row_starts_[row], count = starts_of(row)[num_groups_];
+        uint32_t* const values = thread.values.data() + first;
+        for (const Thread& other : threads_)
+            for (int64_t i = 0; i < count; ++i) values[i] |= other.values[first + i];
         float* const logits = thread.logits.data();
-        for (int32_t i = 0; i < count; ++i) {
-            uint32_t bits = 0;
-            for (const Thread& other : threads_) bits |= other.values[row_starts_[row] + i];
-            std::memcpy(logits + ids[i], &bits, 4);
-        }
-        const bool excludes = logits::process(logits, vocabulary_size_, changes_of(row), thread.counts.data());
-        for (int32_t i = 0; i < count; ++i) best.join({logits[ids[i]], ids[i]});
+        std::memcpy(logits, values, count * sizeof *logits);
+        const int32_t* const ids = ids_.data() + first;
+        const bool excludes = logits::process({ids, uses_.data() + first, logits, count}, changes_of(row));
+        for (int64_t i = 0; i < count; ++i)
+            if (logits[i] > best.logit) best = {logits[i], ids[i]};
         return excludes;
     }
 
-    template <class Visit>
-    void each_touched(const logits::Changes& changes, const Visit& visit) const {
-        logits::each_touched(changes, [&](int32_t id) {
-            if (id >= 0 && id < vocabulary_size_) visit(id);
-        });
-    }
+    static ALWAYS_INLINE int32_t count_bits(uint64_t word) { return __builtin_popcountll(word); }
 
     logits::Changes changes_of(int64_t row) const {
         const LogitsRow* const processed = step_->processed == nullptr ? nullptr : step_->processed[row];
@@ -135,14 +152,14 @@ class GreedyChoice {
     }
 
     int32_t* starts_of(int64_t row) { return group_starts_.data() + row * (num_groups_ + 1); }
-    int32_t* ids_of(int64_t row) { return ids_.data() + row_starts_[row]; }
 
     const DecoderStep* step_ = nullptr;
     int64_t vocabulary_size_ = 0, num_groups_ = 0;
     bool touches_ = false;  // whether any row's changes touch a logit
     std::vector<Thread> threads_;
-    std::vector<int64_t> row_starts_;    // [num_logits + 1], in `ids_` and in each thread's values
-    std::vector<int32_t> ids_;           // touched ids of each row, in the order of their groups
+    std::vector<int64_t> row_starts_;    // [num_logits + 1], in `ids_`, `uses_` and each thread's values
+    std::vector<int32_t> ids_;           // touched ids of each row
+    std::vector<uint32_t> uses_;         // of `ids_`, as in logits.h
     std::vector<int32_t> group_starts_;  // [num_logits, num_groups + 1], in a row's ids
 };
 

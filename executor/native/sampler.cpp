@@ -3,6 +3,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 
 #include "pool.h"
 #include "sampler.h"
@@ -109,12 +110,23 @@ int64_t inflight_sample_rows(void* sampler, void* pool, const SampleCall* call) 
     return or_out_of_memory([&] { static_cast<Sampler*>(sampler)->sample(static_cast<Pool*>(pool), *call); });
 }
 
-// For tests: the logits stage of one row, in place. Returns 0, or 1 if there is not enough memory.
-int64_t inflight_process_row(float* row, int64_t vocabulary_size, const LogitsRow* processed) {
+// For tests: the logits stage of one row, in place; with `touched` as a greedy step applies it, with every id as one that
+// is touched. Returns 0, or 1 if there is not enough memory.
+int64_t inflight_process_row(float* row, int64_t vocabulary_size, const LogitsRow* processed, int64_t touched) {
     return or_out_of_memory([&] {
-        std::vector<int32_t> counts(vocabulary_size);
+        const logits::Changes changes{processed, nullptr, 0};
+        std::vector<int32_t> ids(vocabulary_size);
+        std::vector<uint32_t> uses(vocabulary_size);
         const FlushDenormals as_in_a_pool;
-        logits::process(row, vocabulary_size, {processed, nullptr, 0}, counts.data());
+        if (touched) {
+            std::iota(ids.begin(), ids.end(), 0);
+            logits::each_use(changes, vocabulary_size, [&](int32_t id, uint32_t use, uint32_t count) {
+                uses[id] = (uses[id] | use) + count;
+            });
+            logits::process({ids.data(), uses.data(), row, vocabulary_size}, changes);
+        } else {
+            logits::process(row, vocabulary_size, changes, ids.data());
+        }
         for (int64_t id = 0; id < vocabulary_size; ++id)
             if ((processed->allowed_of_64(id / 64) >> id % 64 & 1) == 0) row[id] = sampling::NOTHING;
     });

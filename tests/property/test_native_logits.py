@@ -67,14 +67,16 @@ def cases(draw: st.DrawFn) -> tuple[LogitsRow, NDArray[np.float32]]:
     return row, logits
 
 
-def processed(library: NativeLibrary, row: LogitsRow, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What the C++ code makes of the logits; the numbers beside them stay."""
+def processed(
+    library: NativeLibrary, row: LogitsRow, logits: NDArray[np.float32], *, touched: bool = False
+) -> NDArray[np.float32]:
+    """What the C++ code makes of the logits, stored or touched ones; the numbers beside them stay."""
     margin = np.float32(77)
     memory = np.concatenate([[margin], logits, [margin]]).astype(np.float32)
     native = NativeRow(row)
     call = library.calls.inflight_process_row
-    call.argtypes, call.restype = (c_void_p, c_int64, c_void_p), c_int64
-    assert call(memory[1:].ctypes.data, len(logits), native.update(row)) == 0
+    call.argtypes, call.restype = (c_void_p, c_int64, c_void_p, c_int64), c_int64
+    assert call(memory[1:].ctypes.data, len(logits), native.update(row), touched) == 0
     assert memory[0] == memory[-1] == margin
     return memory[1:-1]
 
@@ -87,8 +89,9 @@ def test_results_are_the_references_bit_by_bit(
 ) -> None:
     row, logits = case
     expected = process_row(numbers_of(torch.from_numpy(logits)), row).numpy()
-    found = numbers_of(torch.from_numpy(processed(library, row, logits))).numpy()
-    assert found.tobytes() == expected.tobytes()
+    for touched in (False, True):
+        found = numbers_of(torch.from_numpy(processed(library, row, logits, touched=touched))).numpy()
+        assert found.tobytes() == expected.tobytes()
 
 
 def test_ids_outside_the_vocabulary_change_nothing(library: NativeLibrary) -> None:
@@ -103,7 +106,8 @@ def test_ids_outside_the_vocabulary_change_nothing(library: NativeLibrary) -> No
     )
     row = LogitsRow(processors, [*outside, *outside], len(outside), 20, size)
     logits = np.ones(size, np.float32)
-    assert processed(library, row, logits).tolist() == logits.tolist()
+    for touched in (False, True):
+        assert processed(library, row, logits, touched=touched).tolist() == logits.tolist()
     # A mask for fewer ids allows no other
     row.mask = mask_of({3}, 32)
     assert np.flatnonzero(processed(library, row, logits) == 1).tolist() == [3]

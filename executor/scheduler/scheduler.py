@@ -556,8 +556,9 @@ class Scheduler:
     def _end_without_token(self, sequence: Sequence, token_id: int | None) -> FinishEvent:
         """Ends a sequence that excludes every token, or has no usable logit. In that case its KV is withdrawn from the
         prefix cache, since it may be corrupt."""
-        if sequence.constraint is not None and sequence.constraint.error:
-            return self._finish(sequence, FinishReason.ERROR, error=sequence.constraint.error)
+        constraint = sequence.constraint
+        if constraint is not None and (error := constraint.errors.get(sequence.num_output_tokens)):
+            return self._finish(sequence, FinishReason.ERROR, error=error)
         if token_id == ALL_EXCLUDED:
             return self._finish(sequence, FinishReason.ERROR, error=NOTHING_ALLOWED)
         self.num_invalid_logits += 1

@@ -60,7 +60,9 @@ class Drafting:
         if drafts:
             num_ids = terms.fitting(len(decodes), sum(len(draft.ids) for draft in drafts.values()))
             others = [NO_DRAFT] * (len(decodes) - len(drafts))
-            chosen = self._budget.choose([*drafts.values(), *others], len(decodes), terms.time_of_step, num_ids)
+            # The step waits, and so does the one after it.
+            time_of_step = terms.with_waits(len(decodes), 2)
+            chosen = self._budget.choose([*drafts.values(), *others], len(decodes), time_of_step, num_ids)
             waiting += [sequence for sequence, number in zip(drafts, chosen, strict=False) if number > 1]
         return frozenset(waiting)
 
@@ -74,7 +76,8 @@ class Drafting:
         if not num_ids:
             return
         others = [NO_DRAFT] * (step.num_decodes + len(step.prompts_done) - len(drafts))
-        chosen = self._budget.choose([*drafts.values(), *others], step.num_tokens, terms.time_of_step, num_ids)
+        time_of_step = terms.with_waits(step.num_tokens, 1)
+        chosen = self._budget.choose([*drafts.values(), *others], step.num_tokens, time_of_step, num_ids)
         taken: dict[Sequence, tuple[int, ...]] = {}
         for (sequence, draft), number in zip(drafts.items(), chosen, strict=False):
             num_held = len(sequence.block_table)

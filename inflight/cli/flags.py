@@ -247,7 +247,9 @@ _REQUEST_FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "max_drafts": (
         "--max-drafts",
-        _flag("N", "most tokens drafted per step, 0 to 64; 0: none; the output is the same; default: the executor's", int),
+        _flag(
+            "N", "most tokens drafted per step, 0 to 64; 0: none; the output is the same; default: the executor's", int
+        ),
     ),
     "deadline_s": ("--deadline", _flag("SECONDS", "time limit of the request, including queueing", float)),
     "first_token_deadline_s": ("--first-token-deadline", _flag("SECONDS", "time limit for the first token", float)),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from common.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_INTER_TOKEN_TARGET_MS
+from common.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_DRAFTS, MAX_INTER_TOKEN_TARGET_MS
 from common.rpc.json_counts import has_more_values
 from gateway.errors import ApiError, refused, unsupported
 
@@ -128,6 +128,7 @@ class Common(Body):
         None
     )
     inter_token_target_ms: Annotated[int, Field(ge=1, le=MAX_INTER_TOKEN_TARGET_MS)] | None = None
+    max_drafts: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] | None = None
     resume_ttl_s: Annotated[float, Field(ge=0, le=3600)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.step_constraint import DraftTerms
 from executor.speculation.budget import DraftBudget
+from executor.speculation.forced import GrammarProposer
 from executor.speculation.proposer import Draft, NgramProposer, Proposer
 from tests.fake_device import VOCABULARY_SIZE, next_content
 
@@ -78,6 +79,10 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 }
 
 
-def eager(make_proposer: Callable[[], Proposer], num_ahead_per_waiting: int = 0) -> Drafting:
-    """Drafts whose every token is verified, as far as the step allows."""
-    return Drafting(make_proposer, EagerBudget(), num_ahead_per_waiting)
+def eager(
+    make_proposer: Callable[[], Proposer], num_ahead_per_waiting: int = 0, *, checks_grammar: bool = True
+) -> Drafting:
+    """Drafts whose every token is verified, as far as the step allows; also those that a grammar refuses, unless
+    `checks_grammar`."""
+    within = GrammarProposer if checks_grammar else lambda proposer, matcher, output_ids: proposer
+    return Drafting(make_proposer, EagerBudget(), num_ahead_per_waiting, within)

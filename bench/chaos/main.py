@@ -104,6 +104,7 @@ def _circumstances(run: ChaosRun, reference: Reference) -> dict[str, str]:
     return {
         "command": f"make chaos SECONDS={options.seconds:g} SEED={options.seed}"
         + (f' ARGS="--model {options.model}"' if options.model else ""),
+        "executor options": " ".join(options.executor_args) or "none",
         "model": run.setting.system,
         "system": f"{options.routers} routers, {options.executors} executors of {options.seats} seats, one Redis",
         "load": f"{options.clients} clients, each with one request after the other out of {len(reference.expected)}",

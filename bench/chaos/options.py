@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class ChaosOptions:
     out: Path
     measured: Path | None
     copies: bool
+    executor_args: tuple[str, ...]
 
     @property
     def is_tiny(self) -> bool:
@@ -58,6 +60,7 @@ def parse_options(argv: Sequence[str]) -> ChaosOptions:
         out=given.out,
         measured=given.measured,
         copies=given.copies,
+        executor_args=tuple(shlex.split(given.executor_args)),
     )
 
 
@@ -85,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("run/chaos"), metavar="DIR", help="the report; default: run/chaos")
     add("--measured", type=Path, metavar="FILE", help="a page to put the measured gaps into, such as docs/failures.md")
     add("--copies", action="store_true", help="start processes as copies of one that has loaded its code: back soon")
+    add(
+        "--executor-args", default="", metavar="TEXT", help="more options of the executors, such as --speculation=ngram"
+    )
     return parser
 
 

@@ -72,6 +72,7 @@ def _stack(options: ChaosOptions, model: str, lengths: LengthRanges) -> StackOpt
             *("--dtype", DTYPE),
             *("--max-num-sequences", str(options.seats)),
             *("--max-tokens-in-paged-kv-cache", str(_num_kv_tokens(options.seats, lengths))),
+            *options.executor_args,
         ),
     )
 

@@ -27,21 +27,23 @@ import torch
 from bench.engine.model_steps import BLOCK_SIZE, model_parser
 from bench.report.table import Table
 from common.machine import num_usable_cores
-from common.model_source import load_tokenizer, resolve_model
+from common.model_source import ModelSource, load_tokenizer, resolve_model
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
 from executor.engine.prefill_budget import PrefillBudget
+from executor.logits.grammar import CompiledGrammar, GrammarCompiler
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import Batching, SchedulerLimits
 from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Stopping
+from executor.scheduler.sequence import Constraint, Sampling, Stopping
 from executor.scheduler.sequence import Sequence as TokenSequence
 from executor.speculation.budget import DraftBudget
 from executor.speculation.choice import PROPOSERS, choose_proposer
 from executor.speculation.proposer import Draft, Proposer
+from router.constraint.source import DEFAULT_MAX_WHITESPACE, ConstraintSource, canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,6 +64,15 @@ EDITS = (
     "Correct the spelling of the text below and repeat it in full.",
     "Copy the text below. Write British spelling, and change nothing else.",
 )
+# What a schema of the answers to the JSON task describes, as the router makes a grammar of it.
+RECORD_FIELDS = {
+    "id": {"type": "integer"},
+    "name": {"type": "string"},
+    "city": {"type": "string"},
+    "active": {"type": "boolean"},
+    "score": {"type": "number"},
+    "country": {"type": "string"},
+}
 JSON_TASK = 'Add a field "country" to each record of this JSON list. Answer with JSON only.'
 QUESTIONS = (
     "What is the difference between a lake and a sea?",
@@ -117,20 +128,40 @@ def sequences_of(
     eos_ids: Sequence[int],
     temperature: float,
     max_tokens: int,
+    compiled: CompiledGrammar | None = None,
 ) -> list[TokenSequence]:
-    """Returns the sequences of user messages; each may draft up to `MAX_DRAFTS` tokens where the scheduler drafts."""
+    """Returns the sequences of user messages; each may draft up to `MAX_DRAFTS` tokens where the scheduler drafts.
+    `compiled` constrains the answers."""
     made = []
+    ends = frozenset(eos_ids)
     for seed, text in enumerate(texts):
         chat = [{"role": "user", "content": text}]
         prompt: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         sampling = Sampling(temperature, 0, 0.95, seed)
-        stopping = Stopping(max_tokens, 0, frozenset(eos_ids))
-        made.append(
-            TokenSequence(
-                f"r{seed}", 1, list(prompt), len(prompt), sampling, stopping, BLOCKS_EACH, None, max_drafts=MAX_DRAFTS
-            )
-        )
+        stopping = Stopping(max_tokens, 0, ends)
+        sequence = TokenSequence(f"r{seed}", 1, list(prompt), len(prompt), sampling, stopping, BLOCKS_EACH, None)
+        sequence.max_drafts = MAX_DRAFTS
+        sequence.constraint = None if compiled is None else Constraint("", b"", ends, compiled=compiled)
+        made.append(sequence)
     return made
+
+
+def records_grammar(
+    source: ModelSource, vocabulary_size: int, eos_ids: Sequence[int], max_whitespace: int = DEFAULT_MAX_WHITESPACE
+) -> CompiledGrammar:
+    """Returns the grammar of the answers to the JSON task."""
+    record = {
+        "type": "object",
+        "properties": RECORD_FIELDS,
+        "required": list(RECORD_FIELDS),
+        "additionalProperties": False,
+    }
+    schema = json.dumps({"type": "array", "items": record, "minItems": 1})
+    text = canonical(ConstraintSource("json_schema", (schema,), max_whitespace))
+    compiler = GrammarCompiler(lambda: load_tokenizer(source), vocabulary_size, eos_ids)
+    compiled = compiler.compile(Constraint(text, text.encode(), frozenset(eos_ids))).result()
+    compiler.close()
+    return compiled
 
 
 def answer_all(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.drafts.replay import BLOCKS_EACH, answer_all, messages, sequences_of
+from bench.drafts.replay import BLOCKS_EACH, answer_all, messages, records_grammar, sequences_of
 from bench.engine.model_steps import BLOCK_SIZE, model_parser
 from bench.report.table import Table
 from common.machine import num_usable_cores
@@ -28,6 +28,8 @@ from executor.speculation.budget import DraftBudget
 from executor.speculation.choice import PROPOSERS, choose_proposer
 
 OFF = "off"
+# Answers that a schema constrains, by the longest run of whitespace that it allows.
+CONSTRAINED = {"JSON with schema": 8, "compact JSON": 0}
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the speeds."""
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=3)
     parser.add_argument("--seats", default="1,4,32", help="default: %(default)s")
-    parser.add_argument("--kinds", default="copy and edit,JSON,chat", help="default: %(default)s")
+    parser.add_argument("--kinds", default="copy and edit,JSON,JSON with schema,chat", help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="longest answer; default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     arguments = parser.parse_args(argv)
@@ -80,12 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for number in seats:
         for kind in arguments.kinds.split(","):
-            texts = (messages()[kind] * number)[:number]
+            texts = (messages()["JSON" if kind in CONSTRAINED else kind] * number)[:number]
+            grammar = None
+            if kind in CONSTRAINED:
+                grammar = records_grammar(source, model.description.vocabulary_size, eos_ids, CONSTRAINED[kind])
+            options = (tokenizer, eos_ids, arguments.temperature, arguments.tokens, grammar)
             measured = variants()
             for turn in range(1 + arguments.rounds):
                 first = turn % len(measured)
                 for variant in (*measured[first:], *measured[:first]):
-                    variant.run(model, sequences_of(texts, tokenizer, eos_ids, arguments.temperature, arguments.tokens))
+                    variant.run(model, sequences_of(texts, *options))
             rows += [[str(number), kind, *row] for row in _rows(measured)]
     print(Table(["seats", "answers", "drafts", "speed, wall", "processor", "tokens/draft", "equal"], rows).text())
     return 0

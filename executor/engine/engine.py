@@ -289,6 +289,8 @@ class Engine:
         if not (plan.swaps_out or plan.swaps_in or plan.scored):
             # The time of copies, or of the logits that score a prompt, would be attributed to the rows.
             self._prefill_budget.step_time.observe(StepLoad.of(plan), times.busy_s)
+        if self._scheduler.drafts:
+            self._prefill_budget.observe_wait(plan, times.exposed_s)
         outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
         self._log_errors(outcome.finished)
         return outcome, times

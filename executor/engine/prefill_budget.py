@@ -8,13 +8,31 @@ sequences decode, prompts get at least a third of the device's time, or a block 
 
 from __future__ import annotations
 
-from executor.engine.step_time import StepLoad, StepTime
+from executor.engine.step_time import LARGEST_SURPRISE, StepLoad, StepTime
+from executor.scheduler.sequence import StepPlan
 from executor.scheduler.step_constraint import DecodeLoad, DraftTerms, PrefillAllowance
 
 # Factor on the target, so that variance between steps does not exceed it.
 MARGIN = 0.95
+# Weight of the newest wait in its mean, and a wait that is not surprisingly long in any case.
+NEWEST = 1 / 32
+SHORT_S = 0.001
 # Time of prompts that are late against the time of the decodes alone.
 LEAST_SHARE = 0.5
+
+
+class MeanWait:
+    """Smoothed time that the device waits for the host. A single long one counts little."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._num_observed = 0
+
+    def observe(self, seconds: float) -> None:
+        """Adds a wait."""
+        self._num_observed += 1
+        longest_s = LARGEST_SURPRISE * self.seconds + SHORT_S
+        self.seconds += max(NEWEST, 1 / self._num_observed) * (min(seconds, longest_s) - self.seconds)
 
 
 class PrefillBudget:
@@ -24,6 +42,7 @@ class PrefillBudget:
     def __init__(self, max_inter_token_ms: float = 0.0) -> None:
         self.step_time = StepTime()
         self._max_inter_token_ms = max_inter_token_ms
+        self._waits = [MeanWait(), MeanWait()]
 
     def allowance(self, decodes: DecodeLoad, least_tokens: int) -> PrefillAllowance | None:
         """Returns what prompts may take of a step, at least `least_tokens`; None is no limit."""
@@ -40,7 +59,14 @@ class PrefillBudget:
         """Returns what drafts may cost in a step with these decodes."""
         time_of_step = self.step_time.by_tokens(decodes.context)
         longest_s = self.longest_step_s(decodes, time_of_step(decodes.num_decodes))
-        return DraftTerms(time_of_step, None if longest_s is None else longest_s * MARGIN)
+        ahead, behind = self._waits
+        longest_s = None if longest_s is None else longest_s * MARGIN
+        return DraftTerms(time_of_step, longest_s, ahead.seconds, max(0.0, behind.seconds - ahead.seconds))
+
+    def observe_wait(self, plan: StepPlan, exposed_s: float) -> None:
+        """Adds how long the device waited for a step that decodes."""
+        if plan.samples and plan.samples[0] and plan.lengths[0] <= 1 + len(plan.drafts.get(0, ())):
+            self._waits[not plan.carries[0]].observe(exposed_s)
 
     def longest_step_s(self, decodes: DecodeLoad, decode_s: float) -> float | None:
         """Returns the target of a step whose decodes alone take `decode_s`; None is none."""

@@ -22,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from common.grammar import PARSER_LIMITS
+from common.protocol import MAX_DRAFTS
 from executor.logits.row import MASK_BITS, LogitsRow, mask_of
 from executor.scheduler.sequence import Constraint, Stopping
 
@@ -50,8 +52,9 @@ NUM_COMPILERS = 2
 LEXER_ERROR = "lexer error"
 REFUSED = "doesn't satisfy the grammar"
 TOO_COMPLEX = "the grammar of the constraint is too complex to continue this output"
-# Newest states of a row of which the scheduler can learn whether the grammar accepts.
-NUM_STATES_KEPT = 8
+# Newest states of a row of which the scheduler can learn whether the grammar accepts. Those behind drafts are newer
+# than the last token that it knows.
+NUM_STATES_KEPT = MAX_DRAFTS + 8
 # Processor time of a mask, or of some tokens, that counts for nothing, and what a row may take beyond that in all. The
 # limits of llguidance are counts, and in an ambiguous grammar each thing that is counted takes more time the longer the
 # output is.
@@ -104,7 +107,9 @@ class CompiledGrammar:
 class Guide:
     """The position of a row in its grammar.
 
-    Only the thread that computes masks uses it, and the device's thread while no mask is being computed.
+    Only the thread that computes masks uses it, and the device's thread while no mask is being computed. Positions
+    behind drafts have guides of their own for one step, which begin as copies of the position before. A matcher with a
+    limit of tokens cannot be rolled back, and a copy is exact.
     """
 
     def __init__(self, constraint: Constraint, stopping: Stopping, allowed: Mask | None, vocabulary_size: int) -> None:
@@ -119,6 +124,15 @@ class Guide:
         self._num_consumed = 0
         self._has_ended = False
         self._slow_s = 0.0
+        # The position before, until a guide behind drafts is used.
+        self._before: Guide | None = None
+        self._is_behind_drafts = False
+
+    def behind(self) -> Guide:
+        """Returns the guide of the position behind one more draft. It is used after this one in the same step."""
+        guide = copy(self)
+        guide._before, guide._is_behind_drafts = self, True
+        return guide
 
     @cached_property
     def _ends(self) -> Mask:
@@ -135,7 +149,11 @@ class Guide:
         return compiled
 
     def follow(self, output: npt.NDArray[np.int32]) -> LLMatcher | None:
-        """Consumes the new ids of the output. Returns None if no mask is needed, because the output has ended."""
+        """Consumes the new ids of the output. Returns None if no mask is needed, because the output has ended, or the
+        grammar refuses the drafts, so that what follows them cannot count."""
+        if self._before is not None:
+            self._begin_behind(self._before)
+            self._before = None
         if self._has_ended:
             return None
         if self._matcher is None:
@@ -148,11 +166,25 @@ class Guide:
             return None
         if not self._consume(token_ids) and _has_full_lexer(self._matcher):
             self._recover(output)
-        accepts = self._constraint.accepts
-        accepts[len(output)] = not self._matcher.is_error() and self._matcher.is_accepting()
-        # The end of a sequence is decided at most two tokens later.
-        accepts.pop(len(output) - NUM_STATES_KEPT, None)
+        self._note_state(len(output), is_new=len(token_ids) > 0)
+        if self._is_behind_drafts and self._matcher.is_error() and not _has_full_lexer(self._matcher):
+            return None
         return self._matcher
+
+    def _begin_behind(self, before: Guide) -> None:
+        self._source, self._num_consumed, self._has_ended = before._source, before._num_consumed, before._has_ended
+        self._matcher = None if before._matcher is None else before._matcher.deep_copy()
+
+    def _note_state(self, num_output_tokens: int, *, is_new: bool) -> None:
+        assert self._matcher is not None
+        accepts, errors = self._constraint.accepts, self._constraint.errors
+        accepts[num_output_tokens] = not self._matcher.is_error() and self._matcher.is_accepting()
+        # The end of a sequence is decided at most two tokens later.
+        accepts.pop(num_output_tokens - NUM_STATES_KEPT, None)
+        errors.pop(num_output_tokens - NUM_STATES_KEPT, None)
+        if is_new:
+            # It may be that of a wrong draft.
+            errors.pop(num_output_tokens, None)
 
     def _consume(self, token_ids: list[int]) -> bool:
         assert self._matcher is not None
@@ -166,7 +198,9 @@ class Guide:
 
     def took(self, seconds: float) -> None:
         """Counts the processor time of a mask or of some tokens."""
-        self._slow_s += max(0.0, seconds - FREE_S)
+        if seconds > FREE_S:
+            self._slow_s += seconds - FREE_S
+            self._constraint.is_slow = True
 
     @property
     def is_too_slow(self) -> bool:
@@ -181,11 +215,11 @@ class Guide:
             # The mask of a matcher that failed allows the end of the sequence.
             recovered = self._recover(output) if _has_full_lexer(self._matcher) else None
             if recovered is None:
-                self._constraint.error = _reason(self._matcher)
+                self._constraint.errors[len(output)] = _reason(self._matcher)
                 return np.zeros(self._num_words, np.int32)
             raw = recovered
         if self.is_too_slow:
-            self._constraint.error = TOO_COMPLEX
+            self._constraint.errors[len(output)] = TOO_COMPLEX
             return np.zeros(self._num_words, np.int32)
         allowed = raw[: self._num_words]
         text = allowed if self._allowed is None else allowed & self._allowed

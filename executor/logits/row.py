@@ -71,12 +71,17 @@ class LogitsRow:
 
     def after(self, drafts: Sequence[int]) -> list[LogitsRow]:
         """Returns this row after one of the drafts, after two, and so on. They share its arrays, in which the drafts
-        are stored behind its own ids. No step of the sequence may be in flight."""
-        assert self.guide is None
+        are stored behind its own ids; each has a mask of its own where a grammar gives it. No step of the sequence may
+        be in flight."""
         self.ids[self.num_ids : self.num_ids + len(drafts)] = drafts
         rows = [copy(self) for _ in drafts]
+        guide = self.guide
         for number, row in enumerate(rows, 1):
             row.num_ids, row.has_drafts, row.native = self.num_ids + number, True, None
+            if guide is not None:
+                assert self.mask is not None
+                guide = row.guide = guide.behind()
+                row.mask = np.zeros_like(self.mask)
         return rows
 
     def append(self, token_id: int) -> None:

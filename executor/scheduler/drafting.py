@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ReadOnlyList
+from typing import Any
 
 from executor.scheduler.plan_builder import StepDraft
 from executor.scheduler.sequence import Sequence, StepPlan
@@ -18,6 +19,7 @@ from executor.scheduler.step_constraint import DraftTerms
 from executor.speculation.budget import DraftBudget
 from executor.speculation.counts import DraftTally
 from executor.speculation.earlier import EarlierOutputs
+from executor.speculation.forced import GrammarProposer
 from executor.speculation.proposer import NO_DRAFT, Draft, Proposer
 
 # The step waits unless more than this many sequences can go ahead for each one that waits. A sequence that misses the
@@ -33,10 +35,13 @@ class Drafting:
         make_proposer: Callable[[], Proposer],
         budget: DraftBudget,
         num_ahead_per_waiting: int = NUM_AHEAD_PER_WAITING,
+        within_grammar: Callable[[Proposer, Any, ReadOnlyList[int]], Proposer] = GrammarProposer,
     ) -> None:
+        """`within_grammar` makes the proposer of a constrained sequence from another one, a matcher and the output."""
         self.num_ahead_per_waiting = num_ahead_per_waiting
         self._make_proposer = make_proposer
         self._budget = budget
+        self._within_grammar = within_grammar
         self._earlier = EarlierOutputs()
         # What may follow the known tokens.
         self._drafts: dict[Sequence, Draft] = {}
@@ -55,7 +60,9 @@ class Drafting:
         if drafts:
             num_ids = terms.fitting(len(decodes), sum(len(draft.ids) for draft in drafts.values()))
             others = [NO_DRAFT] * (len(decodes) - len(drafts))
-            chosen = self._budget.choose([*drafts.values(), *others], len(decodes), terms.time_of_step, num_ids)
+            # The step waits, and so does the one after it.
+            time_of_step = terms.with_waits(len(decodes), 2)
+            chosen = self._budget.choose([*drafts.values(), *others], len(decodes), time_of_step, num_ids)
             waiting += [sequence for sequence, number in zip(drafts, chosen, strict=False) if number > 1]
         return frozenset(waiting)
 
@@ -69,7 +76,8 @@ class Drafting:
         if not num_ids:
             return
         others = [NO_DRAFT] * (step.num_decodes + len(step.prompts_done) - len(drafts))
-        chosen = self._budget.choose([*drafts.values(), *others], step.num_tokens, terms.time_of_step, num_ids)
+        time_of_step = terms.with_waits(step.num_tokens, 1)
+        chosen = self._budget.choose([*drafts.values(), *others], step.num_tokens, time_of_step, num_ids)
         taken: dict[Sequence, tuple[int, ...]] = {}
         for (sequence, draft), number in zip(drafts.items(), chosen, strict=False):
             num_held = len(sequence.block_table)
@@ -99,14 +107,24 @@ class Drafting:
             self._earlier.add(sequence.cache_salt, sequence.token_ids[sequence.num_prompt_tokens :])
 
     def _draft(self, sequence: Sequence) -> Draft:
+        if sequence.constraint is not None and sequence.constraint.is_slow:
+            # A step would have to compute a mask for each draft.
+            return NO_DRAFT
         draft = self._drafts.get(sequence)
         if draft is None:
             if sequence.proposer is None:
-                sequence.proposer = self._make_proposer()
-                sequence.proposer.extend(self._earlier.of(sequence.cache_salt))
-                sequence.proposer.extend(sequence.token_ids)
+                sequence.proposer = self._proposer_of(sequence)
             draft = self._drafts[sequence] = sequence.proposer.propose(sequence.max_drafts)
         return draft
+
+    def _proposer_of(self, sequence: Sequence) -> Proposer:
+        proposer = self._make_proposer()
+        proposer.extend(self._earlier.of(sequence.cache_salt))
+        proposer.extend(sequence.token_ids)
+        if sequence.constraint is None:
+            return proposer
+        output_ids = sequence.token_ids[sequence.num_prompt_tokens :]
+        return self._within_grammar(proposer, sequence.constraint.compiled.matcher.deep_copy(), output_ids)
 
 
 def _within(draft: Draft, limit: int) -> Draft:

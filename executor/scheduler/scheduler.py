@@ -284,15 +284,16 @@ class Scheduler:
             self.prefix_cache.publish_restored(restored)
         assert len(result.sampled_ids) == plan.num_sampled, f"{len(result.sampled_ids)} ids for {plan.num_sampled}"
         tokens, finished = NewTokens(), list(self.take_finished())
+        leaving, is_plain = self._queues.leaving, self._drafting is None and not result.logprobs
         num_read = 0
         for row, (sequence, start, length, samples) in enumerate(
             zip(plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True)
         ):
-            drafts = plan.drafts.get(row, ())
+            drafts = plan.drafts.get(row, ()) if plan.drafts else ()
             first_read, num_read = num_read, num_read + samples + len(drafts)
             sequence.num_in_flight -= 1
             sequence.num_pending -= samples
-            if sequence in self._queues.leaving:
+            if sequence in leaving:
                 finished.extend(self._release_leaving(sequence))
                 continue
             end = start + length - len(drafts)
@@ -300,7 +301,7 @@ class Scheduler:
                 if error := self._publish(sequence, start, end):
                     finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
                 continue
-            if self._drafting is None and not result.logprobs:
+            if is_plain:
                 event = self._append(sequence, start, end, result.sampled_ids[first_read], None, tokens)
             else:
                 event = self._receive(sequence, start, end, drafts, result, first_read, tokens)
@@ -556,8 +557,9 @@ class Scheduler:
     def _end_without_token(self, sequence: Sequence, token_id: int | None) -> FinishEvent:
         """Ends a sequence that excludes every token, or has no usable logit. In that case its KV is withdrawn from the
         prefix cache, since it may be corrupt."""
-        if sequence.constraint is not None and sequence.constraint.error:
-            return self._finish(sequence, FinishReason.ERROR, error=sequence.constraint.error)
+        constraint = sequence.constraint
+        if constraint is not None and (error := constraint.errors.get(sequence.num_output_tokens)):
+            return self._finish(sequence, FinishReason.ERROR, error=error)
         if token_id == ALL_EXCLUDED:
             return self._finish(sequence, FinishReason.ERROR, error=NOTHING_ALLOWED)
         self.num_invalid_logits += 1

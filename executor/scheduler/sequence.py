@@ -96,8 +96,9 @@ class Constraint:
     that is only copied), None until it is ready. Where the grammar accepts the output, the `eos_token_ids` are allowed
     and end it; with `ignores_eos` only where nothing else is allowed.
 
-    The thread that computes masks writes the rest: `accepts` says for the newest numbers of output tokens whether the
-    grammar accepts that output, and `error` why no token can follow.
+    The thread that computes masks writes the rest. By the newest numbers of output tokens, `accepts` says whether the
+    grammar accepts that output, and `errors` why no token can follow it; what is written behind a draft that turns out
+    wrong is written again before it is read. `is_slow` says that a mask took long; then nothing is drafted.
     """
 
     grammar: str
@@ -106,7 +107,8 @@ class Constraint:
     ignores_eos: bool = False
     compiled: Any = None
     accepts: dict[int, bool] = field(default_factory=dict)
-    error: str = ""
+    errors: dict[int, str] = field(default_factory=dict)
+    is_slow: bool = False
 
     def is_unfinished(self, reason: FinishReason, num_output_tokens: int, stop_token_id: int | None) -> bool:
         """Returns whether the output ended before the grammar accepted it. A stop token of the request is not part of

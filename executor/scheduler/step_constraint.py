@@ -68,10 +68,18 @@ class PrefillAllowance:
 @dataclass(frozen=True, slots=True)
 class DraftTerms:
     """What drafts may cost: `time_of_step` predicts the seconds of the step by its tokens, which should stay below
-    `longest_s`; None: any."""
+    `longest_s`; None: any. The device waits `host_s` for any step, and `wait_s` more for one that is planned only once
+    the one before has retired."""
 
     time_of_step: Callable[[int], float]
     longest_s: float | None = None
+    host_s: float = 0.0
+    wait_s: float = 0.0
+
+    def with_waits(self, num_tokens: int, num_waits: int) -> Callable[[int], float]:
+        """Returns the seconds of a step by its tokens, where any beyond `num_tokens` cost so many waits."""
+        behind_s = self.host_s + num_waits * self.wait_s
+        return lambda number: self.time_of_step(number) + (behind_s if number > num_tokens else self.host_s)
 
     def fitting(self, num_tokens: int, num_wanted: int) -> int:
         """Returns how many of `num_wanted` tokens may join a step of `num_tokens`."""

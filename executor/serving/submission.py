@@ -111,11 +111,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
 
 
 def _max_drafts(submit: executor_pb2.Submit, most: int) -> int:
-    """Returns the number of drafts. None are made of constrained output, whose masks are not computed behind drafts."""
     if submit.max_drafts > MAX_DRAFTS:
         raise _invalid(f"max_drafts must be at most {MAX_DRAFTS}")
-    if submit.HasField("constraint"):
-        return 0
     return min(submit.max_drafts, most) if submit.HasField("max_drafts") else most
 
 

@@ -1,14 +1,16 @@
 """Number of drafted tokens that a step verifies. Pure, and deterministic in its calls.
 
 A drafted token is used if it and all drafted before it are accepted: its *survival* is the product of the acceptance of
-these positions. Acceptance is learned per match length and position. The drafts of all sequences compete for the step:
-the likeliest are taken, as many as maximise expected tokens per second. A decision affects speed and never a token.
+these positions. Acceptance is learned per match length and position, and apart for what a grammar forces. The drafts of
+all sequences compete for the step: the likeliest are taken, as many as maximise expected tokens per second. A decision
+affects speed and never a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import mul
 
 from executor.speculation.proposer import Draft
 
@@ -16,6 +18,8 @@ from executor.speculation.proposer import Draft
 NEWEST = 1 / 32
 # Acceptance that is assumed before the first observation, by match length, up to the longest that is told apart.
 PRIOR = (0.0, 0.15, 0.3, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
+# The same of what a grammar forces, which the model may still write with other tokens.
+FORCED_PRIOR = 0.9
 # Positions of a draft that are told apart.
 NUM_POSITIONS = 8
 # Observations that the prior counts as.
@@ -26,8 +30,9 @@ class DraftBudget:
     """Decides how much of each draft a step verifies, and learns from what was accepted."""
 
     def __init__(self) -> None:
-        self._acceptance = [[prior] * NUM_POSITIONS for prior in PRIOR]
-        self._num_observed = [[0] * NUM_POSITIONS for _ in PRIOR]
+        # The last row is of forced ids.
+        self._acceptance = [[prior] * NUM_POSITIONS for prior in (*PRIOR, FORCED_PRIOR)]
+        self._num_observed = [[0] * NUM_POSITIONS for _ in self._acceptance]
 
     def choose(self, drafts: Sequence[Draft], rows: int, time_of_step: Callable[[int], float], limit: int) -> list[int]:
         """Returns how many ids of each draft to verify, at most `limit` in all.
@@ -39,10 +44,10 @@ class DraftBudget:
         chosen = [0] * len(drafts)
         candidates: list[tuple[float, int]] = []
         # By what determines them, since many drafts are alike.
-        survivals: dict[tuple[int, int], list[float]] = {}
+        survivals: dict[tuple[int, int, int], list[float]] = {}
         for index, draft in enumerate(drafts):
             if draft.ids:
-                shape = min(draft.match_length, len(PRIOR) - 1), len(draft.ids)
+                shape = min(draft.match_length, len(PRIOR) - 1), len(draft.ids), draft.num_forced
                 if shape not in survivals:
                     survivals[shape] = self.survivals(draft)
                 candidates += [(-survival, index) for survival in survivals[shape]]
@@ -57,9 +62,8 @@ class DraftBudget:
 
     def survivals(self, draft: Draft) -> list[float]:
         """Returns for each id of the draft the probability that it is accepted with all before it."""
-        row = self._acceptance[min(draft.match_length, len(PRIOR) - 1)]
-        positions = (min(position, NUM_POSITIONS - 1) for position in range(len(draft.ids)))
-        return list(accumulate((row[position] for position in positions), lambda one, other: one * other))
+        kinds = (_kind(draft, position) for position in range(len(draft.ids)))
+        return list(accumulate((self._acceptance[row][column] for row, column in kinds), mul))
 
     def observe(self, draft: Draft, verified: int, accepted: int) -> None:
         """Learns that of the first `verified` ids of a draft the first `accepted` were right.
@@ -68,15 +72,20 @@ class DraftBudget:
         acceptance is learned without cost also where drafts do not pay.
         """
         assert 0 <= accepted <= verified <= len(draft.ids)
-        bucket = min(draft.match_length, len(PRIOR) - 1)
         for position in range(min(verified, accepted + 1)):
-            self._learn(bucket, min(position, NUM_POSITIONS - 1), position < accepted)
+            self._learn(*_kind(draft, position), position < accepted)
 
-    def _learn(self, bucket: int, position: int, accepted: bool) -> None:
-        row, counts = self._acceptance[bucket], self._num_observed[bucket]
-        counts[position] += 1
-        weight = max(NEWEST, 1 / (PRIOR_WEIGHT + counts[position]))
-        row[position] += weight * (accepted - row[position])
+    def _learn(self, row: int, column: int, accepted: bool) -> None:
+        acceptance, counts = self._acceptance[row], self._num_observed[row]
+        counts[column] += 1
+        weight = max(NEWEST, 1 / (PRIOR_WEIGHT + counts[column]))
+        acceptance[column] += weight * (accepted - acceptance[column])
+
+
+def _kind(draft: Draft, position: int) -> tuple[int, int]:
+    """Returns row and column of the acceptance that counts for an id."""
+    row = len(PRIOR) if position < draft.num_forced else min(draft.match_length, len(PRIOR) - 1)
+    return row, min(position, NUM_POSITIONS - 1)
 
 
 def _most_tokens_per_second(

@@ -18,10 +18,12 @@ NGRAM_SIZES = (5, 4, 3, 2)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The ids that may follow, and how many of the newest tokens the match covers. Both are empty without a match."""
+    """The ids that may follow, and how many of the newest tokens the match covers. Both are empty without a match.
+    A grammar forces the text of the first `num_forced` ids."""
 
     ids: tuple[int, ...]
     match_length: int
+    num_forced: int = 0
 
 
 NO_DRAFT = Draft((), 0)

@@ -26,7 +26,7 @@ SAME_IN_CHATS = frozenset(
         *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "logit_bias"),
         *("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "stream_interval", "priority"),
         *("structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
-        "thinking_token_budget",
+        *("thinking_token_budget", "max_drafts"),
     }
 )
 # OpenAI's parameters that this system does not implement, each with the values that have no effect.

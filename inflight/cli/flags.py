@@ -245,6 +245,12 @@ _REQUEST_FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "--inter-token-target",
         _flag("MS", "target for the time between tokens, 1 to 60000 ms; default: that of the priority class", int),
     ),
+    "max_drafts": (
+        "--max-drafts",
+        _flag(
+            "N", "most tokens drafted per step, 0 to 64; 0: none; the output is the same; default: the executor's", int
+        ),
+    ),
     "deadline_s": ("--deadline", _flag("SECONDS", "time limit of the request, including queueing", float)),
     "first_token_deadline_s": ("--first-token-deadline", _flag("SECONDS", "time limit for the first token", float)),
     "session_id": ("--session", _flag("NAME", "session; its requests go to the same model variant")),

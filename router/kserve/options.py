@@ -94,6 +94,7 @@ OPTIONS = (
     _sampling(Kind.TEXTS, BYTES, "", "guided_decoding_guide"),
     _sampling(Kind.INT, "INT32", "output.stream_interval", "stream_interval"),
     _sampling(Kind.INT, "INT32", "inter_token_target_ms", "inter_token_target_ms"),
+    _sampling(Kind.INT, "INT32", "max_drafts", "max_drafts"),
     _sampling(Kind.INT, "INT32", "truncate_prompt_tokens", "truncate_prompt_tokens"),
     _sampling(Kind.INT, "INT32", "n", "num_return_sequences", "n"),
     _sampling(Kind.INT, "INT32", "best_of", "best_of", "sampling_param_best_of"),

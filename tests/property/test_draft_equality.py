@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.model_source import resolve_model
@@ -28,6 +29,7 @@ from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import Overcommit
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import (
+    Constraint,
     FinishReason,
     Processors,
     Sampling,
@@ -42,7 +44,15 @@ from executor.speculation.counts import DraftCounts
 from executor.speculation.proposer import NgramProposer, Proposer
 from tests.drafting import CHEAP, EagerBudget, GuessingProposer, eager
 from tests.examples import examples
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.small_vocabulary import (
+    EOS_ID,
+    OTHER_EOS_ID,
+    VOCABULARY_SIZE,
+    constraint,
+    regex_grammar,
+    schema_grammar,
+)
+from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 
 BLOCK_SIZE = 16
@@ -82,6 +92,8 @@ class Answer:
     reason: FinishReason
     stop_token_id: int | None
     logprobs: dict[int, TokenLogprobs]
+    error: str
+    is_unfinished: bool
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
+    return save_model(LlamaConfig(**sizes(vocab_size=VOCABULARY_SIZE)), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])
@@ -111,16 +123,23 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[PagedModel]:
 
 
 def run(
-    model: PagedModel, requests: Sequence[Request], limits: SchedulerLimits, overlap: bool, drafting: Drafting | None
+    model: PagedModel,
+    requests: Sequence[Request],
+    limits: SchedulerLimits,
+    overlap: bool,
+    drafting: Drafting | None,
+    most_steps: int | None = None,
 ) -> Run:
-    """Runs requests that arrive at once."""
+    """Runs requests that arrive at once; to their ends, or until the executor is lost after `most_steps`."""
     pool = BlockPool(NUM_BLOCKS[limits.policy], BLOCK_SIZE)
     scheduler, runner = Scheduler(limits, pool, drafting), ModelRunner(model, limits, BLOCK_SIZE)
     for request in requests:
         assert scheduler.offer(request) is None
     launched: deque[tuple[StepPlan, PendingStep]] = deque()
     answers: dict[str, Answer] = {}
-    while launched or not scheduler.is_idle:
+    num_steps = 0
+    while (launched or not scheduler.is_idle) and num_steps != most_steps:
+        num_steps += 1
         plan = scheduler.schedule(terms=CHEAP)
         if plan.rows:
             launched.append((plan, runner.launch(plan)))
@@ -129,14 +148,35 @@ def run(
             for event in scheduler.update(StepResult(done, pending.result(), pending.logprobs())).finished:
                 sequence = event.sequence
                 ids = sequence.token_ids[sequence.num_prompt_tokens :]
-                answers[sequence.request_id] = Answer(ids, event.reason, event.stop_token_id, sequence.logprobs)
+                answers[sequence.request_id] = Answer(
+                    ids,
+                    event.reason,
+                    event.stop_token_id,
+                    sequence.logprobs,
+                    event.error,
+                    event.constraint_unfinished,
+                )
     runner.close()
-    scheduler.check_when_idle()
-    assert pool.num_used == 0
+    if most_steps is None:
+        scheduler.check_when_idle()
+        assert pool.num_used == 0
     return Run(answers, scheduler.draft_counts, scheduler.num_preemptions)
 
 
-IDS = st.integers(3, VOCABULARY_SIZE - 1)
+IDS = st.integers(4, VOCABULARY_SIZE - 1)
+ENDS = frozenset({EOS_ID, OTHER_EOS_ID})
+GRAMMARS = (
+    schema_grammar(
+        {
+            "type": "object",
+            "properties": {"abc": {"enum": ["ab", "ba", None]}, "number": {"type": "integer", "minimum": 3}},
+            "required": ["abc", "number"],
+            "additionalProperties": False,
+        }
+    ),
+    regex_grammar(r"(ab|ba)*c|[0-9]{2,4}é?"),
+    LLMatcher.grammar_from_lark('start: "a" some "true" some\nsome[max_tokens=5]: /[a-f]+/\n'),
+)
 PROCESSORS = st.builds(
     Processors,
     bias=st.just(()) | st.dictionaries(IDS, st.floats(-5, 5, width=32), max_size=6).map(lambda one: tuple(one.items())),
@@ -161,42 +201,51 @@ SAMPLING = st.just(Sampling(0.0, 0, 1.0, 0)) | st.builds(
 @st.composite
 def request_strategy(draw: st.DrawFn, number: int) -> Request:
     # The first token tells the requests apart, the rest repeats itself, so that n-grams are found.
-    prompt = [3 + number, *draw(st.lists(IDS, min_size=1, max_size=8)) * draw(st.integers(1, 3))]
+    prompt = [4 + number, *draw(st.lists(IDS, min_size=1, max_size=8)) * draw(st.integers(1, 3))]
     most = draw(st.integers(1, 40))
     stops = frozenset(draw(st.just([]) | st.lists(IDS, min_size=1, max_size=6)))
+    grammar = draw(st.sampled_from((None, None, *GRAMMARS)))
     return Request(
         request_id=f"r{number}",
         attempt=1,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
         sampling=draw(SAMPLING),
-        stopping=Stopping(most, draw(st.integers(0, 6)), stops),
+        stopping=Stopping(most, draw(st.integers(0, 6)), stops if grammar is None else stops | ENDS),
         num_reserved_blocks=-(-(len(prompt) + most) // BLOCK_SIZE),
         cache_salt=draw(st.sampled_from((None, b"", b""))),
         num_top_logprobs=draw(st.sampled_from((None, None, 0, 3))),
         processors=draw(st.just(Processors()) | PROCESSORS),
+        constraint=None if grammar is None else constraint(grammar, ignores_eos=draw(st.booleans())),
         max_drafts=draw(st.integers(0, 7)),
     )
 
 
-def again(requests: Sequence[Request], limits: SchedulerLimits) -> list[Request]:
-    """The requests before they ran, with a reservation that the policy would make."""
+def again(requests: Sequence[Request], limits: SchedulerLimits, *, has_output: bool = False) -> list[Request]:
+    """The requests before they ran, with a reservation that the policy would make; or as another executor gets them
+    after the loss of one."""
     return [
         Request(
             one.request_id,
             1,
-            one.token_ids[: one.num_prompt_tokens],
+            one.token_ids[: None if has_output else one.num_prompt_tokens],
             one.num_prompt_tokens,
             one.sampling,
             one.stopping,
-            -(-(one.num_prompt_tokens + 1) // BLOCK_SIZE) if limits.is_overcommitted else one.num_reserved_blocks,
+            -(-(len(one.token_ids) + 1) // BLOCK_SIZE) if limits.is_overcommitted else one.num_reserved_blocks,
             one.cache_salt,
             num_top_logprobs=one.num_top_logprobs,
+            logprobs=dict(one.logprobs) if has_output else {},
             processors=one.processors,
+            constraint=None if one.constraint is None else fresh(one.constraint),
             max_drafts=one.max_drafts,
         )
         for one in requests
     ]
+
+
+def fresh(used: Constraint) -> Constraint:
+    return constraint(used.grammar, ignores_eos=used.ignores_eos)
 
 
 def proposers(drafter: str, texts: dict[int, list[int]], seed: int) -> Callable[[], Proposer]:
@@ -217,8 +266,8 @@ def proposers(drafter: str, texts: dict[int, list[int]], seed: int) -> Callable[
     return lambda: GuessingProposer(guesses[drafter])
 
 
-def tokens_of(answers: dict[str, Answer]) -> dict[str, tuple[list[int], FinishReason, int | None]]:
-    return {name: (answer.ids, answer.reason, answer.stop_token_id) for name, answer in answers.items()}
+def tokens_of(answers: dict[str, Answer]) -> dict[str, Answer]:
+    return {name: replace(answer, logprobs={}) for name, answer in answers.items()}
 
 
 def assert_same_logprobs(found: Answer, expected: Answer, is_exact: bool) -> None:
@@ -237,6 +286,8 @@ CASES: dict[str, st.SearchStrategy[Any]] = {
     "mode": st.sampled_from(sorted(MODES)),
     "overlap": st.booleans(),
     "num_ahead": st.sampled_from((0, 1, 8)),
+    "checks_grammar": st.booleans(),
+    "lost_after": st.just(None) | st.integers(1, 12),
 }
 
 
@@ -254,24 +305,55 @@ def test_tokens_of_many_requests_do_not_depend_on_drafts(model: PagedModel, **ca
 
 
 def check(
-    model: PagedModel, requests: tuple[Request, ...], drafter: str, mode: str, overlap: bool, num_ahead: int
+    model: PagedModel,
+    requests: tuple[Request, ...],
+    drafter: str,
+    mode: str,
+    overlap: bool,
+    num_ahead: int,
+    checks_grammar: bool,
+    lost_after: int | None,
 ) -> None:
-    """Asserts that the requests get with drafts what they get without."""
+    """Asserts that the requests get with drafts what they get without, also if another executor goes on with them."""
     expected = run(model, again(requests, LIMITS), LIMITS, False, None).answers
     texts = {one.token_ids[0]: [*one.token_ids, *expected[one.request_id].ids] for one in requests}
-    drafting = eager(proposers(drafter, texts, seed=len(requests)), num_ahead)
+    answers: dict[str, Answer] = {}
+    running = again(requests, MODES[mode])
+    if lost_after is not None:
+        drafting = eager(proposers("ngram", texts, seed=1), checks_grammar=checks_grammar)
+        answers = run(model, running, MODES[mode], overlap, drafting, lost_after).answers
+        left = [request for request in running if request.request_id not in answers]
+        running = again(left, MODES[mode], has_output=True)
+    drafting = eager(proposers(drafter, texts, seed=len(requests)), num_ahead, checks_grammar=checks_grammar)
 
-    found = run(model, again(requests, MODES[mode]), MODES[mode], overlap, drafting)
+    found = run(model, running, MODES[mode], overlap, drafting)
+    found.answers.update(answers)
 
     assert tokens_of(found.answers) == tokens_of(expected)
     for name, answer in expected.items():
         assert_same_logprobs(found.answers[name], answer, is_exact=model.native is not None)
-    if drafter in ("right", "wrong"):
+    # A grammar forces what no other proposer drafts.
+    if drafter in ("right", "wrong") and (not checks_grammar or all(one.constraint is None for one in requests)):
         # A draft ends where the text does, and what is behind it is not counted.
         num_right = sum(found.counts.accepted)
         assert (
             num_right == 0 if drafter == "wrong" else num_right <= sum(len(answer.ids) for answer in expected.values())
         )
+
+
+def test_right_drafts_behind_a_grammar_are_accepted(model: PagedModel) -> None:
+    request = Request(
+        "r0", 1, [4, 9], 2, GREEDY, Stopping(40, 0, ENDS), 3, b"", constraint=constraint(GRAMMARS[0]), max_drafts=7
+    )
+    expected = run(model, again([request], LIMITS), LIMITS, False, None).answers
+    texts = {4: [4, 9, *expected["r0"].ids]}
+    for checks_grammar in (False, True):
+        drafting = eager(proposers("right", texts, seed=0), checks_grammar=checks_grammar)
+        found = run(model, again([request], LIMITS), LIMITS, True, drafting)
+        assert tokens_of(found.answers) == tokens_of(expected)
+        # The first token and the one behind each draft are not drafted.
+        assert found.counts.num_accepted >= len(expected["r0"].ids) // 2
+    assert found.counts.num_accepted == found.counts.num_verified
 
 
 def ride(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import SchedulerPolicy
 from executor.scheduler.scheduler import Scheduler
@@ -172,6 +174,23 @@ def test_step_with_drafts_keeps_to_the_longest_time() -> None:
     retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
     plan = scheduler.schedule(terms=DraftTerms(float, longest_s=4.0))
     assert drafts_of(plan) == {"a": 3}
+
+
+@pytest.mark.parametrize(("wait_s", "waits", "num_drafts"), [(0.0, True, 7), (1.5, False, 7), (6.0, False, 0)])
+def test_drafts_have_to_pay_for_the_waits_of_the_device(wait_s: float, waits: bool, num_drafts: int) -> None:
+    scheduler = drafting_scheduler(budget=DraftBudget())
+    offer(scheduler, "a", [7, 0])
+    terms = replace(CHEAP, wait_s=wait_s)
+    # All of the draft is expected to yield 2.1 tokens more.
+    first = scheduler.schedule(terms=terms)
+    second = scheduler.schedule(terms=terms)
+    assert (not second.rows) is waits
+    if second.rows:
+        retire(scheduler, first, 3)
+        retire(scheduler, second, 3)
+    else:
+        retire(scheduler, first, 3)
+    assert drafts_of(scheduler.schedule(terms=terms)) == {"a": num_drafts}
 
 
 def test_request_has_its_own_limit() -> None:

@@ -221,6 +221,12 @@ def test_inter_token_target_is_passed_on() -> None:
     assert not chat().requests[0].HasField("inter_token_target_ms")
 
 
+def test_limit_of_drafts_is_passed_on_and_zero_is_a_limit() -> None:
+    assert chat(max_drafts=0).requests[0].HasField("max_drafts")
+    assert chat(max_drafts=3).requests[0].max_drafts == 3
+    assert not chat().requests[0].HasField("max_drafts")
+
+
 def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed() -> None:
     assert chat(stream=True, stream_interval=8).requests[0].output.stream_interval == 8
     assert not chat(stream=True).requests[0].output.HasField("stream_interval")
@@ -236,6 +242,8 @@ def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed
         ({"stream": True, "stream_interval": 1025}, "stream_interval"),
         ({"inter_token_target_ms": 0}, "inter_token_target_ms"),
         ({"inter_token_target_ms": 60_001}, "inter_token_target_ms"),
+        ({"max_drafts": -1}, "max_drafts"),
+        ({"max_drafts": 65}, "max_drafts"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),

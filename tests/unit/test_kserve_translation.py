@@ -82,6 +82,7 @@ def test_tensors_of_tensorrt_llm() -> None:
         one("beam_width", "INT32", 1),
         one("len_penalty", "FP32", 1.0),
         one("bad_words", BYTES, b""),
+        one("max_drafts", "INT32", 0),
         model_name="m",
         id="7",
     )
@@ -94,6 +95,7 @@ def test_tensors_of_tensorrt_llm() -> None:
         ),
         output=inference_pb2.OutputOptions(text=True),
         metadata={"triton_request_id": "7"},
+        max_drafts=0,
     )
     assert request == expected
 

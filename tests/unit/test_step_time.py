@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from executor.engine.prefill_budget import MARGIN, PrefillBudget
+from executor.engine.prefill_budget import MARGIN, MeanWait, PrefillBudget
 from executor.engine.step_time import FEWEST_STEPS, StepLoad, StepTime
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
@@ -153,6 +153,27 @@ class TestPrefillBudget:
         assert allowance.fitting(10_000, 10**6) == 6
         allowance.take(6, 10**6)
         assert allowance.fitting(10_000, 10**6) == 0
+
+
+class TestWaits:
+    def test_step_that_was_not_planned_ahead_costs_what_the_device_waits_longer(self) -> None:
+        one, found = sequence("a", 3, 50), PrefillBudget()
+        ahead, behind = (StepPlan.of([PlanRow(one, 4, 1, True, carries)]) for carries in (True, False))
+        prompt = StepPlan.of([PlanRow(one, 0, 3, True)])
+        for _ in range(100):
+            found.observe_wait(ahead, 0.001)
+            found.observe_wait(behind, 0.004)
+            found.observe_wait(prompt, 5.0)
+        terms = found.draft_terms(DecodeLoad(1, 5, None))
+        assert (terms.host_s, terms.wait_s) == pytest.approx((0.001, 0.003), rel=0.01)
+        assert terms.with_waits(1, 2)(1) == pytest.approx(0.001)
+        assert terms.with_waits(1, 2)(2) == pytest.approx(0.007, rel=0.01)
+
+    def test_single_long_wait_counts_little(self) -> None:
+        mean = MeanWait()
+        for seconds in (*[0.001] * 50, 60.0):
+            mean.observe(seconds)
+        assert mean.seconds < 0.0012
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int) -> Sequence:

@@ -190,6 +190,10 @@ def _details(executor: inference_pb2.ExecutorStats, step: stats_pb2.IterationSta
     details: list[RenderableType] = []
     if step is not None:
         details.append(_labelled("step", _newest_step(step)))
+    drafts = executor.capacity.drafts
+    if drafts.num_drafts:
+        text = f"{drafts.num_accepted} of {drafts.num_verified} drafted tokens accepted, in {drafts.num_drafts} drafts"
+        details.append(_labelled("drafts", Text(text)))
     if executor.sequences:
         details.append(_sequences(executor.sequences))
     return details

@@ -192,7 +192,9 @@ export class BusCard {
       ...(isMeasured ? [["device", mean((step) => step.device)], ["exposed host", mean((step) => step.exposed)]] : []),
       ...HOST_PARTS.map(([name, parts]) => [name, mean((step) => parts.reduce((all, part) => all + (step.parts.get(part) ?? 0), 0))]),
     ];
-    const words = [["steps/s", figure(bus.stepsPerSecond())], ...(steps.length > 0 ? rows.map(([name, ms]) => [name, durationText(ms)]) : [["no steps", ""]])];
+    const { drafts } = bus.capacity;
+    const drafted = drafts ? [["drafts accepted", `${count(Number(drafts.numAccepted ?? 0))} of ${count(Number(drafts.numVerified ?? 0))}`]] : [];
+    const words = [["steps/s", figure(bus.stepsPerSecond())], ...(steps.length > 0 ? rows.map(([name, ms]) => [name, durationText(ms)]) : [["no steps", ""]]), ...drafted];
     while (this.host.children.length > words.length) this.host.lastChild.remove();
     words.forEach(([name, text], at) => {
       const line = this.host.children[at] ?? this.host.appendChild(el("div", {}, el("dt"), el("dd")));

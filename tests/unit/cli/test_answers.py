@@ -113,6 +113,8 @@ def test_generate_prints_the_scores_of_the_prompt(
         "4",
         "--inter-token-target",
         "40",
+        "--max-drafts",
+        "0",
         "--prompt-logprobs",
         "1",
         "--address",
@@ -124,6 +126,8 @@ def test_generate_prints_the_scores_of_the_prompt(
     (request,) = asked(router)
     assert (request.output.echo, request.output.prompt_logprobs, request.output.top_prompt_logprobs) == (True, True, 1)
     assert (request.output.stream_interval, request.inter_token_target_ms) == (4, 40)
+    assert request.HasField("max_drafts")
+    assert request.max_drafts == 0
     assert main(["generate", "hi", "--json", *flags]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_logprobs"] == [
         {"token_id": 6},

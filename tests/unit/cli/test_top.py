@@ -102,10 +102,13 @@ def test_executor_that_stands_still_has_no_speed_and_steps_and_tokens_are_of_one
 
 def test_executor_that_drafts_shows_the_tokens_of_a_draft() -> None:
     plain, drafting = executor("e0"), executor("e0")
-    drafting.capacity.drafts.num_drafts, drafting.capacity.drafts.num_accepted = 10, 25
+    drafts = drafting.capacity.drafts
+    drafts.num_drafts, drafts.num_verified, drafts.num_accepted = 10, 60, 25
 
     assert "tokens/draft" not in drawn(Screen.of(message(plain)))
-    assert "3.5 tokens/draft" in drawn(Screen.of(message(drafting)))
+    shown = drawn(Screen.of(message(drafting)))
+    assert "3.5 tokens/draft" in shown
+    assert "25 of 60 drafted tokens accepted, in 10 drafts" in shown
 
 
 def test_many_seats_wrap_and_very_many_are_a_bar() -> None:

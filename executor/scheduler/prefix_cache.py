@@ -1,8 +1,8 @@
 """Reuse of KV between sequences with a common prefix, and the prefixes that are being computed.
 
 A full block is identified by a hash over its tokens and all tokens before it, rooted in the sequence's salt and the
-content of its adapter. Equal hashes mean equal KV. Without the salt a client cannot compute a hash, and so can neither read a block nor probe for it.
-A sequence without a salt takes no part.
+content of its adapter. Equal hashes mean equal KV. Without the salt a client cannot compute a hash, and so can neither
+read a block nor probe for it. A sequence without a salt takes no part.
 
 A sequence whose prefix another one is computing waits for the blocks instead of computing them as well. Hashes of
 different salts never match, so a client cannot learn from its own wait what another client computes.

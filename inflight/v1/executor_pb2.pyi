@@ -31,7 +31,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks", "kv_cache_dtype", "weight_dtype")
+    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks", "kv_cache_dtype", "weight_dtype", "num_adapter_slots")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class DescribeResponse(_message.Message):
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     generation: int
     protocol_version: int
@@ -76,7 +77,8 @@ class DescribeResponse(_message.Message):
     host_blocks: int
     kv_cache_dtype: str
     weight_dtype: str
-    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ...) -> None: ...
+    num_adapter_slots: int
+    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., num_adapter_slots: _Optional[int] = ...) -> None: ...
 
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submits", "cancels", "attaches", "ack")
@@ -105,7 +107,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., max_unacked_steps: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs", "inter_token_target_ms", "max_drafts")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs", "inter_token_target_ms", "max_drafts", "adapter_hash")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +127,7 @@ class Submit(_message.Message):
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     INTER_TOKEN_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_HASH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -144,7 +147,8 @@ class Submit(_message.Message):
     num_prompt_logprobs: int
     inter_token_target_ms: int
     max_drafts: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ...) -> None: ...
+    adapter_hash: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ..., adapter_hash: _Optional[str] = ...) -> None: ...
 
 class GrammarConstraint(_message.Message):
     __slots__ = ("grammar", "hash")
@@ -303,7 +307,7 @@ class SequenceLogprobs(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., offset: _Optional[int] = ..., values: _Optional[_Union[_types_pb2.PositionLogprobs, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "num_preemptions", "computed_tokens", "recomputed_tokens", "num_preempted", "used_host_blocks", "constraint", "bounds", "steps_per_s", "drafts")
+    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "num_preemptions", "computed_tokens", "recomputed_tokens", "num_preempted", "used_host_blocks", "constraint", "bounds", "steps_per_s", "drafts", "adapters")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +337,7 @@ class Report(_message.Message):
     BOUNDS_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     budget_blocks: int
     total_blocks: int
@@ -362,19 +367,34 @@ class Report(_message.Message):
     bounds: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepBound]
     steps_per_s: float
     drafts: _types_pb2.DraftCounts
-    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., reserve_quantile: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_preempted: _Optional[int] = ..., used_host_blocks: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ..., bounds: _Optional[_Iterable[_Union[_types_pb2.StepBound, _Mapping]]] = ..., steps_per_s: _Optional[float] = ..., drafts: _Optional[_Union[_types_pb2.DraftCounts, _Mapping]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterStatus]
+    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., reserve_quantile: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_preempted: _Optional[int] = ..., used_host_blocks: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ..., bounds: _Optional[_Iterable[_Union[_types_pb2.StepBound, _Mapping]]] = ..., steps_per_s: _Optional[float] = ..., drafts: _Optional[_Union[_types_pb2.DraftCounts, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ...) -> None: ...
+
+class AdapterStatus(_message.Message):
+    __slots__ = ("name", "hash", "rank", "resident")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    hash: str
+    rank: int
+    resident: bool
+    def __init__(self, name: _Optional[str] = ..., hash: _Optional[str] = ..., rank: _Optional[int] = ..., resident: _Optional[bool] = ...) -> None: ...
 
 class HeldSequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "reserved_blocks", "phase")
+    __slots__ = ("request_id", "attempt", "reserved_blocks", "phase", "adapter_hash")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_HASH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reserved_blocks: int
     phase: _stats_pb2.SequencePhase
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., phase: _Optional[_Union[_stats_pb2.SequencePhase, str]] = ...) -> None: ...
+    adapter_hash: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., phase: _Optional[_Union[_stats_pb2.SequencePhase, str]] = ..., adapter_hash: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

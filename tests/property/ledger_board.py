@@ -165,7 +165,7 @@ def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
         executor_id = placement.executor_id
         if chosen not in (None, executor_id) or not pool.takes_work(executor_id):
             continue
-        if pool.would_share_blame(executor_id, request):
+        if pool.would_share_blame(executor_id, request) or not pool.serves(executor_id, request):
             continue
         if claimed.get(executor_id, asking) != asking or not pool.lives(lower[name].owner_id, caller_id):
             continue
@@ -174,7 +174,8 @@ def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
         blocks, sequences = pool.free(chosen)
         blocks += sum(lower[one].reserved or 0 for one in victims)
         sequences += sum(lower[one].demand.sequences for one in victims)
-        if blocks >= pool.needed_blocks(request, chosen) and sequences >= request.demand.sequences:
+        has_room = blocks >= pool.needed_blocks(request, chosen) and sequences >= request.demand.sequences
+        if has_room and pool.has_slot(chosen, request, without=victims):
             request.asked_ms = pool.now_ms
             for one in victims:
                 lower[one].may_be_asked = False

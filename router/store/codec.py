@@ -267,7 +267,7 @@ def _lost(fields: Mapping[str, Any]) -> Lost:
 
 
 def _dropped(fields: Mapping[str, Any]) -> Dropped:
-    return Dropped(fields["request_id"], DropReason(fields["kind"]))
+    return Dropped(fields["request_id"], DropReason(fields["kind"]), fields.get("adapter", ""))
 
 
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {

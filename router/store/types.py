@@ -354,10 +354,11 @@ class DropReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The request left the queue for good."""
+    """The request left the queue for good. `adapter` is the hash of its adapter."""
 
     request_id: str
     reason: DropReason
+    adapter: str = field(default="", compare=False)
 
 
 class HandBackRefusal(Enum):

@@ -123,12 +123,16 @@ local function preempt_for(id, request)
         sequences = executor.budget_sequences - executor.reserved_sequences
         pins = request.adapter ~= '' and pins_of(executor)
       end
-      victims[#victims + 1] = {victim_id, victim}
-      blocks, sequences = blocks + victim.reserved, sequences + victim.sequences
+      local needed = needed_blocks(request, executor)
+      local needs_slot_only = pins and blocks >= needed and sequences >= request.sequences
+      if not needs_slot_only or victim.adapter ~= '' then
+        victims[#victims + 1] = {victim_id, victim}
+        blocks, sequences = blocks + victim.reserved, sequences + victim.sequences
+      end
       if pins and victim.adapter ~= '' then
         pins[victim.adapter] = pins[victim.adapter] > 1 and pins[victim.adapter] - 1 or nil
       end
-      if blocks >= needed_blocks(request, executor) and sequences >= request.sequences
+      if blocks >= needed and sequences >= request.sequences
         and (not pins or may_pin(executor, request.adapter, pins)) then
         request.preempting = NOW
         return victims

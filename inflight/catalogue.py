@@ -135,7 +135,7 @@ class RequestStanding:
     A request that waits and has an `executor_id` waits there for a seat.
 
     `waiting_for` is a sentence, `wait_reason` the same as one word: `blocks`, `seat`, `fairness`, `order`, `class`,
-    `tenant_limit`, `held_line`, `executor`, or `unspecified`.
+    `tenant_limit`, `held_line`, `executor`, `adapter`, or `unspecified`.
     """
 
     request_id: str

@@ -170,7 +170,11 @@ def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
         if claimed.get(executor_id, asking) != asking or not pool.lives(lower[name].owner_id, caller_id):
             continue
         chosen = executor_id
-        if request.demand.adapter and _has_room_after(pool, request, chosen, victims) and not lower[name].demand.adapter:
+        if (
+            request.demand.adapter
+            and _has_room_after(pool, request, chosen, victims)
+            and not lower[name].demand.adapter
+        ):
             continue  # it needs a slot, which this one does not free
         victims.append(name)
         if _has_room_after(pool, request, chosen, victims) and pool.has_slot(chosen, request, without=victims):

@@ -88,8 +88,8 @@ async def test_prefixes_are_shared_neither_with_the_base_nor_with_another_adapte
     async with router.running():
         for adapter in ("", "sql", "tone"):
             router.stores["m"].answers.append(Refused(Reason.QUEUE_FULL))
+            request = token_request(PROMPT, 2, adapter_id=adapter)
             with pytest.raises(RequestError):
-                request = token_request(PROMPT, 2, adapter_id=adapter)
                 await router.service.Generate(request, cast(Any, CallContext()))
     names = [name for demand in router.stores["m"].demands for name in demand.prefix_hashes]
     assert len(names) == len(set(names)) > 3

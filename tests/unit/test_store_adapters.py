@@ -108,7 +108,9 @@ async def test_much_fuller_executor_is_not_preferred_for_its_adapter(store_pool:
     assert [(await a.place_demand(demand(f"r{i}", A, blocks=2))).executor_id for i in range(3)] == ["y", "y", "x"]
 
 
-async def test_adapter_that_no_executor_serves_is_unavailable_at_once_and_dropped_in_line(store_pool: StorePool) -> None:
+async def test_adapter_that_no_executor_serves_is_unavailable_at_once_and_dropped_in_line(
+    store_pool: StorePool,
+) -> None:
     a = store_pool.router("a")
     await a.store.report(serving(store_pool, served=(A, B)))
     assert await a.store.submit(demand("early", C)) == Refused(Reason.NO_EXECUTOR, "adapter")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -213,15 +213,21 @@ def usage_of(usages: Sequence[Usage]) -> dict[str, Any]:
     }
 
 
-def model_object(model: Model, created: int) -> dict[str, Any]:
-    """Returns an entry of `/v1/models`; `max_model_len` is vLLM's field."""
-    return {
+def model_objects(model: Model, created: int) -> Iterator[dict[str, Any]]:
+    """Returns the entries of `/v1/models` for a model and its adapters; `max_model_len`, `root` and `parent` are vLLM's
+    fields."""
+    entry = {
         "id": model.name,
         "object": "model",
         "created": created,
         "owned_by": "inflight",
         "max_model_len": model.context_length,
+        "root": model.name,
+        "parent": None,
     }
+    yield entry
+    for adapter in model.adapters:
+        yield {**entry, "id": f"{model.name}:{adapter.name}", "root": adapter.name, "parent": model.name}
 
 
 def encoded(value: Any) -> bytes:

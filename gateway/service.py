@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from common.version import installed_version
-from gateway.answers import Chunks, Form, OwnForm, encoded, model_object, whole_answer
+from gateway.answers import Chunks, Form, OwnForm, encoded, model_objects, whole_answer
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
 from gateway.bodies import parse_chat, parse_completion
 from gateway.choices import Source
@@ -153,7 +153,8 @@ class GatewayService:
             models = await self._client.list_models(metadata=_metadata(request))
         except InflightError as error:
             raise from_router(error, "model") from None
-        return _json(encoded({"object": "list", "data": [model_object(model, self._began) for model in models]}))
+        entries = [entry for model in models for entry in model_objects(model, self._began)]
+        return _json(encoded({"object": "list", "data": entries}))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""
@@ -163,8 +164,9 @@ class GatewayService:
         except InflightError as error:
             raise from_router(error, "model") from None
         for model in models:
-            if model.name == name:
-                return _json(encoded(model_object(model, self._began)))
+            for entry in model_objects(model, self._began):
+                if entry["id"] == name:
+                    return _json(encoded(entry))
         raise ApiError(404, f"model: there is no model {name[:100]!r}", param="model", code="model_not_found")
 
     async def tokenize(self, request: Request) -> Response:

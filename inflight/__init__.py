@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from inflight.aio_stream import AsyncStream
     from inflight.beams.search import Beam
     from inflight.catalogue import (
+        Adapter,
         Capacity,
         EstimateQuality,
         ExecutorCapacity,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Accepted",
     "AccessOptions",
+    "Adapter",
     "AsyncClient",
     "AsyncStream",
     "Beam",

@@ -20,6 +20,18 @@ class RequestState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of a model. `hash` is that of the content that new requests get. `num_executors` serve that
+    content, `num_resident` of them have it in memory."""
+
+    name: str
+    hash: str
+    rank: int
+    num_executors: int
+    num_resident: int
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model that the routers serve."""
 
@@ -29,6 +41,7 @@ class Model:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     num_executors: int
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +135,7 @@ class RequestStanding:
     A request that waits and has an `executor_id` waits there for a seat.
 
     `waiting_for` is a sentence, `wait_reason` the same as one word: `blocks`, `seat`, `fairness`, `order`, `class`,
-    `tenant_limit`, `held_line`, `executor`, or `unspecified`.
+    `tenant_limit`, `held_line`, `executor`, `adapter`, or `unspecified`.
     """
 
     request_id: str
@@ -173,6 +186,9 @@ def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ..
             eos_token_ids=tuple(model.eos_token_ids),
             has_chat_template=model.has_chat_template,
             num_executors=model.num_executors,
+            adapters=tuple(
+                Adapter(one.name, one.hash, one.rank, one.num_executors, one.num_resident) for one in model.adapters
+            ),
         )
         for model in response.models
     )

@@ -203,6 +203,7 @@ def _flag(metavar: str, description: str, read: Callable[[str], Any] | None = No
 # Keyword of `Client.generate` → its flag, and how argparse reads it.
 _REQUEST_FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "model": ("--model", _flag("NAME", "name of the model, see `inflight models`; default: the only one")),
+    "adapter_id": ("--adapter", _flag("NAME", "LoRA adapter of the model, see `inflight models`; default: none")),
     "temperature": ("--temperature", _flag("T", "sampling temperature; 0 is greedy", float)),
     "top_p": ("--top-p", _flag("P", "sample from the most likely tokens whose probabilities sum to P", float)),
     "top_k": ("--top-k", _flag("K", "sample from the K most likely tokens; 0: from all", int)),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from inflight.catalogue import Model
 from inflight.cli.answer import print_answer
 from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.flags import (
@@ -109,8 +110,13 @@ def _send(client: Client, prompt: str, flags: argparse.Namespace) -> Stream:
 
 def _has_chat_template(client: Client, name: str | None) -> bool:
     """Returns whether the model has a chat template. An unknown name is left for `Generate` to refuse."""
-    models = [model for model in client.list_models() if name in (None, model.name)]
+    models = [model for model in client.list_models() if name in (None, model.name, *_adapted_names(model))]
     return bool(models) and all(model.has_chat_template for model in models)
+
+
+def _adapted_names(model: Model) -> list[str]:
+    """Returns the names of the model with each of its adapters."""
+    return [f"{model.name}:{adapter.name}" for adapter in model.adapters]
 
 
 def _read_prompt(given: str | None) -> str:

@@ -31,8 +31,9 @@ def main(argv: Sequence[str]) -> int:
 
 def models_table(models: Sequence[Model]) -> Table:
     """Returns a row per model."""
-    table = Table("model", "executors", "context", "vocabulary", "chat", box=None, header_style="bold")
+    table = Table("model", "executors", "context", "vocabulary", "chat", "adapters", box=None, header_style="bold")
     for model in models:
         chat = "yes" if model.has_chat_template else "no"
-        table.add_row(model.name, str(model.num_executors), str(model.context_length), str(model.vocabulary_size), chat)
+        numbers = (str(model.num_executors), str(model.context_length), str(model.vocabulary_size))
+        table.add_row(model.name, *numbers, chat, ", ".join(adapter.name for adapter in model.adapters))
     return table

@@ -383,16 +383,18 @@ class AdapterStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., hash: _Optional[str] = ..., rank: _Optional[int] = ..., resident: _Optional[bool] = ...) -> None: ...
 
 class HeldSequence(_message.Message):
-    __slots__ = ("request_id", "attempt", "reserved_blocks", "phase")
+    __slots__ = ("request_id", "attempt", "reserved_blocks", "phase", "adapter_hash")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_HASH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reserved_blocks: int
     phase: _stats_pb2.SequencePhase
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., phase: _Optional[_Union[_stats_pb2.SequencePhase, str]] = ...) -> None: ...
+    adapter_hash: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., phase: _Optional[_Union[_stats_pb2.SequencePhase, str]] = ..., adapter_hash: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

@@ -31,6 +31,7 @@ class WaitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WAIT_REASON_TENANT_LIMIT: _ClassVar[WaitReason]
     WAIT_REASON_HELD_LINE: _ClassVar[WaitReason]
     WAIT_REASON_EXECUTOR: _ClassVar[WaitReason]
+    WAIT_REASON_ADAPTER: _ClassVar[WaitReason]
 REQUEST_STATE_UNSPECIFIED: RequestState
 REQUEST_STATE_WAITING: RequestState
 REQUEST_STATE_PLACED: RequestState
@@ -44,6 +45,7 @@ WAIT_REASON_CLASS: WaitReason
 WAIT_REASON_TENANT_LIMIT: WaitReason
 WAIT_REASON_HELD_LINE: WaitReason
 WAIT_REASON_EXECUTOR: WaitReason
+WAIT_REASON_ADAPTER: WaitReason
 
 class ContentPart(_message.Message):
     __slots__ = ("text",)
@@ -537,7 +539,7 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "has_chat_template", "num_executors")
+    __slots__ = ("name", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "has_chat_template", "num_executors", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -545,6 +547,7 @@ class Model(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     NUM_EXECUTORS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     context_length: int
     vocabulary_size: int
@@ -552,7 +555,22 @@ class Model(_message.Message):
     default_sampling: _types_pb2.SamplingParams
     has_chat_template: bool
     num_executors: int
-    def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., has_chat_template: _Optional[bool] = ..., num_executors: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., has_chat_template: _Optional[bool] = ..., num_executors: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "hash", "rank", "num_executors", "num_resident")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXECUTORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    hash: str
+    rank: int
+    num_executors: int
+    num_resident: int
+    def __init__(self, name: _Optional[str] = ..., hash: _Optional[str] = ..., rank: _Optional[int] = ..., num_executors: _Optional[int] = ..., num_resident: _Optional[int] = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)

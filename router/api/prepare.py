@@ -186,6 +186,7 @@ class RequestPreparation:
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
         allowed = tenant_limits(names.tenant, self._admission.config)
+        adapter_hash = pool.adapter(request.adapter_id).hash if request.adapter_id else ""
         await check_rates(pool, spec, allowed, names.tenant, ledger_id(names.tenant, names.request_id))
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
             prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most_tokens(spec, limits), names.tenant)
@@ -196,12 +197,15 @@ class RequestPreparation:
         constraint = answer_constraint_of(spec, pool.text, answer, self._settings.default_thinking_token_budget)
         grammar = None if constraint is None else await self._constraining.grammar(constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
+        context.adapter_id = request.adapter_id
         context.reservation_tokens = _reservation_tokens(fitted, self._settings)
         if spec.output.parts and (answer.tools or answer.reasoning):
             context.answer_format = answer.to_json()
         prior_ids, end = _prior_output(fitted)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
-        submits = _choices(_submit(fitted, names, context, grammar), spec.choices.generated)
+        submit = _submit(fitted, names, context, grammar)
+        submit.adapter_hash = adapter_hash
+        submits = _choices(submit, spec.choices.generated)
         hashes = _prefix_hashes(submits[0], pool)
         streams = tuple(
             open_stream(Terms(submit, context, allowed, deadlines, arrived, hashes, prior_ids), pool, self._tokens)
@@ -405,7 +409,10 @@ def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:
 def _prefix_hashes(submit: executor_pb2.Submit, pool: ModelBackend) -> tuple[str, ...]:
     if submit.cache_bypass:
         return ()
-    return prefix_hashes(submit.prompt_ids, pool.describe().block_size, submit.cache_salt)
+    salt = submit.cache_salt
+    if submit.adapter_hash:
+        salt += b"\0" + submit.adapter_hash.encode()
+    return prefix_hashes(submit.prompt_ids, pool.describe().block_size, salt)
 
 
 def _demand(terms: Terms, num_choices: int, block_size: int) -> Demand:
@@ -425,6 +432,7 @@ def _demand(terms: Terms, num_choices: int, block_size: int) -> Demand:
         prefix_hashes=terms.prefix_hashes,
         digest=context.digest.hex(),
         num_choices=0 if choice_of(submit.request_id) else num_choices,
+        adapter=submit.adapter_hash,
     )
 
 

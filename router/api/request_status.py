@@ -23,6 +23,7 @@ WAIT_REASON_PROTO: dict[WaitReason, inference_pb2.WaitReason] = {
     WaitReason.TENANT_LIMIT: inference_pb2.WAIT_REASON_TENANT_LIMIT,
     WaitReason.HELD_LINE: inference_pb2.WAIT_REASON_HELD_LINE,
     WaitReason.EXECUTOR: inference_pb2.WAIT_REASON_EXECUTOR,
+    WaitReason.ADAPTER: inference_pb2.WAIT_REASON_ADAPTER,
 }
 
 
@@ -128,3 +129,5 @@ def _sentence(explanation: Explanation, reason: WaitReason) -> str:
             return "waits because room is kept for a request that has been passed too often"
         case WaitReason.EXECUTOR:
             return "waits for an executor: none reports"
+        case WaitReason.ADAPTER:
+            return "waits for an adapter slot: requests with other adapters use all of them"

@@ -153,6 +153,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         arrival = Arrival(time.monotonic())
         try:
             caller = identify()
+            if not request.adapter_id:
+                request.model, request.adapter_id = self._pools.split_adapter(request.model)
             authorize(request, caller)
             with self._serving(), self._span("generate", metadata):
                 await self._generate(request, caller, write, remaining_s, arrival)
@@ -231,7 +233,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return verified_caller() or self._authenticator.identify(metadata_of(context))
 
     def _pool_of(self, model: str, caller: Caller) -> ModelBackend:
-        return self._pools.find(model_of(caller, model), seen=caller.models)
+        base, _ = self._pools.split_adapter(model)
+        return self._pools.find(model_of(caller, base), seen=caller.models)
 
     @contextmanager
     def _serving(self) -> Iterator[None]:

@@ -54,7 +54,6 @@ class UnbuiltField:
 UNBUILT = (
     UnbuiltField("sampling.typical_p", "locally typical sampling is", (1.0,)),
     UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
-    UnbuiltField("adapter_id", "serving LoRA adapters is"),
 )
 
 
@@ -242,6 +241,7 @@ def _name_violations(request: inference_pb2.GenerateRequest) -> Violations:
         yield FieldViolation("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
     names = (
         ("model", request.model),
+        ("adapter_id", request.adapter_id),
         ("tenant", request.tenant),
         ("session_id", request.session_id),
         ("cache.salt", request.cache.salt),

@@ -21,7 +21,7 @@ from router.dispatch.report_pacer import ReportPacer
 from router.dispatch.retry_queue import STORE_RETRY_S
 from router.executors.link import ExecutorLink
 from router.store.store import AdmissionStore
-from router.store.types import Attempt, Ending, ExecutorReport, HeldSequence
+from router.store.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -162,12 +162,14 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
         total_blocks=report.total_blocks,
         budget_sequences=report.budget_sequences,
         accepting=not report.draining,
-        held=tuple(HeldSequence(h.request_id, h.attempt, h.reserved_blocks) for h in report.held),
+        held=tuple(HeldSequence(h.request_id, h.attempt, h.reserved_blocks, h.adapter_hash) for h in report.held),
         reserve_quantile=report.reserve_quantile if report.HasField("reserve_quantile") else 1.0,
         step_ms=report.step_ms,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
         seats=link.description.max_num_sequences,
         ends_at_reservation=_ends_at_reservation(link.description),
+        num_adapter_slots=link.description.num_adapter_slots,
+        adapters=tuple(ServedAdapter(one.hash, one.resident) for one in report.adapters),
     )
 
 

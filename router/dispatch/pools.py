@@ -19,6 +19,7 @@ from inflight.v1 import executor_pb2, inference_pb2
 from router.auth.caller import Caller, model_of, sees_model
 from router.config.tenants import Variant, choose_variant, share_of
 from router.discovery import watch
+from router.dispatch.adapters import Adapter, adapters_of, unknown_adapter
 from router.dispatch.dispatcher import Dispatcher
 from router.executors.channel import ExecutorChannels
 from router.executors.link import ExecutorLink, LinkEvents
@@ -48,6 +49,18 @@ class ModelBackend:
     def links(self) -> tuple[ExecutorLink, ...]:
         """Its executors that can be used now, in order of id."""
         return tuple(sorted(self.dispatcher.links, key=lambda link: link.executor_id))
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """Its adapters that new requests can use, by name."""
+        return adapters_of(link.report for link in self.links if link.report and link.description.num_adapter_slots)
+
+    def adapter(self, name: str) -> Adapter:
+        """Returns the adapter that a name stands for now. Raises `RequestError`."""
+        adapters = self.adapters
+        if name not in adapters:
+            raise unknown_adapter(self.name, name, adapters)
+        return adapters[name]
 
     def describe(self) -> executor_pb2.DescribeResponse:
         """Returns the description that its executors share. Raises `RequestError` while there is none."""
@@ -108,6 +121,12 @@ class ModelRegistry:
             f"model: there is no model {model[:100]!r}; known: {known}",
             (FieldViolation("model", f"must be one of {known}"),),
         )
+
+    def split_adapter(self, model: str) -> tuple[str, str]:
+        """Returns model and adapter of a name `MODEL:ADAPTER`. A name that a model has is not split."""
+        base, _, adapter = model.rpartition(":")
+        known = {*self.by_name, *self.variants}
+        return (base, adapter) if adapter and model not in known and base in known else (model, "")
 
     def names_seen_by(self, caller: Caller, model: str = "") -> list[str]:
         """Returns the name that a caller gives, or all names that it may know of. Raises `RequestError`."""

@@ -8,6 +8,7 @@ numbers that are used as a key or an index, and lists that must have the same le
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable
 
 from common.protocol import MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
@@ -20,6 +21,10 @@ MAX_COUNT = 2**53
 MAX_NAME_CHARACTERS = 512
 # More than an executor takes in between two steps. One script audits a report.
 MAX_HELD = 16_384
+# Each report that reaches the ledger names them all.
+MAX_ADAPTERS = 4096
+# The ledger searches for it in a text, so it must have no other characters.
+ADAPTER_HASH = re.compile("[0-9a-f]{64}")
 # The most that an executor puts into one frame: answers to submits and attaches, tokens.
 MAX_ANSWERS = 2**16
 # More sequences than can board between two frames.
@@ -80,6 +85,7 @@ def check_report(report: executor_pb2.Report, description: executor_pb2.Describe
         if isinstance(value, float) and not 0 <= value < math.inf:
             raise FrameError(f"{field.name} is {value}")
     _check_held(report)
+    _check_adapters(report)
 
 
 def _check_held(report: executor_pb2.Report) -> None:
@@ -89,6 +95,21 @@ def _check_held(report: executor_pb2.Report) -> None:
         _check_name("a held request_id", held.request_id)
         if held.reserved_blocks > report.total_blocks:
             raise FrameError(f"{held.reserved_blocks} blocks of {report.total_blocks} are reserved for one sequence")
+        if held.adapter_hash:
+            _check_hash(held.adapter_hash)
+
+
+def _check_adapters(report: executor_pb2.Report) -> None:
+    if len(report.adapters) > MAX_ADAPTERS:
+        raise FrameError(f"it serves {len(report.adapters)} adapters")
+    for status in report.adapters:
+        _check_name("the name of an adapter", status.name)
+        _check_hash(status.hash)
+
+
+def _check_hash(adapter_hash: str) -> None:
+    if not ADAPTER_HASH.fullmatch(adapter_hash):
+        raise FrameError(f"the hash of an adapter is {adapter_hash[:100]!r}")
 
 
 def _slots_after(

@@ -205,7 +205,9 @@ class ExecutorLink:
         return self.description.executor_id
 
     def refusal_of(self, submit: executor_pb2.Submit) -> str | None:
-        """Returns why the executor must not get a request: it would ignore a field that its version does not have."""
+        """Returns why the executor must not get a request: it would ignore a field of it."""
+        if submit.adapter_hash and not self.description.num_adapter_slots:
+            return f"executor {self.executor_id} serves no adapters"
         version = self.description.protocol_version
         field = None if version >= LOGITS_VERSION else _field_since_logits(submit)
         if field is None:

@@ -196,7 +196,8 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     def _pools_of(self, model: str, caller: Caller) -> tuple[ModelBackend, ...]:
         """Returns every backend that a name can mean, at least one. Raises `RequestError`."""
         try:
-            return self._pools.find_all(model_of(caller, model), caller.models)
+            base, _ = self._pools.split_adapter(model)
+            return self._pools.find_all(model_of(caller, base), caller.models)
         except RequestError as error:
             raise in_client_words(error, {"model": "name"}) from error
 

@@ -80,6 +80,7 @@ OWN_NAMES: Mapping[str, str] = {
     "token_ids.ids": "inputs[input_ids]",
     "prompt": "inputs[text_input]",
     "model": "model_name",
+    "adapter_id": "model_name",
     "priority": "parameters[priority]",
     "deadlines.total": "parameters[timeout]",
     "metadata": "id",

@@ -81,7 +81,7 @@ from router.lifecycle.events import (
     Withdrawn,
 )
 from router.lifecycle.transitions import TRANSITIONS, UNSERVED
-from router.request.errors import duplicate, mismatch, out_of_reach, output_lost, refusal, taken_over
+from router.request.errors import ADAPTER, duplicate, mismatch, out_of_reach, output_lost, refusal, taken_over
 from router.request.ids import client_id
 from router.store.types import (
     Adopted,
@@ -795,7 +795,7 @@ class Lifecycle:
         if dropped.reason is DropReason.EXPIRED:
             self._finish(DEADLINE_END)
         else:
-            self._fail(refusal(Refused(Reason.NEVER_FITS)))
+            self._fail(refusal(Refused(Reason.NEVER_FITS, ADAPTER if dropped.adapter else "")))
         self._forget()
 
     def _leave(self, error: RequestError) -> None:

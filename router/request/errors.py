@@ -8,6 +8,8 @@ from router.store.types import Refused
 # Retry hint. Long enough for an executor to start reporting, short enough for a person.
 RETRY_AFTER_MS = 1000
 
+# The limit of a refusal for which a request's adapter is the reason.
+ADAPTER = "adapter"
 # For refusals without a retry time from the ledger.
 LIMIT_OF = {
     Reason.QUEUE_FULL: "max_queue_requests",
@@ -115,8 +117,12 @@ def refusal(refused: Refused) -> RequestError:
             text = "the wait is longer than the deadline allows; try again later, or with a later deadline"
         case Reason.NEVER_FITS:
             text = "prompt and max_tokens need more KV blocks than any executor has; ask for fewer tokens"
+            if refused.limit == ADAPTER:
+                text = "no executor is left that serves the request's adapter and is large enough for the request"
             return RequestError(refused.reason, text)
         case Reason.NO_EXECUTOR:
+            if refused.limit == ADAPTER:
+                return no_executor("no executor that takes work serves the request's adapter now")
             return no_executor("no executor takes work")
         case _:
             raise AssertionError(f"the ledger does not refuse for {refused.reason}")

@@ -5,9 +5,9 @@ an idempotency key the id follows from tenant and key, so that every router find
 request has a ledger id: choice 0 that of the request, choice k the same with "~k", which no client can choose.
 
 By chain hashes of a prompt's prefixes the ledger finds the executor that has computed the longest of them. Two prompts
-share a hash if tenant, salt and all tokens of the prefix agree. Only prefixes of 1, 2, 4, 8, … full blocks and the
-longest one are hashed. So a match is at least half as long as the shared prefix, and the number of hashes stays small.
-A wrong match, by chance of one in 2⁶⁴, costs a poor placement and nothing else.
+share a hash if tenant, salt, adapter and all tokens of the prefix agree. Only prefixes of 1, 2, 4, 8, … full blocks and
+the longest one are hashed. So a match is at least half as long as the shared prefix, and the number of hashes stays
+small. A wrong match, by chance of one in 2⁶⁴, costs a poor placement and nothing else.
 """
 
 from __future__ import annotations

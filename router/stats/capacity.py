@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.dispatch.pools import ModelBackend
@@ -35,6 +36,7 @@ def described_model(pool: ModelBackend) -> inference_pb2.Model:
         model.vocabulary_size = description.vocabulary_size
         model.eos_token_ids.extend(description.eos_token_ids)
         model.default_sampling.CopyFrom(description.default_sampling)
+        model.adapters.extend(inference_pb2.Adapter(**asdict(adapter)) for adapter in pool.adapters.values())
     return model
 
 
@@ -49,6 +51,11 @@ def described_variants(name: str, pools: Sequence[ModelBackend]) -> inference_pb
     combined.name = name
     combined.has_chat_template = all(model.has_chat_template for model in models)
     combined.num_executors = sum(model.num_executors for model in models)
+    common = set[str]().union(*({one.name for one in model.adapters} for model in linked))
+    common.intersection_update(*({one.name for one in model.adapters} for model in linked))
+    kept = [adapter for adapter in combined.adapters if adapter.name in common]
+    del combined.adapters[:]
+    combined.adapters.extend(kept)
     return combined
 
 

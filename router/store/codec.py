@@ -33,6 +33,7 @@ from router.store.types import (
     ExecutorStanding,
     Explanation,
     HandBackRefusal,
+    HeldSequence,
     LedgerState,
     Lost,
     Placement,
@@ -73,6 +74,7 @@ def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
         " ".join(demand.prefix_hashes),
         demand.digest,
         int(demand.is_served),
+        demand.adapter,
     ]
 
 
@@ -119,10 +121,17 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
         int(report.ends_at_reservation),
         report.age_ms,
         len(report.held),
+        report.num_adapter_slots,
+        "".join(f" {one.adapter}{'+' if one.is_resident else '-'}" for one in report.adapters),
+        _held_adapters(report.held),
     ]
     for one in report.held:
         args += (one.request_id, one.attempt, one.blocks)
     return args
+
+
+def _held_adapters(held: Sequence[HeldSequence]) -> str:
+    return " ".join(one.adapter or "-" for one in held) if any(one.adapter for one in held) else ""
 
 
 def parse_reports(reply: Reply) -> list[ReportOutcome]:
@@ -249,6 +258,7 @@ def _placement(fields: Mapping[str, Any]) -> Placement:
         # Events of an older router of the same format may lack these.
         int(fields.get("blocks", 0)),
         fields.get("suspect") == "1",
+        fields.get("adapter", ""),
     )
 
 
@@ -257,7 +267,7 @@ def _lost(fields: Mapping[str, Any]) -> Lost:
 
 
 def _dropped(fields: Mapping[str, Any]) -> Dropped:
-    return Dropped(fields["request_id"], DropReason(fields["kind"]))
+    return Dropped(fields["request_id"], DropReason(fields["kind"]), fields.get("adapter", ""))
 
 
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
@@ -281,8 +291,8 @@ def parse_standing(request_id: str, reply: Reply) -> Placement | Queued:
 
 
 def _placed(request_id: str, reply: Reply) -> Placement:
-    attempt, executor_id, generation, blocks, suspect = reply.values
-    return Placement(request_id, attempt, executor_id, generation, blocks, bool(suspect))
+    attempt, executor_id, generation, blocks, suspect, adapter = reply.values
+    return Placement(request_id, attempt, executor_id, generation, blocks, bool(suspect), adapter)
 
 
 def _adopted(request_id: str, reply: Reply) -> Adopted:

@@ -10,7 +10,8 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks,
 reserved_sequences, has_suspect, accepting, quantile that it reserves for, speed of prefill, prefilled_ms (when it
 will have computed the prompts that it was given), whether it ends placements at their reservations, suspended
-(until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due | | `room` |
+(until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due, adapter slots,
+how many placements pin each adapter | | `room` |
 zset | executor that is not claimed → −available blocks; a silent executor may linger | | `sizes` | zset | executor
 → total blocks | | `reports` | zset | executor → time of its last report |
 | `requests` | hash | request → owner, tenant, state, class, what it asks for and
@@ -29,7 +30,8 @@ hash | tenant → counter, weight, its waiting and running requests, when its ra
 zset | waiting request below the first class → when it moves up | | `lengths` | hash | `tenant\\0size`, and `\\0size`
 for all → histogram of output lengths; a tenant's go with it | | `preemptible` | zset | placed request below the first
 class → class and time; only if the first class may preempt | | `prefixes` `prefixes:old` | hash | prefix hash →
-executor that last got a prompt with it | | `mailbox:<router>` | stream | events of the router's requests, about 10,000
+executor that last got a prompt with it | | `adapters` | hash | executor with adapter slots → the hashes of the adapters
+that it serves, and which are resident | | `mailbox:<router>` | stream | events of the router's requests, about 10,000
 entries |
 
 Beside the pools there is `inflight:secret`, which all routers share (`secret`).
@@ -44,7 +46,7 @@ FORMAT = 1
 misread: fields of records, names or contents of keys, kinds of events. Two formats coexist, each with its own
 ledger."""
 
-FINGERPRINT = "d85fbbc7c58f3ffb"
+FINGERPRINT = "190b9077e1b433f8"
 """The hash of the record definitions of this format; a test compares it. It does not cover the other parts of the
 format."""
 
@@ -73,6 +75,7 @@ POOL_KEYS = (
     "prefixes",
     "prefixes:old",
     "endings",
+    "adapters",
 )
 """The order of KEYS in every script; `scripts/shared/records.lua` names them in the same order."""
 

@@ -126,7 +126,8 @@ class Demand:
     `output_tokens` are the last that its owner knows, for a pool that has lost the request. `num_bytes` is the router
     memory that its prompt takes while it waits. `prefix_hashes` name prefixes of the prompt of increasing length, as
     `router.request.ids` chooses them. `num_choices` are the choices that this submit admits: the first choice of a
-    request admits all of them, and the others, with 0, are within all bounds and rates then.
+    request admits all of them, and the others, with 0, are within all bounds and rates then. `adapter` is the content
+    hash of its adapter; empty: the base model.
     """
 
     request_id: str
@@ -148,6 +149,7 @@ class Demand:
     digest: str = ""
     is_served: bool = False
     num_choices: int = 1
+    adapter: str = ""
 
     def blocks_after(self, num_output_tokens: int) -> int:
         """Returns the blocks of a placement that begins with so much output."""
@@ -184,11 +186,20 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """A sequence that an executor reports to hold."""
+    """A sequence that an executor reports to hold. `adapter` is the hash of its adapter; empty: none, or not known."""
 
     request_id: str
     attempt: int
     blocks: int
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter that an executor can serve, by its content hash. `is_resident`: it is in a slot."""
+
+    adapter: str
+    is_resident: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +209,8 @@ class ExecutorReport:
     `reserve_quantile` below 1 reserves that quantile of the output length instead of `max_tokens`.
     `ends_at_reservation`: a placement that has used its reservation ends as preempted, so it may reserve less than
     `max_tokens`.
-    `seats` are those of `budget_sequences` that can compute at once; None: all of them.
+    `seats` are those of `budget_sequences` that can compute at once; None: all of them. Of the `adapters`,
+    `num_adapter_slots` can be resident at once.
     """
 
     executor_id: str
@@ -216,6 +228,8 @@ class ExecutorReport:
     ends_at_reservation: bool = False
     age_ms: int = 0
     """How long ago it came to the router that relays it."""
+    num_adapter_slots: int = 0
+    adapters: tuple[ServedAdapter, ...] = ()
 
 
 # Results and events -----------------------------------------------------------------------------------------------
@@ -226,7 +240,8 @@ class Placement:
     """The request has blocks and a sequence reserved on the executor; its owner submits it there.
 
     `blocks` are those reserved. `suspect`: an executor was lost while it ran this request, before the first token; the
-    owner calls `absolve` at the first token. Neither takes part in comparing placements.
+    owner calls `absolve` at the first token. `adapter` is the hash of the adapter that is pinned there: that of the
+    request's admission, whichever router repeats it. None of the three takes part in comparing placements.
     """
 
     request_id: str
@@ -235,6 +250,7 @@ class Placement:
     generation: int
     blocks: int = field(default=0, compare=False)
     suspect: bool = field(default=False, compare=False)
+    adapter: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +288,7 @@ class WaitReason(Enum):
     TENANT_LIMIT = "TENANT_LIMIT"
     HELD_LINE = "HELD_LINE"
     EXECUTOR = "EXECUTOR"
+    ADAPTER = "ADAPTER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,15 +349,16 @@ class DropReason(Enum):
     EXPIRED = "expired"
     """Its deadline passed."""
     NEVER_FITS = "never_fits"
-    """No remaining executor is large enough."""
+    """No remaining executor that serves its adapter is large enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The request left the queue for good."""
+    """The request left the queue for good. `adapter` is the hash of its adapter."""
 
     request_id: str
     reason: DropReason
+    adapter: str = field(default="", compare=False)
 
 
 class HandBackRefusal(Enum):

@@ -254,6 +254,7 @@ class RequestStream:
         self._extended_on = ""
         self._leave_seat(len(self.output_ids))
         self.record.placed(placement.executor_id, placement.attempt)
+        self._keep_adapter(placement)
         submit = executor_pb2.Submit()
         submit.CopyFrom(self._submit)
         submit.attempt = placement.attempt
@@ -264,8 +265,16 @@ class RequestStream:
         submit.prior_output_ids.extend(self.output_ids)
         return submit
 
+    def _keep_adapter(self, placement: Placement) -> None:
+        """Takes over the adapter of the request's admission, which another router may have resolved earlier."""
+        if placement.adapter and placement.adapter != self._submit.adapter_hash:
+            self._submit.adapter_hash = placement.adapter
+            self._demand = dataclasses.replace(self._demand, adapter=placement.adapter)
+
     def attach(self, *, has_started: bool, num_cached_tokens: int) -> None:
         """Attaches to the current placement, which already ran on the executor. It sends from the first token on."""
+        if self.life.placement is not None:
+            self._keep_adapter(self.life.placement)
         self._leave_seat(0)
         if not self.has_ended:  # tokens after the end are dropped
             self.output_ids.clear()

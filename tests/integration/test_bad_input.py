@@ -76,7 +76,12 @@ BAD_REQUESTS: dict[str, tuple[Callable[[], Request], grpc.StatusCode, str]] = {
         "stopping.stop",
     ),
     "bytes that are not UTF-8": (lambda: with_bytes(b"t1 \xff\xfe"), grpc.StatusCode.INVALID_ARGUMENT, "text_bytes"),
-    "what is not built yet": (lambda: with_fields(adapter_id="a"), grpc.StatusCode.UNIMPLEMENTED, "adapter_id"),
+    "what is not built yet": (
+        lambda: with_sampling(typical_p=0.5),
+        grpc.StatusCode.UNIMPLEMENTED,
+        "sampling.typical_p",
+    ),
+    "unknown adapter": (lambda: with_fields(adapter_id="a"), grpc.StatusCode.NOT_FOUND, "adapter_id"),
     "too many choices": (lambda: with_fields(n=1000), grpc.StatusCode.INVALID_ARGUMENT, "n"),
     "larger than any executor": (
         lambda: token_request([1] * 30, 30),

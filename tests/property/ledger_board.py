@@ -165,18 +165,29 @@ def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
         executor_id = placement.executor_id
         if chosen not in (None, executor_id) or not pool.takes_work(executor_id):
             continue
-        if pool.would_share_blame(executor_id, request):
+        if pool.would_share_blame(executor_id, request) or not pool.serves(executor_id, request):
             continue
         if claimed.get(executor_id, asking) != asking or not pool.lives(lower[name].owner_id, caller_id):
             continue
         chosen = executor_id
+        if (
+            request.demand.adapter
+            and _has_room_after(pool, request, chosen, victims)
+            and not lower[name].demand.adapter
+        ):
+            continue  # it needs a slot, which this one does not free
         victims.append(name)
-        blocks, sequences = pool.free(chosen)
-        blocks += sum(lower[one].reserved or 0 for one in victims)
-        sequences += sum(lower[one].demand.sequences for one in victims)
-        if blocks >= pool.needed_blocks(request, chosen) and sequences >= request.demand.sequences:
+        if _has_room_after(pool, request, chosen, victims) and pool.has_slot(chosen, request, without=victims):
             request.asked_ms = pool.now_ms
             for one in victims:
                 lower[one].may_be_asked = False
                 pool.tell(lower[one].owner_id, PreemptAsked(one, lower[one].attempt))
             return
+
+
+def _has_room_after(pool: Pool, request: Request, executor_id: str, victims: list[str]) -> bool:
+    """Whether blocks and sequences suffice without these."""
+    blocks, sequences = pool.free(executor_id)
+    blocks += sum(pool.requests[one].reserved or 0 for one in victims)
+    sequences += sum(pool.requests[one].demand.sequences for one in victims)
+    return blocks >= pool.needed_blocks(request, executor_id) and sequences >= request.demand.sequences

@@ -41,6 +41,7 @@ def _compare_requests(records: Records, pool: Pool) -> None:
         )
         assert (record["blocks"], record["placement_blocks"]) == (request.blocks, request.placement_blocks)
         assert (record["claim"] or None) == request.claim
+        assert record["adapter"] == request.demand.adapter
         assert (record["charge"] if record["charged"] else None) == _near(request.charge)
         if request.state is LedgerState.PLACED and placement:
             assert (record["executor_id"], record["generation"]) == (placement.executor_id, placement.generation)
@@ -98,6 +99,11 @@ def _compare_executors(records: Records, pool: Pool) -> None:
         assert (record["claim"] or None) == claimed.get(name)
         assert record["prefilled_ms"] == _near(executor.prefilled_ms)
         assert record["has_suspect"] == bool(pool.suspects_on(name))
+        assert record["num_adapter_slots"] == report.num_adapter_slots
+        assert record["pins"] == pool.pins(name)
+    assert records.of("adapters").keys() == {
+        name for name, one in pool.executors.items() if one.report.num_adapter_slots
+    }
     assert records.scores("sizes") == {name: one.report.total_blocks for name, one in pool.executors.items()}
     assert records.scores("reports") == {name: one.last_report_ms for name, one in pool.executors.items()}
     live = {name for name, one in pool.executors.items() if pool.now_ms - one.last_report_ms <= SILENT_MS}

@@ -55,5 +55,9 @@ def _wait_reason(pool: Pool, name: str, request: Request) -> WaitReason:
         return WaitReason.FAIRNESS
     if pool.claims and not request.claim and not pool.open_executors():
         return WaitReason.HELD_LINE
+    if any(
+        pool.has_room_without_adapter(one, request) and not pool.has_room(one, request) for one in pool.open_executors()
+    ):
+        return WaitReason.ADAPTER
     has_seat = any(not pool.would_share_blame(one, request) for one in pool.open_executors())
     return WaitReason.BLOCKS if has_seat else WaitReason.SEAT

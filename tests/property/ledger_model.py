@@ -24,6 +24,7 @@ from router.store.types import (
     Ending,
     ExecutorReport,
     HandBackRefusal,
+    HeldSequence,
     LeaseLapsed,
     LedgerState,
     Placement,
@@ -345,15 +346,15 @@ class Ledger:
                     superseded.append(Attempt(one.request_id, one.attempt))
             else:
                 if not known:
-                    self._take_in(one.request_id, one.blocks)
+                    self._take_in(one)
                 forgive(pool.requests[one.request_id])  # it lost earlier attempts than this one
                 pool.seat(one.request_id, report.executor_id, one.attempt, one.blocks)
         return superseded
 
-    def _take_in(self, name: str, blocks: int) -> None:
+    def _take_in(self, held: HeldSequence) -> None:
         """A request that only its executor knows: without a tenant, and ownerless until a router hands it back."""
-        pool = self.pool
-        demand = Demand(name, 2, blocks, tenant="", block_size=1)
+        pool, name = self.pool, held.request_id
+        demand = Demand(name, 2, held.blocks, tenant="", block_size=1, adapter=held.adapter)
         pool.requests[name] = Request(demand, NO_OBSERVERS, pool.num_arrivals, pool.now_ms, 0, 2, None, charge=0)
         pool.num_arrivals += 1
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import floor, inf
 
@@ -293,6 +294,36 @@ class Pool:
         demand = replace(request.demand, blocks=request.blocks)
         return self.lengths.needed_blocks(demand, request.output, report.reserve_quantile if report else 1.0)
 
+    def serves(self, executor_id: str, request: Request) -> bool:
+        """Whether the executor has the request's adapter, or the request has none."""
+        adapter = request.demand.adapter
+        return not adapter or adapter in self._residents(executor_id)
+
+    def _residents(self, executor_id: str) -> dict[str, bool]:
+        """The adapters that the executor serves, and whether each was resident at its last report."""
+        report = self.executors[executor_id].report
+        return {one.adapter: one.is_resident for one in report.adapters} if report.num_adapter_slots else {}
+
+    def pins(self, executor_id: str, without: Collection[str] = ()) -> Counter[str]:
+        """The placements there of each adapter; `without` those of some requests."""
+        placed = (self.requests[name].demand.adapter for name in self.placed_on(executor_id) if name not in without)
+        return Counter(adapter for adapter in placed if adapter)
+
+    def has_slot(self, executor_id: str, request: Request, without: Collection[str] = ()) -> bool:
+        """Whether its adapter, if it has one, is pinned there or may be."""
+        if not request.demand.adapter:
+            return True
+        pins, num_slots = self.pins(executor_id, without), self.executors[executor_id].report.num_adapter_slots
+        return self.serves(executor_id, request) and (request.demand.adapter in pins or len(pins) < num_slots)
+
+    def _loading_rank(self, executor_id: str, adapter: str) -> int:
+        """0 where the adapter is in a slot, 1 where a slot is empty, 2 where another must go."""
+        residents = {one for one, is_resident in self._residents(executor_id).items() if is_resident}
+        in_slots = residents | self.pins(executor_id).keys()
+        if adapter in in_slots:
+            return 0
+        return 1 if len(in_slots) < self.executors[executor_id].report.num_adapter_slots else 2
+
     def suspects_on(self, executor_id: str) -> list[str]:
         """Those placed there under which an executor was lost."""
         return [name for name in self.placed_on(executor_id) if self.requests[name].strikes]
@@ -303,6 +334,10 @@ class Pool:
 
     def has_room(self, executor_id: str, request: Request) -> bool:
         """Whether it fits there, and may be there."""
+        return self.has_slot(executor_id, request) and self.has_room_without_adapter(executor_id, request)
+
+    def has_room_without_adapter(self, executor_id: str, request: Request) -> bool:
+        """Whether it would fit there without its adapter."""
         if self.would_share_blame(executor_id, request):
             return False
         blocks, sequences = self.free(executor_id)
@@ -314,10 +349,19 @@ class Pool:
         lower = [self.requests[one].claim or "" for one in self.claims if self.requests[one].class_ > request.class_]
         if kept := self._first_with_room(own, request):
             return kept
-        best = self._first_with_room(self.open_executors(), request)
+        best = self._best_open(request)
         if best is None:
             return self._first_with_room(lower, request)
         return next((one for one in self._holders(request) if self._is_near(one, best, request)), best)
+
+    def _best_open(self, request: Request) -> str | None:
+        """The roomiest; for an adapter the one that loads least, among those that are not much fuller."""
+        first, adapter = self._first_with_room(self.open_executors(), request), request.demand.adapter
+        if first is None or not adapter:
+            return first
+        most = self._load(first) + MAX_IMBALANCE
+        fit = [one for one in self.open_executors() if self.has_room(one, request) and self._load(one) <= most]
+        return min(fit, key=lambda one: self._loading_rank(one, adapter))
 
     def _first_with_room(self, executor_ids: list[str], request: Request) -> str | None:
         return next((one for one in executor_ids if self.takes_work(one) and self.has_room(one, request)), None)
@@ -379,9 +423,10 @@ class Pool:
         return max(blocks / max(1, report.budget_blocks), sequences / max(1, report.budget_sequences))
 
     def could_hold(self, executor_id: str, request: Request) -> bool:
-        """Whether it is large enough, empty."""
+        """Whether it is large enough, empty, and has the adapter."""
         report = self.executors[executor_id].report
-        return report.total_blocks >= request.blocks and report.budget_sequences >= request.demand.sequences
+        is_large_enough = report.total_blocks >= request.blocks and report.budget_sequences >= request.demand.sequences
+        return is_large_enough and self.serves(executor_id, request)
 
     def fits_somewhere(self, request: Request) -> bool:
         """Whether any executor is large enough."""

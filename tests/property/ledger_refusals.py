@@ -17,7 +17,11 @@ def impossible(pool: Pool, request: Request) -> Refused | None:
     """Why it can run nowhere."""
     if not any(pool.now_ms - one.last_report_ms <= LEASE_MS for one in pool.executors.values()):
         return Refused(Reason.NO_EXECUTOR)
-    return None if pool.fits_somewhere(request) else Refused(Reason.NEVER_FITS)
+    if pool.fits_somewhere(request):
+        return None
+    if not any(pool.serves(one, request) for one in pool.executors):
+        return Refused(Reason.NO_EXECUTOR, "adapter")
+    return Refused(Reason.NEVER_FITS)
 
 
 def refusal_of_waiting(pool: Pool, request: Request) -> Refused | None:

@@ -18,6 +18,7 @@ from router.store.types import (
     ExecutorReport,
     HeldSequence,
     Placement,
+    ServedAdapter,
     TenantLimits,
 )
 
@@ -40,6 +41,9 @@ TENANTS: dict[str, tuple[TenantLimits, ...]] = {
 }
 PREFIXES = ((), (), ("p",), ("p", "pq"), ("p", "pr"))
 DIGESTS = ("", "as asked", "as asked", "otherwise")
+ADAPTERS = tuple(letter * 64 for letter in "abcd")
+# Most requests have none; no executor of a test serves the last.
+ASKED_ADAPTERS = ("",) * 5 + ADAPTERS[:1] * 2 + ADAPTERS
 DEADLINES_MS = (None, None, None, 0, 500, 3000, 3_600_000_000)
 
 pool_settings = st.builds(
@@ -82,7 +86,17 @@ def random_demand(rng: random.Random, request_id: str) -> Demand:
         prefix_hashes=rng.choice(PREFIXES),
         digest=rng.choice(DIGESTS),
         is_served=rng.random() < 0.2,
+        adapter=rng.choice(ASKED_ADAPTERS),
     )
+
+
+def served_adapters(number: int) -> dict[str, Any]:
+    """Slots and adapters of a report, by any number; a third of the reports have none."""
+    if number % 3 == 0:
+        return {}
+    served = [adapter for i, adapter in enumerate(ADAPTERS[:3]) if number >> i & 1 or i == 0]
+    adapters = tuple(ServedAdapter(adapter, number >> i & 8 > 0) for i, adapter in enumerate(served))
+    return {"num_adapter_slots": 1 + number % 2, "adapters": adapters}
 
 
 def repeated(rng: random.Random, demand: Demand) -> Demand:
@@ -105,7 +119,9 @@ def random_report(
     """Of a new generation now and then, holding some of what is placed there, and another."""
     generation, seq = (last.generation, last.seq + 1) if last else (5, 1)
     held = {one.request_id: one for one in placed if rng.random() < 0.7}
-    held[other.request_id] = HeldSequence(other.request_id, max(1, other.attempt), rng.randint(1, 4))
+    held[other.request_id] = HeldSequence(
+        other.request_id, max(1, other.attempt), rng.randint(1, 4), rng.choice(ASKED_ADAPTERS)
+    )
     generation += rng.choice((0, 0, 0, 0, 1, -1))
     accepting, quantile = rng.random() < 0.9, rng.choice((1.0, 0.5))
     return ExecutorReport(
@@ -119,6 +135,7 @@ def random_report(
         tuple(held.values()),
         quantile,
         ends_at_reservation=quantile == 1 and seq % 4 > 0,
+        **served_adapters(rng.randrange(64)),
     )
 
 

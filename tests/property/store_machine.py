@@ -29,6 +29,7 @@ from tests.property.ledger_comparison import compare
 from tests.property.ledger_explain import explain
 from tests.property.ledger_model import Ledger
 from tests.property.store_cases import (
+    ASKED_ADAPTERS,
     EXECUTORS,
     REQUESTS,
     ROUTERS,
@@ -39,6 +40,7 @@ from tests.property.store_cases import (
     random_demand,
     random_report,
     repeated,
+    served_adapters,
     whys,
 )
 from tests.property.store_records import read_records, write_histogram
@@ -330,6 +332,7 @@ class StoreMachine(RuleBasedStateMachine):
                 step_ms=20,
                 prefill_tokens_per_s=1000,
                 ends_at_reservation=seq % 4 > 0,
+                **served_adapters(seq % 5 + ord(executor_id)),
             ),
         )
 
@@ -341,6 +344,7 @@ class StoreMachine(RuleBasedStateMachine):
         new_generation=st.sampled_from((0, 0, 0, 0, 1, -1)),
         new_seq=st.sampled_from((1, 1, 1, 0, -1)),
         quantile=st.sampled_from((1.0, 0.9, 0.5)),
+        adapters=st.integers(0, 63).map(served_adapters),
         choices=st.data(),
         is_reply_lost=st.booleans(),
     )
@@ -353,6 +357,7 @@ class StoreMachine(RuleBasedStateMachine):
         new_generation: int,
         new_seq: int,
         quantile: float,
+        adapters: dict[str, Any],
         choices: st.DataObject,
         is_reply_lost: bool,
     ) -> None:
@@ -362,7 +367,7 @@ class StoreMachine(RuleBasedStateMachine):
         blocks, overrun, sequences = budget
         held = choices.draw(self._held(executor_id))
         report = ExecutorReport(
-            executor_id, generation, seq, blocks, blocks + overrun, sequences, accepting, held, quantile
+            executor_id, generation, seq, blocks, blocks + overrun, sequences, accepting, held, quantile, **adapters
         )
         self._report(router_id, report, is_reply_lost)
 
@@ -401,7 +406,8 @@ class StoreMachine(RuleBasedStateMachine):
     def _held(self, executor_id: str) -> st.SearchStrategy[tuple[HeldSequence, ...]]:
         """What is placed there, without some and with others."""
         placed = self._placed_on(executor_id)
-        anything = st.builds(HeldSequence, request_ids, st.integers(1, 4), st.integers(1, 4))
+        adapters = st.sampled_from(ASKED_ADAPTERS)
+        anything = st.builds(HeldSequence, request_ids, st.integers(1, 4), st.integers(1, 4), adapters)
         some = st.lists(st.sampled_from(placed), unique=True) if placed else st.just([])
         others = st.lists(anything, max_size=1)
         return st.one_of(

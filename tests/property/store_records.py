@@ -40,6 +40,8 @@ for i, name in ipairs(ARGV) do
       local record = unpacked[name] and plain(unpacked[name](flat[j + 1])) or flat[j + 1]
       if name == 'requests' then
         record.blamed = record.blamed ~= '' and cmsgpack.unpack(record.blamed) or {}
+      elseif name == 'executors' then
+        record.pins = pins_of(record)
       end
       content[flat[j]] = record
     end

@@ -367,7 +367,6 @@ def test_value_that_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
     [
         ({"sampling": {"typical_p": 0.5}}, "sampling.typical_p"),
         ({"sampling": {"typical_p": math.nan}}, "sampling.typical_p"),
-        ({"adapter_id": "x"}, "adapter_id"),
     ],
 )
 def test_function_that_is_not_built_is_refused(fields: dict[str, Any], field: str) -> None:
@@ -379,8 +378,8 @@ def test_function_that_is_not_built_is_refused(fields: dict[str, Any], field: st
 
 def test_all_functions_that_are_not_built_are_named() -> None:
     with pytest.raises(RequestError) as caught:
-        validated(adapter_id="x", sampling={"typical_p": 0.5})
-    assert [violation.field for violation in caught.value.violations] == ["sampling.typical_p", "adapter_id"]
+        validated(output={"coalesce_ms": 5}, sampling={"typical_p": 0.5})
+    assert [violation.field for violation in caught.value.violations] == ["sampling.typical_p", "output.coalesce_ms"]
 
 
 @pytest.mark.parametrize(

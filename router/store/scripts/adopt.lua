@@ -2,7 +2,7 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] until when the caller waits, or ''
--- returns     {'ADOPTED', attempt, executor, generation, blocks, 1 for a suspect} | {'ADOPTED_ENDED', …}: it has ended,
+-- returns     {'ADOPTED', attempt, executor, generation, blocks, 1 for a suspect, adapter} | {'ADOPTED_ENDED', …}: it has ended,
 --             there | {'WAITING'} | {'LOST'} | {'ENDED'}: never placed, or its executor is not known | {'UNKNOWN'}
 --             | {'AGAIN'} | {'LATE'}: the caller no longer waits
 -- complexity  O(log R) for R routers

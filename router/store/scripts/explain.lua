@@ -43,6 +43,17 @@ local function may_find_blocks(request)
   return false
 end
 
+-- Whether only its adapter keeps the request from an executor.
+local function waits_for_slot(request)
+  for _, executor_id in ipairs(request.adapter ~= '' and with_room(MAX_ADAPTER_CANDIDATES) or {}) do
+    local executor = load_executor(executor_id)
+    if room_without_adapter(request, executor) and not room_for(request, executor) then
+      return true
+    end
+  end
+  return false
+end
+
 -- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait.
 local function prefix_holder(request)
   local names = split_prefixes(request.prefixes)
@@ -82,6 +93,9 @@ local function wait_reason(request, ahead_in_tenant)
   end
   if #claims > 0 and request.claim == '' and #with_room(1) == 0 then
     return 'HELD_LINE'
+  end
+  if waits_for_slot(request) then
+    return 'ADAPTER'
   end
   return may_find_blocks(request) and 'BLOCKS' or 'SEAT'
 end

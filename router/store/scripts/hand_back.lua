@@ -6,7 +6,7 @@
 --             'preempted'; the last two do not count as attempts, and 'lost' counts if the executor died; output tokens
 --             so far: from the first on its queue deadline no longer applies; 1 if this placement produced tokens: then
 --             this loss and earlier ones do not count; blocks of its next placement, or '' for those of the previous
--- returns     {'HANDED_BACK', {outcome, …}}. Of each: {'PLACED', attempt, executor, generation, blocks, 1 for a suspect}
+-- returns     {'HANDED_BACK', {outcome, …}}. Of each: {'PLACED', attempt, executor, generation, blocks, 1 for a suspect, adapter}
 --             | {'QUEUED', number ahead, estimated wait or ''} | {'EXHAUSTED'} | {'UNDECIDED'}: not known yet whether
 --             its attempts are used up; call again soon | {'STALE'}: it ended, was placed again, or belongs to another
 --             living router | {'UNKNOWN'} | {'AGAIN'}: call again for this one | {'DROPPED'}: as the event says

@@ -52,6 +52,9 @@ local function reap_executor(id)
     unclaim(request)
     save_request(claimant, request)
   end
+  if load_executor(id).num_adapter_slots > 0 then
+    redis.call('HDEL', ADAPTERS, id)
+  end
   redis.call('HDEL', EXECUTORS, id)
   executors[id], dirty_executors[id] = nil, nil
   for _, key in ipairs({ROOM, SIZES, REPORTS}) do

@@ -4,8 +4,9 @@
 -- ARGV        [1] caller  then for each report: executor, generation, seq, budget blocks, total blocks, budget
 --             sequences, 1 if it accepts new work, the quantile of outputs that it reserves for, 1 for their end,
 --             milliseconds of a step, prompt tokens per second, both 0 where not measured, 1 if it ends a placement at
---             the end of its reservation, milliseconds since the report came to the caller, how many it holds, and a
---             triple for each of these: request id, attempt, blocks
+--             the end of its reservation, milliseconds since the report came to the caller, how many it holds, adapter
+--             slots, the adapters that it serves (adapters.lua), those of what it holds, separated by spaces, '-' for
+--             none, or '' for none at all; and a triple for each that it holds: request id, attempt, blocks
 -- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
 --             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}
 -- complexity  O(H + P · log N) for each report of H held and P placed on the executor, both bounded by its sequences;
@@ -14,8 +15,8 @@
 -- earlier call could not finish it because a mailbox was unknown.
 --@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
-local NUM_FIELDS = 13 -- of a report, in front of what the executor holds
-local id, generation, seq, first_held, last_held -- of the report at hand
+local NUM_FIELDS = 16 -- of a report, in front of what the executor holds
+local id, generation, seq, first_held, last_held, held_adapters -- of the report at hand
 
 local function is_old(executor)
   if generation ~= executor.generation then
@@ -42,8 +43,20 @@ local function lose_placements(spared)
   return complete
 end
 
+-- Returns the adapter of what stands at `i` of the arguments, '' for none.
+local function held_adapter(i)
+  local number, wanted = 0, (i - first_held) / 3
+  for adapter in held_adapters:gmatch('%S+') do
+    if number == wanted then
+      return adapter ~= '-' and adapter or ''
+    end
+    number = number + 1
+  end
+  return ''
+end
+
 -- Records a sequence that the executor holds and the ledger does not have there. Returns true if it is superseded.
-local function account_for(request_id, attempt, blocks)
+local function account_for(request_id, attempt, blocks, adapter)
   local request = load_request(request_id)
   if request and request.attempt >= attempt then
     return true
@@ -58,7 +71,7 @@ local function account_for(request_id, attempt, blocks)
   if ended then -- the executor may have reported before it knew of a recent end
     return NOW - ended > AUDIT_GRACE_MS
   end
-  request = new_request('', '', '', '?', 2, math.huge, blocks, blocks, 1, 0, 0, 0, 0, 1, 0)
+  request = new_request('', '', '', '?', 2, math.huge, blocks, blocks, 1, 0, 0, 0, 0, 1, 0, adapter)
   request.charged = true
   seat(request_id, request, id, attempt, blocks)
   return false
@@ -84,7 +97,7 @@ local function audit()
   for i = first_held, last_held, 3 do
     local attempt = tonumber(ARGV[i + 1])
     local is_unmatched = unmatched[placement_member(id, attempt, ARGV[i])]
-    if is_unmatched and account_for(ARGV[i], attempt, tonumber(ARGV[i + 2])) then
+    if is_unmatched and account_for(ARGV[i], attempt, tonumber(ARGV[i + 2]), held_adapter(i)) then
       superseded[#superseded + 1] = ARGV[i]
       superseded[#superseded + 1] = attempt
     end
@@ -105,7 +118,7 @@ end
 
 -- Applies the report at hand. Returns its outcome, or nil if an owner could not be notified.
 local function apply(at)
-  local executor, claim = load_executor(id), ''
+  local executor, claim, num_slots = load_executor(id), '', 0
   if executor and is_old(executor) then
     return {'OLD', {}}
   end
@@ -113,11 +126,11 @@ local function apply(at)
     if not lose_placements() then
       return nil
     end
-    claim, executor = executor.claim, nil
+    claim, num_slots, executor = executor.claim, executor.num_adapter_slots, nil
   end
   executor = executor or {
     reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
-    claim = claim, last_report_ms = 0, prefilled_ms = 0,
+    claim = claim, last_report_ms = 0, prefilled_ms = 0, id = id, num_adapter_slots = num_slots, pins = '',
   }
   executor.generation, executor.seq = generation, seq
   executor.budget_blocks, executor.total_blocks = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])
@@ -125,6 +138,7 @@ local function apply(at)
   executor.suspended, executor.quantile = false, tonumber(ARGV[at + 7])
   executor.last_report_ms = math.max(executor.last_report_ms, NOW - tonumber(ARGV[at + 11]))
   executor.ends_at_reservation, executor.prefill_speed = ARGV[at + 10] == '1', tonumber(ARGV[at + 9]) / 1000
+  set_served(executor, tonumber(ARGV[at + 13]), ARGV[at + 14])
   state.overcommits = state.overcommits or executor.quantile < 1
   observe_speeds(tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]))
   redis.call('ZADD', SIZES, ARGV[at + 4], id)
@@ -149,6 +163,7 @@ while at <= #ARGV do
   id, generation, seq = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
   first_held = at + NUM_FIELDS
   last_held = first_held + 3 * tonumber(ARGV[at + 12]) - 1
+  held_adapters = ARGV[at + 15]
   local outcome = apply(at)
   is_complete = is_complete and outcome ~= nil
   outcomes[#outcomes + 1] = outcome

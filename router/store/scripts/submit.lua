@@ -4,9 +4,9 @@
 -- ARGV        [1] caller, who owns the requests  [2] until when the caller waits, or ''  then for each: request id,
 --             tenant, numbers, packed little-endian doubles in the order of codec.py, infinity is no limit and no
 --             deadline, chain hashes of the prompt's blocks, separated by spaces, digest of the request or '', 1 if its
---             router already serves it
+--             router already serves it, hash of its adapter or ''
 -- returns     {'SUBMITTED', {outcome, …}} | {'LATE'}: the caller no longer waits. Of each request: {'PLACED', attempt,
---             executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated wait or ''}
+--             executor, generation, blocks, 1 for a suspect, adapter} | {'QUEUED', number ahead, estimated wait or ''}
 --             | {'ADOPTED', …}: placed before, and its executor may know it | {'ADOPTED_ENDED', …}: it has
 --             ended, there | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one
 --             of NO_EXECUTOR, NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state}
@@ -22,9 +22,9 @@
 -- bounds refuse them.
 -- Requests that already wait could not be placed when a seat last opened, so boarding is tried only if there is room
 -- for this request, or an earlier call stopped half-way.
-local NUM_FIELDS = 6 -- of a request
+local NUM_FIELDS = 7 -- of a request
 -- Of the request at hand.
-local id, name, prefixes, digest, is_served
+local id, name, prefixes, digest, is_served, adapter
 local class, deadline_in_ms, blocks, placement_blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices
 local weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst
 local max_pool_requests, max_pool_tokens, max_pool_bytes
@@ -33,6 +33,7 @@ local request_ms, token_ms -- of its tenant, before this request
 local function read(at)
   local max_bypass, age_ms, preempts, remember_ms, tolerated_ttft_ms
   id, name, prefixes, digest, is_served = ARGV[at], ARGV[at + 1], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5] == '1'
+  adapter = ARGV[at + 6]
   class, deadline_in_ms, blocks, placement_blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices,
     weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
     max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms,
@@ -113,13 +114,27 @@ local function repeat_of_ended()
   return nil, ending and ending.attempt or 0
 end
 
+local function is_served_anywhere(adapter)
+  for _, executor_id in ipairs(redis.call('ZRANGE', SIZES, '0', MAX_SERVING - 1)) do
+    if serves(load_executor(executor_id), adapter) then
+      return true
+    end
+  end
+  return false
+end
+
 -- Returns why no executor can run the request, now or ever.
 local function impossible(request)
   local newest = redis.call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
   if #newest == 0 or NOW - tonumber(newest[2]) > LEASE_MS then
     return {'REFUSED', 'NO_EXECUTOR', '', ''}
   end
-  return not fits_somewhere(request) and {'REFUSED', 'NEVER_FITS', '', ''} or nil
+  if fits_somewhere(request) then
+    return nil
+  elseif request.adapter ~= '' and not is_served_anywhere(request.adapter) then
+    return {'REFUSED', 'NO_EXECUTOR', 'adapter', ''} -- its executors may be about to report
+  end
+  return {'REFUSED', 'NEVER_FITS', '', ''}
 end
 
 -- Returns the bound of the tenant or the pool that is exceeded when so many more choices like this one wait.
@@ -218,7 +233,7 @@ local function submit(at)
   request_ms, token_ms = tenant.request_ms, tenant.token_ms
   local request = new_request(
     CALLER, name, prefixes, digest, class, deadline_in_ms, blocks, placement_blocks, sequences, first_attempt - 1,
-    prompt, max, output, block_size, bytes
+    prompt, max, output, block_size, bytes, adapter
   )
   if last_attempt == 0 and output == 0 then
     local limit = choices > 1 and exceeded(request, tenant, choices - 1)

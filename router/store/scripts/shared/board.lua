@@ -106,7 +106,7 @@ local function preempt_for(id, request)
     return
   end
   local lowest = (request.class + 1) * 1e13
-  local executor_id, blocks, sequences, victims = nil, 0, 0, {}
+  local executor_id, blocks, sequences, victims, pins = nil, 0, 0, {}, nil
   for _, victim_id in ipairs(redis.call('ZREVRANGEBYSCORE', PREEMPTIBLE, '+inf', lowest, 'LIMIT', '0', MAX_VICTIMS)) do
     local victim = load_request(victim_id)
     if not victim or victim.state ~= 'PLACED' then
@@ -116,14 +116,24 @@ local function preempt_for(id, request)
     local executor = victim and load_executor(victim.executor_id)
     local may_use = takes_work(executor) and (executor.claim == '' or executor.claim == id)
       and not are_both_suspect(request, executor)
+      and (request.adapter == '' or serves(executor, request.adapter))
     if may_use and (not executor_id or executor_id == victim.executor_id) and lives(victim.owner) then
       if not executor_id then
         executor_id, blocks = victim.executor_id, available_blocks(executor)
         sequences = executor.budget_sequences - executor.reserved_sequences
+        pins = request.adapter ~= '' and pins_of(executor)
       end
-      victims[#victims + 1] = {victim_id, victim}
-      blocks, sequences = blocks + victim.reserved, sequences + victim.sequences
-      if blocks >= needed_blocks(request, executor) and sequences >= request.sequences then
+      local needed = needed_blocks(request, executor)
+      local needs_slot_only = pins and blocks >= needed and sequences >= request.sequences
+      if not needs_slot_only or victim.adapter ~= '' then
+        victims[#victims + 1] = {victim_id, victim}
+        blocks, sequences = blocks + victim.reserved, sequences + victim.sequences
+      end
+      if pins and victim.adapter ~= '' then
+        pins[victim.adapter] = pins[victim.adapter] > 1 and pins[victim.adapter] - 1 or nil
+      end
+      if blocks >= needed and sequences >= request.sequences
+        and (not pins or may_pin(executor, request.adapter, pins)) then
         request.preempting = NOW
         return victims
       end

@@ -61,6 +61,9 @@ local function tell(kind, id, request)
     'executor_id', request.executor_id, 'generation', request.generation, 'blocks', request.reserved,
     'suspect', request.strikes > 0 and '1' or '0', 'at_ms', NOW_TEXT,
   }
+  if request.adapter ~= '' then
+    fields[#fields + 1], fields[#fields + 2] = 'adapter', request.adapter
+  end
   if request.owner == CALLER then
     events[#events + 1] = fields
   elseif lives(request.owner) then

@@ -8,9 +8,14 @@
 --
 -- An executor's `prefilled_ms` is when it will have computed the prompts that it was given, at the speed of its last
 -- report: each placement adds those tokens of its prompt that are not cached there. It takes no notice of ends.
+--
+-- A request with an adapter goes to an executor where the adapter is resident, or else one with an empty slot, if that
+-- is not much fuller than the one with most available blocks.
 local MAX_IMBALANCE = 0.25 -- how much fuller, as a share of its blocks or sequences, the holder of a prefix may be
 local MAX_CLAIMS = 8
 local MAX_SUSPECT_CANDIDATES = 64 -- executors examined for one without another suspect
+local MAX_ADAPTER_CANDIDATES = 64 -- executors examined for one with a slot for an adapter
+local MAX_SERVING = 1024 -- executors examined for one that serves an adapter
 local MAX_PREFIXES = 100000 -- remembered, in two generations: the newest and the previous
 
 local function takes_work(executor)
@@ -22,8 +27,8 @@ local function are_both_suspect(request, executor)
   return request.strikes > 0 and executor.has_suspect
 end
 
--- The blocks to reserve for the request, if there is room for it.
-local function room_for(request, executor)
+-- The blocks to reserve for the request, if it fits whatever its adapter is.
+local function room_without_adapter(request, executor)
   if are_both_suspect(request, executor) then
     return nil
   end
@@ -32,6 +37,14 @@ local function room_for(request, executor)
   end
   local blocks = needed_blocks(request, executor)
   return available_blocks(executor) >= blocks and blocks or nil
+end
+
+-- The blocks to reserve for the request, if there is room for it.
+local function room_for(request, executor)
+  if request.adapter ~= '' and not may_pin(executor, request.adapter, pins_of(executor)) then
+    return nil
+  end
+  return room_without_adapter(request, executor)
 end
 
 -- The executors with most available blocks that accept work. Each round but the last removes silent executors from
@@ -142,7 +155,32 @@ local function remember_prefixes(request, executor_id)
   end
 end
 
+-- As `choose_open`, for a request with an adapter. `lowest` is the rank of `best` by `loading_rank`.
+local function choose_with_adapter(request)
+  local best, reserved, lowest
+  for _, most in ipairs({MAX_CANDIDATES, MAX_ADAPTER_CANDIDATES}) do
+    local roomiest_load
+    for _, executor_id in ipairs(lowest == 0 and {} or roomiest(most)) do
+      local executor = load_executor(executor_id)
+      local blocks = room_for(request, executor)
+      roomiest_load = roomiest_load or blocks and load_of(executor)
+      local rank = blocks and load_of(executor) <= roomiest_load + MAX_IMBALANCE and loading_rank(executor, request.adapter)
+      if rank and rank < (lowest or math.huge) then
+        best, reserved, lowest = executor_id, blocks, rank
+      end
+    end
+  end
+  if not best then
+    return nil
+  end
+  local holder, holder_blocks, cached = holder_of_prefix(request, best)
+  return holder or best, holder_blocks or reserved, cached or 0
+end
+
 local function choose_open(request)
+  if request.adapter ~= '' then
+    return choose_with_adapter(request)
+  end
   local most = request.strikes > 0 and MAX_SUSPECT_CANDIDATES or MAX_CANDIDATES
   for count = 1, most, most - 1 do -- the first is usually enough
     for _, executor_id in ipairs(roomiest(count)) do
@@ -192,15 +230,19 @@ end
 
 -- Whether the executor accepts work and would, if empty, hold this much.
 local function could_hold(executor, request)
-  return takes_work(executor) and executor.total_blocks >= request.blocks and executor.budget_sequences >= request.sequences
+  return takes_work(executor) and executor.total_blocks >= request.blocks
+    and executor.budget_sequences >= request.sequences
+    and (request.adapter == '' or serves(executor, request.adapter))
 end
 
--- Whether some executor, if empty, would hold this much. Silent ones count until their lease lapses: they may return.
+-- Whether some executor that serves its adapter, if empty, would hold this much. Silent ones count until their lease
+-- lapses: they may return.
 local function fits_somewhere(request)
-  for _, count in ipairs({1, 64}) do -- the first is usually enough
+  for _, count in ipairs({1, request.adapter == '' and 64 or MAX_SERVING}) do -- the first is usually enough
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', '0', count)) do
       local executor = load_executor(id)
-      if executor and executor.budget_sequences >= request.sequences then
+      if executor and executor.budget_sequences >= request.sequences
+        and (request.adapter == '' or serves(executor, request.adapter)) then
         return true
       end
     end
@@ -214,9 +256,10 @@ local function claim_executor(id, request)
     return false
   end
   local best, most = nil, nil
-  for _, executor_id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, 64)) do
+  local count = request.adapter == '' and 64 or MAX_SERVING
+  for _, executor_id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, count)) do
     local executor = load_executor(executor_id)
-    if takes_work(executor) and executor.claim == '' and executor.budget_sequences >= request.sequences
+    if could_hold(executor, request) and executor.claim == ''
       and (not most or available_blocks(executor) > most) then
       best, most = executor_id, available_blocks(executor)
     end

@@ -21,10 +21,10 @@
 --  now_ms ahead_ms tolerated_ttft_ms
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$ \
---  prefill_speed prefilled_ms
+--  prefill_speed prefilled_ms num_adapter_slots pins$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
---@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ class asked_class deadline_in_ms deadline_ms \
+--@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ adapter$ class asked_class deadline_in_ms deadline_ms \
 --  order_ms since_ms arrival blocks placement_blocks sequences prompt max output block_size bytes attempt strikes \
 --  counted passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
 --@record ending executor_id$ digest$ attempt generation cancelled?
@@ -49,7 +49,8 @@ local PREEMPTIBLE = KEYS[21]
 local PREFIXES = KEYS[22]
 local OLD_PREFIXES = KEYS[23]
 local ENDINGS = KEYS[24]
-local NUM_POOL_KEYS = 24
+local ADAPTERS = KEYS[25]
+local NUM_POOL_KEYS = 25
 
 local NUM_CLASSES = 3
 local SILENT_MS = 2000        -- an executor that reported no later gets no new work
@@ -107,6 +108,9 @@ local function load_executor(id)
   if executor == nil then
     local text = redis.call('HGET', EXECUTORS, id)
     executor = text and unpack_executor(text)
+    if executor then
+      executor.id = id
+    end
     executors[id] = executor
   end
   return executor

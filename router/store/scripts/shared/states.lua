@@ -66,7 +66,7 @@ end
 -- any.
 local function new_request(
   owner, tenant, prefixes, digest, class, deadline_in_ms, blocks, placement_blocks, sequences, attempt, prompt, max,
-  output, block_size, bytes
+  output, block_size, bytes, adapter
 )
   state.arrivals = state.arrivals + 1
   return {
@@ -76,7 +76,7 @@ local function new_request(
     placement_blocks = placement_blocks, sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size, bytes = bytes,
     attempt = attempt, strikes = 0, blamed = '', counted = 0, passed = 0, state = '',
     executor_id = '', claim = '', estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0, placed_ms = 0,
-    reserved = 0, preempting = 0,
+    reserved = 0, preempting = 0, adapter = adapter,
   }
 end
 
@@ -112,6 +112,9 @@ local function leave_executor(id, request)
     executor.reserved_blocks = executor.reserved_blocks - request.reserved
     executor.reserved_sequences = executor.reserved_sequences - request.sequences
     executor.has_suspect = executor.has_suspect and request.strikes == 0
+    if request.adapter ~= '' then
+      count_pin(executor, request.adapter, -1)
+    end
     save_executor(request.executor_id, executor)
   end
   local tenant = load_tenant(request.tenant)
@@ -149,6 +152,9 @@ local function seat(id, request, executor_id, attempt, blocks, cached)
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
   executor.has_suspect = executor.has_suspect or request.strikes > 0
+  if request.adapter ~= '' then
+    count_pin(executor, request.adapter, 1)
+  end
   if cached then
     expect_prefill(request, executor, cached)
   end
@@ -338,13 +344,13 @@ end
 local function placed(request)
   return {
     request.adopted and 'ADOPTED' or 'PLACED', request.attempt, request.executor_id, request.generation,
-    request.reserved, request.strikes > 0 and 1 or 0,
+    request.reserved, request.strikes > 0 and 1 or 0, request.adapter,
   }
 end
 
 -- Returns the outcome for an ended request whose placement is known.
 local function placed_once(ending)
-  return {'ADOPTED_ENDED', ending.attempt, ending.executor_id, ending.generation, 0, 0}
+  return {'ADOPTED_ENDED', ending.attempt, ending.executor_id, ending.generation, 0, 0, ''}
 end
 
 -- Returns the number of requests ahead in the queue, and the estimated wait or nil.

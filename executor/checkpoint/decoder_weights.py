@@ -1,8 +1,9 @@
-"""Weights of the common decoder family by role: Llama, Mistral, Qwen2, Qwen3 and models with their classes.
+"""Weights of the decoder families that have a native forward pass, by role, and what distinguishes the families.
 
-These models differ little: biases on the projections, norms on queries and keys, a sliding window. This is all that a
-native forward pass needs. A model that is not known to be computed this way is left to transformers. Tensors are the
-network's own; a fused weight is a copy, made on access.
+The families differ little: which norms a layer has, biases, parts of heads that are rotated, sliding windows, caps,
+multipliers. All of it is described here as data, and this is all that a native forward pass needs. A model that is not
+known to be computed this way is left to transformers. Tensors are the network's own; a fused weight is a copy, made on
+access.
 """
 
 from __future__ import annotations
@@ -13,19 +14,70 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from executor.attention.transformers_hook import Layer
 
-FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Names of a layer's norms: before and after attention, before and after the feed-forward layer; None where there
+    is none."""
+
+    attention_input: str | None = "input_layernorm"
+    attention_output: str | None = None
+    feed_forward_input: str | None = "post_attention_layernorm"
+    feed_forward_output: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the network of a class differs from Llama's beyond what its modules show.
+
+    `norm_offset` is added to the weights of norms. `has_multipliers`: the configuration multiplies embeddings, what is
+    added to the residual stream, and logits. `caps_logits`: the configuration has a soft cap of logits.
+    """
+
+    norms: Norms = Norms()
+    norm_offset: float = 0.0
+    activation_name: str = "hidden_act"
+    has_multipliers: bool = False
+    caps_logits: bool = False
+
+
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+AROUND = Norms("input_layernorm", AFTER.attention_output, "pre_feedforward_layernorm", AFTER.feed_forward_output)
+GEMMA = Family(AROUND, norm_offset=1.0, activation_name="hidden_activation", caps_logits=True)
+FAMILIES = {
+    "Gemma2ForCausalLM": GEMMA,
+    "Gemma3ForCausalLM": GEMMA,
+    "GraniteForCausalLM": Family(has_multipliers=True),
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(),
+    "Olmo2ForCausalLM": Family(AFTER),
+    "Phi3ForCausalLM": Family(),
+    "Qwen2ForCausalLM": Family(),
+    "Qwen3ForCausalLM": Family(),
+}
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A rotary embedding of the first `2 * len(inverse_frequencies)` numbers of a head. `scaling` multiplies cosines
+    and sines of positions times frequencies."""
+
+    inverse_frequencies: tuple[float, ...]
+    scaling: float
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Sizes and constants.
+    """Sizes and constants. A window of None is the whole context. `layer_ropes` are indices in `ropes`, which are of
+    the same size.
 
-    `rope_scaling` multiplies cosines and sines of positions times `inverse_frequencies[head_dim / 2]`. A window of None
-    is the whole context.
+    A soft cap c makes `c * tanh(x / c)` of scores and logits x; None leaves them. `logit_scale` is applied before.
     """
 
     num_layers: int
@@ -37,44 +89,64 @@ class DecoderShape:
     vocabulary_size: int
     norm_epsilon: float
     attention_scale: float
-    rope_scaling: float
     sliding_windows: tuple[int | None, ...]
-    inverse_frequencies: tuple[float, ...]
+    ropes: tuple[Rope, ...]
+    layer_ropes: tuple[int, ...]
+    activation: str = SILU
+    softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return 2 * len(self.ropes[0].inverse_frequencies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. Weights are `[out, in]` as in `nn.Linear`; biases and norms of heads are None where the model has
-    none."""
+    """One layer. Weights are `[out, in]` as in `nn.Linear`; biases and norms are None where the model has none.
 
-    input_norm: Tensor
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
+    `input_norm` and `post_attention_norm` are applied to what attention and the feed-forward layer read, and
+    `attention_output_norm` and `feed_forward_output_norm` to what they yield. The norms of queries and keys are those
+    of one head or, as long as all heads together, of all. `qkv_parts` are the projections of queries, keys and values,
+    and `gate_up_parts` those of gate and up: separate, or one that is fused.
+    """
+
+    input_norm: Tensor | None
+    qkv_parts: tuple[nn.Linear, ...]
     query_norm: Tensor | None
     key_norm: Tensor | None
     output: Tensor
     output_bias: Tensor | None
-    post_attention_norm: Tensor
-    gate: Tensor
-    up: Tensor
+    attention_output_norm: Tensor | None
+    post_attention_norm: Tensor | None
+    gate_up_parts: tuple[Tensor, ...]
     down: Tensor
+    feed_forward_output_norm: Tensor | None
 
     @property
     def qkv(self) -> Tensor:
         """Weights of queries, keys and values in one: `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`."""
-        return torch.cat([linear.weight for linear in (self.query, self.key, self.value)])
+        return _joined([linear.weight for linear in self.qkv_parts])
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections of queries, keys and values have biases."""
+        return self.qkv_parts[0].bias is not None
 
     @property
     def qkv_bias(self) -> Tensor | None:
         """The bias of `qkv`."""
-        biases: list[Any] = [linear.bias for linear in (self.query, self.key, self.value)]
-        return None if biases[0] is None else torch.cat(biases)
+        biases: list[Any] = [linear.bias for linear in self.qkv_parts]
+        return _joined(biases) if self.has_qkv_bias else None
 
     @property
     def gate_up(self) -> Tensor:
         """The gate's rows, then those of the up projection: `[2 * intermediate_size, hidden_size]`."""
-        return torch.cat([self.gate, self.up])
+        return _joined(self.gate_up_parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,63 +161,118 @@ class DecoderWeights:
 
 
 def read_decoder(network: PreTrainedModel, layers: Sequence[Layer]) -> DecoderWeights | str:
-    """Returns the weights of a network of the family, or the reason why it is not of it. `layers` is the attention of
-    its layers."""
+    """Returns the weights of a network of the families, or the reason why it is not of one. `layers` is the attention
+    of its layers."""
     name = type(network).__name__
-    if name not in FAMILY:
-        return f"{name} is not one of {', '.join(sorted(FAMILY))}"
+    if name not in FAMILIES:
+        return f"{name} is not one of {', '.join(sorted(FAMILIES))}"
+    family = FAMILIES[name]
     body: Any = network.model
     config = network.config
-    if (activation := config.hidden_act) not in ("silu", "swish"):
-        return f"its activation is {activation}"
-    frequencies = body.rotary_emb.inv_freq
-    head_dim = layers[0].shape.head_dim
-    if frequencies.ndim != 1 or 2 * frequencies.shape[0] != head_dim:
-        return "its rotary embedding covers a part of each head"
-    if any(layer.scoring.softcap is not None or layer.shape != layers[0].shape for layer in layers):
-        return "its attention caps scores or differs between layers"
-    read = tuple(_read_layer(module) for module in body.layers)
-    if any(module.mlp.down_proj.bias is not None for module in body.layers):
-        return "its feed-forward layers have biases"
     head: Any = network.get_output_embeddings()
-    if head.bias is not None:
-        return "its output layer has a bias"
+    if obstacle := _obstacle(config, family, body, head, layers):
+        return obstacle
+    ropes, layer_ropes = _read_ropes(body.rotary_emb, config)
+    if any(len(rope.inverse_frequencies) != len(ropes[0].inverse_frequencies) for rope in ropes):
+        return "its rotary embeddings cover different parts of a head"
+    read = tuple(_read_layer(module, family) for module in body.layers)
+    final_norm = _norm_weight(body, "norm", family)
+    assert final_norm is not None
     return DecoderWeights(
         shape=DecoderShape(
             num_layers=len(read),
             hidden_size=config.hidden_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=layers[0].shape.num_kv_heads,
-            head_dim=head_dim,
-            intermediate_size=read[0].up.shape[0],
+            head_dim=layers[0].shape.head_dim,
+            intermediate_size=read[0].down.shape[-1],
             vocabulary_size=head.weight.shape[0],
             norm_epsilon=float(config.rms_norm_eps),
             attention_scale=layers[0].scoring.scale,
-            rope_scaling=float(body.rotary_emb.attention_scaling),
             sliding_windows=tuple(layer.scoring.sliding_window for layer in layers),
-            inverse_frequencies=tuple(frequencies.float().tolist()),
+            ropes=ropes,
+            layer_ropes=layer_ropes,
+            activation=ACTIVATIONS[getattr(config, family.activation_name)],
+            softcap=layers[0].scoring.softcap,
+            **_scales(config, family, body),
         ),
         embedding=body.embed_tokens.weight,
         layers=read,
-        final_norm=body.norm.weight,
+        final_norm=final_norm,
         head=head.weight,
     )
 
 
-def _read_layer(module: Any) -> LayerWeights:
-    attention, mlp = module.self_attn, module.mlp
-    query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, layers: Sequence[Layer]) -> str | None:
+    if (activation := getattr(config, family.activation_name)) not in ACTIVATIONS:
+        return f"its activation is {activation}"
+    if any(layer.shape != layers[0].shape for layer in layers):
+        return "its attention differs between layers"
+    if any(layer.scoring.softcap != layers[0].scoring.softcap for layer in layers):
+        return "the soft cap of its scores differs between layers"
+    if any(layer.scoring.scale != layers[0].scoring.scale for layer in layers):
+        return "the scale of its scores differs between layers"
+    if any(module.mlp.down_proj.bias is not None for module in body.layers):
+        return "its feed-forward layers have biases"
+    return None if head.bias is None else "its output layer has a bias"
+
+
+def _scales(config: PretrainedConfig, family: Family, body: Any) -> dict[str, Any]:
+    """Returns the constants that multiply or cap embeddings, the residual stream and logits."""
+    scales: dict[str, Any] = {}
+    if family.has_multipliers:
+        scales["embedding_scale"] = float(config.embedding_multiplier)
+        scales["residual_scale"] = float(config.residual_multiplier)
+        scales["logit_scale"] = 1.0 / float(config.logits_scaling)
+    embedding = body.embed_tokens
+    if (scale := getattr(embedding, "embed_scale", None)) is not None:
+        # transformers rounds it to the dtype of the weights.
+        scales["embedding_scale"] = float(scale.to(embedding.weight.dtype))
+    if family.caps_logits and config.final_logit_softcapping is not None:
+        scales["logit_softcap"] = float(config.final_logit_softcapping)
+    return scales
+
+
+def _read_ropes(rotary: Any, config: PretrainedConfig) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """Returns the rotary embeddings, and which of them each layer uses."""
+    if hasattr(rotary, "inv_freq"):
+        return (_read_rope(rotary, ""),), (0,) * config.num_hidden_layers
+    kinds = sorted(set(config.layer_types))
+    return tuple(_read_rope(rotary, f"{kind}_") for kind in kinds), tuple(map(kinds.index, config.layer_types))
+
+
+def _read_rope(rotary: Any, prefix: str) -> Rope:
+    frequencies, scaling = (getattr(rotary, prefix + name) for name in ("inv_freq", "attention_scaling"))
+    return Rope(tuple(frequencies.float().tolist()), float(scaling))
+
+
+def _read_layer(module: Any, family: Family) -> LayerWeights:
+    attention, mlp, norms = module.self_attn, module.mlp, family.norms
+    fused = getattr(attention, "qkv_proj", None)
+    gate_up = getattr(mlp, "gate_up_proj", None)
     return LayerWeights(
-        input_norm=module.input_layernorm.weight,
-        query=attention.q_proj,
-        key=attention.k_proj,
-        value=attention.v_proj,
-        query_norm=None if query_norm is None else query_norm.weight,
-        key_norm=None if key_norm is None else key_norm.weight,
+        input_norm=_norm_weight(module, norms.attention_input, family),
+        qkv_parts=(attention.q_proj, attention.k_proj, attention.v_proj) if fused is None else (fused,),
+        query_norm=_norm_weight(attention, "q_norm", family),
+        key_norm=_norm_weight(attention, "k_norm", family),
         output=attention.o_proj.weight,
         output_bias=attention.o_proj.bias,
-        post_attention_norm=module.post_attention_layernorm.weight,
-        gate=mlp.gate_proj.weight,
-        up=mlp.up_proj.weight,
+        attention_output_norm=_norm_weight(module, norms.attention_output, family),
+        post_attention_norm=_norm_weight(module, norms.feed_forward_input, family),
+        gate_up_parts=(mlp.gate_proj.weight, mlp.up_proj.weight) if gate_up is None else (gate_up.weight,),
         down=mlp.down_proj.weight,
+        feed_forward_output_norm=_norm_weight(module, norms.feed_forward_output, family),
     )
+
+
+def _norm_weight(module: Any, name: str | None, family: Family) -> Tensor | None:
+    """Returns the weight of a norm of a module, in float32 if something is added to it; None if there is no such
+    norm."""
+    norm = None if name is None else getattr(module, name, None)
+    if norm is None:
+        return None
+    return norm.weight.float() + family.norm_offset if family.norm_offset else norm.weight
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

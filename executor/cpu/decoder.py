@@ -1,4 +1,4 @@
-"""Forward pass of the common decoder family on a CPU: weights packed for decoder.cpp, and a step as one call into it.
+"""Forward pass of the decoder families on a CPU: weights packed for decoder.cpp, and a step as one call into it.
 
 This module passes tensors as pointers. The computation and the layout of the weights are described in decoder.h and
 matmul.h.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
-from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
+from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
 from executor.cpu.logits import address, addresses_of
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
@@ -53,9 +53,19 @@ class Packed(IntEnum):
     KEY_NORM = 10
     QKV_BIAS = 11
     OUTPUT_BIAS = 12
+    ATTENTION_OUTPUT_NORM = 13
+    FEED_FORWARD_OUTPUT_NORM = 14
 
 
 MATRICES = frozenset({Packed.EMBEDDING, Packed.HEAD, Packed.QKV, Packed.OUTPUT, Packed.GATE_UP, Packed.DOWN})
+
+
+class HeadNorms(IntEnum):
+    """`HeadNorms` of decoder.h."""
+
+    NONE = 0
+    OF_ONE_HEAD = 1
+    OF_ALL_HEADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,9 @@ class DecoderForm:
     has_int8_weights: bool
     has_qkv_bias: bool
     has_output_bias: bool
-    has_head_norms: bool
+    has_input_norms: bool
+    has_output_norms: bool
+    head_norms: HeadNorms
 
 
 def unsupported_reason(shape: DecoderShape) -> str | None:
@@ -207,10 +219,18 @@ def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool)
         weights.shape,
         dtype,
         has_int8_weights,
-        has_qkv_bias=layer.query.bias is not None,
+        has_qkv_bias=layer.has_qkv_bias,
         has_output_bias=layer.output_bias is not None,
-        has_head_norms=layer.query_norm is not None,
+        has_input_norms=layer.input_norm is not None,
+        has_output_norms=layer.attention_output_norm is not None,
+        head_norms=_head_norms(layer.query_norm, weights.shape),
     )
+
+
+def _head_norms(query_norm: Tensor | None, shape: DecoderShape) -> HeadNorms:
+    if query_norm is None:
+        return HeadNorms.NONE
+    return HeadNorms.OF_ONE_HEAD if query_norm.numel() == shape.head_dim else HeadNorms.OF_ALL_HEADS
 
 
 def _choose_stream(library: NativeLibrary, pool: NativePool, form: DecoderForm) -> WeightStream:
@@ -226,16 +246,22 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
     """Returns the form as C++ takes it, and the arrays that it points to."""
     shape = form.shape
     windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
-    frequencies = np.array(shape.inverse_frequencies, np.float32)
+    layer_ropes = np.array(shape.layer_ropes, np.int64)
+    frequencies = np.array([rope.inverse_frequencies for rope in shape.ropes], np.float32)
+    scalings = np.array([rope.scaling for rope in shape.ropes], np.float32)
     layout = _Shape(
         *(getattr(shape, name) for name in _SHAPE_SIZES),
-        *(int(flag) for flag in (form.has_qkv_bias, form.has_output_bias, form.has_head_norms)),
-        *(getattr(shape, name) for name in _SHAPE_FACTORS),
-        0.0,
+        len(shape.ropes),
+        *(int(getattr(form, name)) for name in _FORM_FLAGS),
+        shape.activation == GELU_TANH,
+        form.head_norms,
+        *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
         windows.ctypes.data,
+        layer_ropes.ctypes.data,
         frequencies.ctypes.data,
+        scalings.ctypes.data,
     )
-    return layout, (windows, frequencies)
+    return layout, (windows, layer_ropes, frequencies, scalings)
 
 
 def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
@@ -255,6 +281,8 @@ def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
             (Packed.KEY_NORM, layer.key_norm),
             (Packed.QKV_BIAS, layer.qkv_bias),
             (Packed.OUTPUT_BIAS, layer.output_bias),
+            (Packed.ATTENTION_OUTPUT_NORM, layer.attention_output_norm),
+            (Packed.FEED_FORWARD_OUTPUT_NORM, layer.feed_forward_output_norm),
         )
         for part, tensor in optional:
             if tensor is not None:
@@ -277,8 +305,18 @@ _SHAPE_SIZES = (
     "head_dim",
     "intermediate_size",
     "vocabulary_size",
+    "rotary_dim",
 )
-_SHAPE_FACTORS = ("norm_epsilon", "attention_scale", "rope_scaling")
+_FORM_FLAGS = ("has_qkv_bias", "has_output_bias", "has_input_norms", "has_output_norms")
+_SHAPE_FACTORS = (
+    "norm_epsilon",
+    "attention_scale",
+    "softcap",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "logit_softcap",
+)
 
 
 class _Shape(ctypes.Structure):
@@ -286,9 +324,9 @@ class _Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in _SHAPE_SIZES),
-        *((name, c_int64) for name in ("has_qkv_bias", "has_output_bias", "has_head_norms")),
-        *((name, c_float) for name in (*_SHAPE_FACTORS, "padding")),
-        *((name, c_void_p) for name in ("sliding_windows", "inverse_frequencies")),
+        *((name, c_int64) for name in ("num_ropes", *_FORM_FLAGS, "has_gelu", "head_norms")),
+        *((name, c_float) for name in _SHAPE_FACTORS),
+        *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "inverse_frequencies", "rope_scalings")),
     )
 
 

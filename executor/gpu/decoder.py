@@ -1,5 +1,4 @@
-"""The forward pass of the common decoder family on a GPU: five matrix products per layer, and Triton kernels between
-them.
+"""The forward pass of the decoder families on a GPU: five matrix products per layer, and Triton kernels between them.
 
 Queries, keys and values are one product, gate and up projection another. The host never waits for the device, and no
 shape depends on the content of a device tensor, so a step of decodes can be captured in a CUDA graph.
@@ -15,25 +14,36 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor.attention.backend import AttentionBackend, LayerKv, Scoring
-from executor.checkpoint.decoder_weights import DecoderWeights, LayerWeights
+from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope
 from executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
 from executor.step.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLayer:
-    """The weights of a layer, fused for multiplication."""
+    """The weights of a layer, fused for multiplication. `head_norms` are those of queries and keys. `rotations` are
+    those of `rope_write`."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
     output: Tensor
     output_bias: Tensor | None
-    post_attention_norm: Tensor
+    attention_output_norm: Tensor | None
+    post_attention_norm: Tensor | None
     gate_up: Tensor
     down: Tensor
+    feed_forward_output_norm: Tensor | None
     scoring: Scoring
+    rotations: Tensor
+
+
+def unsupported_reason(shape: DecoderShape) -> str | None:
+    """Returns why this forward pass cannot run a model of this shape; None if it can."""
+    if shape.rotary_dim != shape.head_dim:
+        return "its rotary embedding covers a part of each head"
+    return None
 
 
 class GpuDecoder:
@@ -44,10 +54,10 @@ class GpuDecoder:
         self._epsilon = shape.norm_epsilon
         self._embedding, self._head, self._final_norm = weights.embedding, weights.head, weights.final_norm
         self._backend = backend
-        scorings = (Scoring(shape.attention_scale, window) for window in shape.sliding_windows)
-        self._layers = tuple(_fuse(layer, scoring) for layer, scoring in zip(weights.layers, scorings, strict=True))
-        frequencies = torch.tensor(shape.inverse_frequencies, device=self._head.device)
-        self._rotations = rotation_table(frequencies, shape.rope_scaling, context_length)
+        tables = [_rotations(rope, context_length, self._head.device) for rope in shape.ropes]
+        scorings = [Scoring(shape.attention_scale, window, shape.softcap) for window in shape.sliding_windows]
+        rotations = [tables[rope] for rope in shape.layer_ropes]
+        self._layers = tuple(map(_fuse, weights.layers, scorings, rotations))
 
     @property
     def head(self) -> Tensor:
@@ -60,31 +70,68 @@ class GpuDecoder:
         They have the weights' dtype, and are written to `logits` if that is given.
         """
         hidden = functional.embedding(batch.token_ids, self._embedding)
+        if self.shape.embedding_scale != 1.0:
+            hidden *= self.shape.embedding_scale
+        has_gelu = self.shape.activation == GELU_TANH
         delta: Tensor | None = None
         for layer, layer_kv in zip(self._layers, kv, strict=True):
-            normed = residual_norm(hidden, delta, layer.input_norm, self._epsilon)
+            normed = self._add(hidden, delta, layer.input_norm)
             attended = self._attend(layer, normed, batch, layer_kv)
             delta = functional.linear(attended, layer.output, layer.output_bias)
-            normed = residual_norm(hidden, delta, layer.post_attention_norm, self._epsilon)
-            delta = functional.linear(gated(functional.linear(normed, layer.gate_up)), layer.down)
+            delta = self._delta(delta, layer.attention_output_norm)
+            normed = self._add(hidden, delta, layer.post_attention_norm)
+            delta = functional.linear(gated(functional.linear(normed, layer.gate_up), has_gelu), layer.down)
+            delta = self._delta(delta, layer.feed_forward_output_norm)
         assert delta is not None
         if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
             hidden, delta = hidden[batch.logit_rows], delta[batch.logit_rows]
         normed = residual_norm(hidden, delta, self._final_norm, self._epsilon)
-        return torch.mm(normed, self._head.t(), out=logits)
+        return self._scaled(torch.mm(normed, self._head.t(), out=logits))
+
+    def _add(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
+        """Adds to the residual stream in place; returns its norm or, without one, the stream itself."""
+        if norm is not None:
+            return residual_norm(hidden, delta, norm, self._epsilon)
+        return hidden if delta is None else hidden.add_(delta)
+
+    def _delta(self, product: Tensor, norm: Tensor | None) -> Tensor:
+        """Returns what is added to the residual stream for a sublayer's last product."""
+        if norm is not None:
+            product = residual_norm(product, None, norm, self._epsilon)
+        return product if self.shape.residual_scale == 1.0 else product.mul_(self.shape.residual_scale)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Scales and caps logits in place."""
+        if self.shape.logit_scale != 1.0:
+            logits *= self.shape.logit_scale
+        if (cap := self.shape.logit_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def _attend(self, layer: FusedLayer, normed: Tensor, batch: StepBatch, kv: LayerKv) -> Tensor:
         """Computes attention of all heads, `[T, num_heads * head_dim]`."""
         qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
         positions, slots = batch.positions, batch.slot_mapping
-        queries = rope_write(qkv, layer.head_norms, positions, slots, self._rotations, kv, self._epsilon)
+        norms = layer.head_norms
+        if norms is not None and norms[0].numel() != self.shape.head_dim:
+            # Norms of all heads together; the kernel's are those of one head.
+            first = 0
+            for norm in norms:
+                part = qkv[:, first : (first := first + norm.numel())]
+                part.copy_(residual_norm(part.contiguous(), None, norm, self._epsilon))
+            norms = None
+        queries = rope_write(qkv, norms, positions, slots, layer.rotations, kv, self._epsilon)
         return self._backend.attend(queries, kv, batch, layer.scoring).flatten(1)
 
 
-def _fuse(layer: LayerWeights, scoring: Scoring) -> FusedLayer:
+def _rotations(rope: Rope, context_length: int, device: torch.device) -> Tensor:
+    return rotation_table(torch.tensor(rope.inverse_frequencies, device=device), rope.scaling, context_length)
+
+
+def _fuse(layer: LayerWeights, scoring: Scoring, rotations: Tensor) -> FusedLayer:
     qkv, qkv_bias, gate_up = layer.qkv, layer.qkv_bias, layer.gate_up
-    _become_views([layer.query.weight, layer.key.weight, layer.value.weight], qkv)
-    _become_views([layer.gate, layer.up], gate_up)
+    _become_views([linear.weight for linear in layer.qkv_parts], qkv)
+    _become_views(layer.gate_up_parts, gate_up)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     return FusedLayer(
         input_norm=layer.input_norm,
@@ -93,10 +140,13 @@ def _fuse(layer: LayerWeights, scoring: Scoring) -> FusedLayer:
         head_norms=norms,
         output=layer.output,
         output_bias=layer.output_bias,
+        attention_output_norm=layer.attention_output_norm,
         post_attention_norm=layer.post_attention_norm,
         gate_up=gate_up,
         down=layer.down,
+        feed_forward_output_norm=layer.feed_forward_output_norm,
         scoring=scoring,
+        rotations=rotations,
     )
 
 

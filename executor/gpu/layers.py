@@ -29,11 +29,11 @@ def residual_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon:
     return outputs
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """Returns `silu(gate) * up` of `gate_up[T, 2 * size]`."""
+def gated(gate_up: Tensor, has_gelu: bool = False) -> Tensor:
+    """Returns `silu(gate) * up`, or with GELU in its approximation by tanh, of `gate_up[T, 2 * size]`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     outputs = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    gated_kernel[(num_rows, -(-size // GATED_TILE))](gate_up, outputs, size, TILE=GATED_TILE)
+    gated_kernel[(num_rows, -(-size // GATED_TILE))](gate_up, outputs, size, TILE=GATED_TILE, HAS_GELU=has_gelu)
     return outputs
 
 

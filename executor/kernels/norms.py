@@ -1,4 +1,4 @@
-"""Kernels between the matrix products of a layer, in Triton: residual + RMSNorm, and SiLU(gate) * up."""
+"""Kernels between the matrix products of a layer, in Triton: residual + RMSNorm, and activation(gate) * up."""
 
 import triton
 import triton.language as tl
@@ -37,12 +37,17 @@ def gated_kernel(
     outputs,
     size,
     TILE: tl.constexpr,
+    HAS_GELU: tl.constexpr,
 ):
-    """Computes SiLU(gate) * up. Grid: rows, tiles of columns."""
+    """Computes SiLU(gate) * up, or with GELU in its approximation by tanh. Grid: rows, tiles of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < size
     gate = tl.load(gate_up + row * 2 * size + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=mask, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    exponent = gate
+    if HAS_GELU:
+        # x * (1 + tanh(z)) / 2 = x / (1 + e^-2z) with z = sqrt(2 / pi) * (x + 0.044715 * x^3)
+        exponent = gate * (1.5957691 + 0.071354814 * gate * gate)
+    result = gate / (1.0 + tl.exp(-exponent)) * up
     tl.store(outputs + row * size + columns, result.to(outputs.dtype.element_ty), mask=mask)

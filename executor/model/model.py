@@ -258,7 +258,10 @@ def _native_forward(
     """Packs the weights for a native forward pass where the model has one, else for transformers'."""
     weights = read_decoder(network, layers) if forward_name == "auto" else "forward=transformers is set"
     if choice.backend.name == "triton" and not isinstance(weights, str):
-        return NativeForward(gpu=_gpu_decoder(weights, choice, description))
+        gpu = _gpu_decoder(weights, choice, description)
+        if not isinstance(gpu, str):
+            return NativeForward(gpu=gpu)
+        weights = gpu
     if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
         obstacle = unsupported_reason(weights.shape)
         if obstacle is None:
@@ -274,9 +277,12 @@ def _native_forward(
     return NativeForward()
 
 
-def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: ModelDescription) -> GpuDecoder:
-    from executor.gpu.decoder import GpuDecoder  # imports triton, which only this backend needs
+def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: ModelDescription) -> GpuDecoder | str:
+    """Returns the forward pass, or the reason why there is none for this model."""
+    from executor.gpu.decoder import GpuDecoder, unsupported_reason  # import triton, which only this backend needs
 
+    if obstacle := unsupported_reason(weights.shape):
+        return obstacle
     return GpuDecoder(weights, choice.backend, description.context_length)
 
 

@@ -26,7 +26,10 @@ class DecoderOf final : public Decoder {
     DecoderOf(const DecoderShape& shape, WeightStream stream)
         : shape_(shape),
           windows_(shape.sliding_windows, shape.sliding_windows + shape.num_layers),
-          frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.head_dim / 2),
+          layer_ropes_(shape.layer_ropes, shape.layer_ropes + shape.num_layers),
+          frequencies_(shape.inverse_frequencies,
+                       shape.inverse_frequencies + shape.num_ropes * shape.rotary_dim / 2),
+          rope_scalings_(shape.rope_scalings, shape.rope_scalings + shape.num_ropes),
           weights_(shape, stream),
           adapters_(shape) {}
 
@@ -88,13 +91,14 @@ class DecoderOf final : public Decoder {
                 attend_all(kv, decoder_.windows_[index]);
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
                 shrink(OUTPUT, OUTPUT_PRODUCT, index, activations_.attended);
-                add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, ADAPT_OUTPUT, index,
-                            &layer.gate_up);
+                add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
+                            ADAPT_OUTPUT, index, &layer.gate_up);
                 norm(layer.post_attention_norm, nullptr);
                 shrink(GATE_UP, GATE_UP_PRODUCT, index, normed_elements());
                 gate_up(layer, index);
                 shrink(DOWN, DOWN_PRODUCT, index, hidden_elements());
-                add_product(DOWN, layer.down, activations_.hidden, nullptr, ADAPT_DOWN, index,
+                add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm, ADAPT_DOWN,
+                            index,
                             index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
                                                           : &decoder_.weights_.head);
             }
@@ -166,22 +170,41 @@ class DecoderOf final : public Decoder {
         }
 
         void embed() {
-            const int64_t half = shape_.head_dim / 2, hidden = shape_.hidden_size;
+            const int64_t half = shape_.rotary_dim / 2, hidden = shape_.hidden_size;
             each_row(EMBED, step_.num_tokens, [&](int64_t row) {
                 float* residual = activations_.residual + row * activations_.width;
                 const Number* embedding = decoder_.weights_.embedding + step_.token_ids[row] * hidden;
-                for (int64_t i = 0; i < hidden; ++i) residual[i] = Element::get(embedding[i]);
-                for (int64_t i = 0; i < half; ++i) {
-                    const float angle = (float)step_.positions[row] * decoder_.frequencies_[i];
-                    activations_.cosines[row * half + i] = std::cos(angle) * shape_.rope_scaling;
-                    activations_.sines[row * half + i] = std::sin(angle) * shape_.rope_scaling;
-                }
+                for (int64_t i = 0; i < hidden; ++i)
+                    residual[i] = Element::get(embedding[i]) * shape_.embedding_scale;
+                for (int64_t rope = 0; rope < shape_.num_ropes; ++rope)
+                    for (int64_t i = 0; i < half; ++i) {
+                        const float angle = (float)step_.positions[row] * decoder_.frequencies_[rope * half + i];
+                        const int64_t to = rotation(rope, row) + i;
+                        activations_.cosines[to] = std::cos(angle) * decoder_.rope_scalings_[rope];
+                        activations_.sines[to] = std::sin(angle) * decoder_.rope_scalings_[rope];
+                    }
             });
+        }
+
+        // Index of the first cosine and sine of a row.
+        int64_t rotation(int64_t rope, int64_t row) const {
+            return (rope * activations_.capacity + row) * shape_.rotary_dim / 2;
+        }
+
+        // Adds to the residual what the last sublayer left in `delta`, normed.
+        void settle(int64_t row) {
+            if (delta_norm_ == nullptr) return;
+            float* residual = activations_.residual + row * activations_.width;
+            norm_row(activations_.delta + row * activations_.width, delta_norm_, shape_.hidden_size,
+                     shape_.norm_epsilon, [&](int64_t i, Floats x) {
+                         store(residual + i, load(residual + i) + x * shape_.residual_scale);
+                     });
         }
 
         // Norms the residual. Before keys and values are written, clears the groups that begin in this step.
         void norm(const float* weight, const LayerKv* kv) {
             each_row(NORM, step_.num_tokens, [&](int64_t row) {
+                settle(row);
                 norm_residual(activations_.normed, row, weight, row);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (has_adapter(row)) adapted_.normed.put(row, 0, scratch_.product.tile, activations_.width);
@@ -189,23 +212,28 @@ class DecoderOf final : public Decoder {
             });
         }
 
+        // Without a weight, the residual itself is copied.
         template <class Type>
         void norm_residual(const Rows<Type>& to, int64_t row, const float* weight, int64_t to_row) {
+            const float* residual = activations_.residual + row * activations_.width;
+            if (weight == nullptr) return to.put(to_row, 0, residual, activations_.width);
             float* normed = scratch_.product.tile;
-            norm_row(activations_.residual + row * activations_.width, weight, shape_.hidden_size,
-                     shape_.norm_epsilon, [&](int64_t i, Floats x) { store(normed + i, x); });
+            norm_row(residual, weight, shape_.hidden_size, shape_.norm_epsilon,
+                     [&](int64_t i, Floats x) { store(normed + i, x); });
             to.put(to_row, 0, normed, activations_.width);
         }
 
         void project_qkv(const Layer<Factor>& layer, const LayerKv& kv, int64_t index) {
+            const int64_t rope = decoder_.layer_ropes_[index];
             const int64_t blocks = decoder_.weights_.head_blocks, stride = blocks * BLOCK_COLUMNS;
             product(QKV, layer.qkv, activations_.normed, step_.num_tokens, &layer.output,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows; ++i) {
                             if (has_adapter(row + i)) adapt_head(index, block / blocks, row + i, tile + i * stride);
-                            finish_head(layer, kv, block / blocks, row + i, tile + i * stride);
+                            finish_head(layer, kv, rope, block / blocks, row + i, tile + i * stride);
                         }
                     });
+            if (shape_.head_norms == NORMS_OF_ALL_HEADS) norm_all_heads(layer, kv, rope);
         }
 
         void adapt_head(int64_t index, int64_t head, int64_t row, float* sums) {
@@ -218,18 +246,42 @@ class DecoderOf final : public Decoder {
                 add_adapter(row, index, ADAPT_VALUE, (kv_head - shape_.num_kv_heads) * dim, dim, sums);
         }
 
-        // Adds bias, norm and rotation to a new query, key or value, and stores it.
-        void finish_head(const Layer<Factor>& layer, const LayerKv& kv, int64_t head, int64_t row, float* x) {
-            const int64_t dim = shape_.head_dim;
-            const int64_t kv_head = head - shape_.num_heads, value_head = kv_head - shape_.num_kv_heads;
+        // Adds bias and norm to a new query, key or value, and stores it. Norms of all heads wait for all of them.
+        void finish_head(const Layer<Factor>& layer, const LayerKv& kv, int64_t rope, int64_t head, int64_t row,
+                         float* x) {
+            const int64_t dim = shape_.head_dim, num_normed = shape_.num_heads + shape_.num_kv_heads;
             if (layer.qkv_bias != nullptr)
                 for (int64_t d = 0; d < dim; ++d) x[d] += layer.qkv_bias[head * dim + d];
-            if (value_head < 0) {
-                const float* weight = kv_head < 0 ? layer.query_norm : layer.key_norm;
-                if (weight != nullptr)
-                    norm_row(x, weight, dim, shape_.norm_epsilon, [&](int64_t i, Floats y) { store(x + i, y); });
-                rotate_row(x, activations_.cosines + row * dim / 2, activations_.sines + row * dim / 2, dim / 2);
+            if (head < num_normed && shape_.head_norms == NORMS_OF_ALL_HEADS) {
+                std::memcpy(activations_.unnormed + (row * num_normed + head) * dim, x, dim * sizeof *x);
+                return;
             }
+            if (head < num_normed && shape_.head_norms == NORMS_OF_ONE_HEAD)
+                norm_in_place(x, head < shape_.num_heads ? layer.query_norm : layer.key_norm, dim);
+            store_head(kv, rope, head, row, x);
+        }
+
+        void norm_all_heads(const Layer<Factor>& layer, const LayerKv& kv, int64_t rope) {
+            const int64_t dim = shape_.head_dim, num_heads = shape_.num_heads, num_kv_heads = shape_.num_kv_heads;
+            each_row(QKV, step_.num_tokens, [&](int64_t row) {
+                float* x = activations_.unnormed + row * (num_heads + num_kv_heads) * dim;
+                norm_in_place(x, layer.query_norm, num_heads * dim);
+                norm_in_place(x + num_heads * dim, layer.key_norm, num_kv_heads * dim);
+                for (int64_t head = 0; head < num_heads + num_kv_heads; ++head)
+                    store_head(kv, rope, head, row, x + head * dim);
+            });
+        }
+
+        void norm_in_place(float* x, const float* weight, int64_t size) {
+            norm_row(x, weight, size, shape_.norm_epsilon, [&](int64_t i, Floats y) { store(x + i, y); });
+        }
+
+        // Rotates a new query or key, and stores it or a new value.
+        void store_head(const LayerKv& kv, int64_t rope, int64_t head, int64_t row, float* x) {
+            const int64_t dim = shape_.head_dim, first = rotation(rope, row);
+            const int64_t kv_head = head - shape_.num_heads, value_head = kv_head - shape_.num_kv_heads;
+            if (value_head < 0)
+                rotate_row(x, activations_.cosines + first, activations_.sines + first, shape_.rotary_dim / 2);
             Number numbers[MAX_DIM];
             Number* to = kv_head < 0 ? activations_.queries.row(row) + head * dim : numbers;
             for (int64_t d = 0; d < dim; d += WIDTH) Element::put(to + d, load(x + d));
@@ -257,7 +309,7 @@ class DecoderOf final : public Decoder {
                                  step_.block_size,
                                  window,
                                  shape_.attention_scale,
-                                 0.0f};
+                                 shape_.softcap};
             scratch_.attention.tile_rows = 0;
             const int64_t num_items = (int64_t)items_.size();
             phase(ATTENTION, num_items, [&](int64_t task) {
@@ -277,26 +329,38 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        // residual += rows · matrix + bias
+        // residual += (rows · matrix + bias) * scale; or, if it is to be normed, delta = rows · matrix + bias
         void add_product(Part part, const Matrix<Factor>& matrix, const Rows<Factor>& rows, const float* bias,
-                         AdaptedMatrix adapted, int64_t index, const Blocks* after) {
+                         const float* norm, AdaptedMatrix adapted, int64_t index, const Blocks* after) {
             const int64_t num_tokens = step_.num_tokens;
+            const float scale = norm == nullptr ? shape_.residual_scale : 1.0f;
+            delta_norm_ = norm;
             product(part, matrix, rows, num_tokens, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
                 const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
                 for (int i = 0; i < num_rows; ++i) {
                     if (has_adapter(row + i))
                         add_adapter(row + i, index, adapted, first, BLOCK_COLUMNS, tile + i * BLOCK_COLUMNS);
-                    float* to = activations_.residual + (row + i) * activations_.width + first;
+                    float* to = (norm == nullptr ? activations_.residual : activations_.delta) +
+                                (row + i) * activations_.width + first;
                     for (int64_t c = 0; c < columns; c += WIDTH) {
-                        Floats sum = load(to + c) + load(tile + i * BLOCK_COLUMNS + c);
-                        if (bias != nullptr) sum += load(bias + first + c);
+                        Floats sum = load(tile + i * BLOCK_COLUMNS + c) * scale;
+                        if (norm == nullptr) sum += load(to + c);
+                        if (bias != nullptr) sum += load(bias + first + c) * scale;
                         store(to + c, sum);
                     }
                 }
             });
         }
 
+        void gate_up(const Layer<Factor>& layer, int64_t index) {
+            if (shape_.has_gelu)
+                gate_up<true>(layer, index);
+            else
+                gate_up<false>(layer, index);
+        }
+
+        template <bool HAS_GELU>
         void gate_up(const Layer<Factor>& layer, int64_t index) {
             constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
             product(GATE_UP, layer.gate_up, activations_.normed, step_.num_tokens, &layer.down,
@@ -308,7 +372,7 @@ class DecoderOf final : public Decoder {
                             if (is_adapted) adapt_gate_up(index, block / 2 * BLOCK_COLUMNS, COLUMNS, row + i, gate);
                             for (int c = 0; c < COLUMNS; c += WIDTH) {
                                 const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
-                                store(hidden + c, gated<Element>(load(both), load(both + BLOCK_COLUMNS)));
+                                store(hidden + c, gated<Element, HAS_GELU>(load(both), load(both + BLOCK_COLUMNS)));
                             }
                             activations_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
                             if constexpr (!std::is_same_v<Element, Factor>)
@@ -328,6 +392,8 @@ class DecoderOf final : public Decoder {
 
         void head() {
             GreedyChoice* const choice = step_.greedy_ids == nullptr ? nullptr : &decoder_.choice_;
+            // Not with the norms below, because a row may yield more than one row of logits.
+            if (delta_norm_ != nullptr) each_row(NORM, step_.num_tokens, [&](int64_t row) { settle(row); });
             each_row(NORM, step_.num_logits, [&](int64_t row) {
                 norm_residual(activations_.last, step_.logit_rows[row], decoder_.weights_.final_norm, row);
                 if (choice != nullptr) choice->mark(team_.thread, row);
@@ -344,10 +410,18 @@ class DecoderOf final : public Decoder {
         void take_logits(GreedyChoice* choice, int64_t row, int64_t group, float* logits) {
             const int64_t first = group * GreedyChoice::GROUP_COLUMNS;
             const int64_t count = std::min(shape_.vocabulary_size - first, GreedyChoice::GROUP_COLUMNS);
+            if (shape_.changes_logits()) change_logits(logits);
             if (choice != nullptr)
                 choice->take(team_.thread, row, group, logits, count);
             else
                 std::memcpy(step_.logits + row * shape_.vocabulary_size + first, logits, count * sizeof(float));
+        }
+
+        void change_logits(float* logits) const {
+            for (int64_t i = 0; i < GreedyChoice::GROUP_COLUMNS; i += WIDTH) {
+                const Floats scaled = load(logits + i) * shape_.logit_scale;
+                store(logits + i, shape_.logit_softcap > 0 ? soft_capped(scaled, shape_.logit_softcap) : scaled);
+            }
         }
 
         DecoderOf& decoder_;
@@ -359,11 +433,12 @@ class DecoderOf final : public Decoder {
         Team& team_;
         Scratch& scratch_;
         Clock::time_point last_;
+        const float* delta_norm_ = nullptr;  // of what the last sublayer left in `delta`; null if it left nothing
     };
 
     const DecoderShape shape_;
-    const std::vector<int64_t> windows_;
-    const std::vector<float> frequencies_;
+    const std::vector<int64_t> windows_, layer_ropes_;
+    const std::vector<float> frequencies_, rope_scalings_;
     PackedWeights<Element, Factor> weights_;
     AdapterSlots<Element> adapters_;
     Activations<Element, Factor> activations_;

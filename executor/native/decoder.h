@@ -1,7 +1,8 @@
-// A forward pass of the common decoder family (Llama, Mistral, Qwen2, Qwen3) as one call.
+// A forward pass of the decoder families of decoder_weights.py as one call.
 //
 // All threads process the layers together, phase by phase: norm, projections with rotary embedding and KV write,
-// attention, output with residual, norm, gate and up with SiLU, down with residual. A phase is a list of tasks, each
+// attention, output with residual, norm, gate and up with activation, down with residual. Where a sublayer's result is
+// normed, it is kept in `delta`, and the next phase of norms adds it to the residual. A phase is a list of tasks, each
 // some columns of a weight for some rows, so that a weight is read once per step. The residual stream is float32. Rows
 // that are multiplied with weights of layers are Factors, as these weights are: Elements or int8. The last norm's rows,
 // the output layer, queries, keys, values and what attention yields are Elements. A step allocates memory only if it is
@@ -23,13 +24,22 @@ namespace inflight {
 
 extern "C" {
 
+// What norms of queries and keys cover: one head, or all heads of a token.
+enum HeadNorms { NO_HEAD_NORMS, NORMS_OF_ONE_HEAD, NORMS_OF_ALL_HEADS };
+
 // decoder.py's `_Shape`, in the same order.
 struct DecoderShape {
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary_size;
-    int64_t has_qkv_bias, has_output_bias, has_head_norms;
-    float norm_epsilon, attention_scale, rope_scaling, padding;
+    int64_t rotary_dim, num_ropes;
+    int64_t has_qkv_bias, has_output_bias, has_input_norms, has_output_norms, has_gelu;
+    int64_t head_norms;                 // HeadNorms
+    float norm_epsilon, attention_scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
     const int64_t* sliding_windows;     // [num_layers], 0: none
-    const float* inverse_frequencies;   // [head_dim / 2]
+    const int64_t* layer_ropes;         // [num_layers]
+    const float* inverse_frequencies;   // [num_ropes, rotary_dim / 2]
+    const float* rope_scalings;         // [num_ropes]
+
+    bool changes_logits() const { return logit_scale != 1.0f || logit_softcap > 0; }
 };
 
 // decoder.py's `_Step`, in the same order.
@@ -60,7 +70,9 @@ struct Activations {
     std::unique_ptr<Arena> arena;
     int64_t width = 0;          // of the residual
     float* residual = nullptr;  // [capacity, width]
-    float *cosines = nullptr, *sines = nullptr;  // [capacity, head_dim / 2]
+    float* delta = nullptr;     // [capacity, width], what a sublayer yields before its norm; null without such norms
+    float *cosines = nullptr, *sines = nullptr;  // [num_ropes, capacity, rotary_dim / 2]
+    float* unnormed = nullptr;  // [capacity, (num_heads + num_kv_heads) * head_dim], with norms of all heads
     Rows<Element> queries, attended, last;  // `last` are the rows that yield logits
     Rows<Factor> normed, heads, hidden;  // `heads` are `attended` as factors
 
@@ -79,8 +91,11 @@ struct Activations {
         const int64_t attention_depth = shape.num_heads * shape.head_dim;
         width = round_up(shape.hidden_size, LANES);
         residual = cursor.take<float>(capacity * width);
-        cosines = cursor.take<float>(capacity * shape.head_dim / 2);
-        sines = cursor.take<float>(capacity * shape.head_dim / 2);
+        delta = shape.has_output_norms ? cursor.take<float>(capacity * width) : nullptr;
+        cosines = cursor.take<float>(shape.num_ropes * capacity * shape.rotary_dim / 2);
+        sines = cursor.take<float>(shape.num_ropes * capacity * shape.rotary_dim / 2);
+        if (shape.head_norms == NORMS_OF_ALL_HEADS)
+            unnormed = cursor.take<float>(capacity * (shape.num_heads + shape.num_kv_heads) * shape.head_dim);
         queries = take_rows<Element>(cursor, capacity, attention_depth);
         attended = take_rows<Element>(cursor, capacity, attention_depth);
         normed = take_rows<Factor>(cursor, capacity, shape.hidden_size);

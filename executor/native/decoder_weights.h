@@ -27,12 +27,17 @@ enum Packed {
     PACK_KEY_NORM,
     PACK_QKV_BIAS,
     PACK_OUTPUT_BIAS,
+    PACK_ATTENTION_OUTPUT_NORM,
+    PACK_FEED_FORWARD_OUTPUT_NORM,
 };
 
+// Vectors that a model has not are null. The norms are those before and after attention, and before and after the
+// feed-forward layer.
 template <class Factor>
 struct Layer {
     Matrix<Factor> qkv, output, gate_up, down;
-    float *input_norm, *post_attention_norm, *query_norm, *key_norm, *qkv_bias, *output_bias;
+    float *input_norm, *attention_output_norm, *post_attention_norm, *feed_forward_output_norm;
+    float *query_norm, *key_norm, *qkv_bias, *output_bias;
 };
 
 constexpr int64_t HEAD_BLOCKS = 4;  // of the output layer in one task
@@ -119,13 +124,20 @@ class PackedWeights {
             layer.gate_up = place_matrix(cursor, 2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
                                          2 * GATE_BLOCKS<Factor>);
             layer.down = place_matrix(cursor, hidden, inner);
-            layer.input_norm = cursor.take<float>(width);
-            layer.post_attention_norm = cursor.take<float>(width);
-            layer.query_norm = shape_.has_head_norms ? cursor.take<float>(dim) : nullptr;
-            layer.key_norm = shape_.has_head_norms ? cursor.take<float>(dim) : nullptr;
-            layer.qkv_bias = shape_.has_qkv_bias ? cursor.take<float>(heads * dim) : nullptr;
-            layer.output_bias = shape_.has_output_bias ? cursor.take<float>(width) : nullptr;
+            auto vector = [&](bool has, int64_t size) { return has ? cursor.take<float>(size) : nullptr; };
+            layer.input_norm = vector(shape_.has_input_norms, width);
+            layer.attention_output_norm = vector(shape_.has_output_norms, width);
+            layer.post_attention_norm = vector(shape_.has_input_norms, width);
+            layer.feed_forward_output_norm = vector(shape_.has_output_norms, width);
+            layer.query_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_heads));
+            layer.key_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_kv_heads));
+            layer.qkv_bias = vector(shape_.has_qkv_bias, heads * dim);
+            layer.output_bias = vector(shape_.has_output_bias, width);
         }
+    }
+
+    int64_t head_norm_size(int64_t num_heads) const {
+        return (shape_.head_norms == NORMS_OF_ALL_HEADS ? num_heads : 1) * shape_.head_dim;
     }
 
     Matrix<Factor> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
@@ -147,8 +159,10 @@ class PackedWeights {
         switch (part) {
             case PACK_INPUT_NORM: return {layer.input_norm, hidden};
             case PACK_POST_ATTENTION_NORM: return {layer.post_attention_norm, hidden};
-            case PACK_QUERY_NORM: return {layer.query_norm, dim};
-            case PACK_KEY_NORM: return {layer.key_norm, dim};
+            case PACK_ATTENTION_OUTPUT_NORM: return {layer.attention_output_norm, hidden};
+            case PACK_FEED_FORWARD_OUTPUT_NORM: return {layer.feed_forward_output_norm, hidden};
+            case PACK_QUERY_NORM: return {layer.query_norm, head_norm_size(shape_.num_heads)};
+            case PACK_KEY_NORM: return {layer.key_norm, head_norm_size(shape_.num_kv_heads)};
             case PACK_QKV_BIAS: return {layer.qkv_bias, (shape_.num_heads + 2 * shape_.num_kv_heads) * dim};
             default: return {layer.output_bias, hidden};
         }

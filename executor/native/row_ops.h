@@ -1,4 +1,4 @@
-// Operations on single rows between the products: norms, rotary embedding, SiLU.
+// Operations on single rows between the products: norms, rotary embedding, activations.
 
 #pragma once
 
@@ -34,10 +34,12 @@ inline void rotate_row(float* __restrict__ x, const float* __restrict__ cosines,
     }
 }
 
-// silu(gate) * up, where silu(x) = x / (1 + e^-x).
-template <class Element>
+// silu(gate) * up, where silu(x) = x / (1 + e^-x); or with GELU in its approximation by tanh (Hendrycks & Gimpel 2016):
+// x * (1 + tanh(z)) / 2 = x / (1 + e^-2z) with z = sqrt(2 / pi) * (x + 0.044715 * x^3).
+template <class Element, bool HAS_GELU>
 ALWAYS_INLINE Floats gated(Floats gate, Floats up) {
-    const Floats negative = (gate < -87.0f) ? all(87.0f) : -gate;
+    const Floats exponent = HAS_GELU ? gate * (1.5957691f + 0.071354814f * gate * gate) : gate;
+    const Floats negative = (exponent < -87.0f) ? all(87.0f) : -exponent;
     return gate / (1.0f + power_of_two<Element>(negative * LOG2_E)) * up;
 }
 

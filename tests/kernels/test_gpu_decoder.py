@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -23,12 +28,23 @@ from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}
 FAMILY: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**sizes()),
     "llama-yarn-bias-tied": LlamaConfig(**sizes(rope_parameters=YARN, attention_bias=True, tie_word_embeddings=True)),
     "mistral-window": MistralConfig(**sizes(sliding_window=8)),
     "qwen2-one-sliding-layer": Qwen2Config(**sizes(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
     "qwen3": Qwen3Config(**sizes(head_dim=32)),
+}
+# Loading a model compares its logits with those of transformers.
+LOADED: dict[str, PretrainedConfig] = {
+    "phi3": Phi3Config(**sizes()),
+    "granite": GraniteConfig(
+        **sizes(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.1, logits_scaling=4.0)
+    ),
+    "olmo2": Olmo2Config(**sizes()),
+    "gemma2": Gemma2Config(**sizes(**GEMMA, attn_logit_softcapping=2.0)),
+    "gemma3": Gemma3TextConfig(**sizes(**GEMMA, layer_types=["sliding_attention", "full_attention"])),
 }
 PROMPTS = [[5, 9, 3, 77, 41, 8, 2, 30, 64, 12, 33, 90, 7], [14], [21, 22, 23, 24, 25, 26]]
 
@@ -39,14 +55,28 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+def load(folder: Path) -> PagedModel:
+    return PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu")
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     folder = save_model(FAMILY[name], tmp_path / name)
     network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
-    model = PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu")
+    model = load(folder)
     assert model.gpu_decoder is not None
 
     together = generate_together(model, PROMPTS, num_tokens=4, chunk_tokens=6)
 
     for output_ids, prompt in zip(together, PROMPTS, strict=True):
         assert_same(output_ids, generate_alone(network, prompt, 4))
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_logits_in_chunks_and_decodes_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    assert load(save_model(LOADED[name], tmp_path / name, has_random_vectors=True)).gpu_decoder is not None
+
+
+def test_rotation_of_a_part_of_heads_is_left_to_transformers(tmp_path: Path) -> None:
+    folder = save_model(Phi3Config(**sizes(num_hidden_layers=1, partial_rotary_factor=0.5)), tmp_path / "phi3")
+    assert load(folder).gpu_decoder is None

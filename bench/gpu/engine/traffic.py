@@ -28,7 +28,7 @@ from bench.gpu.engine.session import Sizes
 from bench.gpu.engine.steps import seated
 from executor.attention.backend import KvShape
 from executor.attention.triton import TritonAttention
-from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
+from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights, Rope
 from executor.gpu.decoder import GpuDecoder
 from executor.gpu.runner import GpuRunner
 from executor.scheduler.limits import Batching, SchedulerLimits
@@ -111,17 +111,16 @@ def _weights(sizes: Sizes) -> DecoderWeights:
 
     layer = LayerWeights(
         input_norm=zeros(hidden),
-        query=linear(sizes.num_heads),
-        key=linear(sizes.num_kv_heads),
-        value=linear(sizes.num_kv_heads),
+        qkv_parts=(linear(sizes.num_heads), linear(sizes.num_kv_heads), linear(sizes.num_kv_heads)),
         query_norm=None,
         key_norm=None,
         output=zeros(hidden, sizes.num_heads * head_dim),
         output_bias=None,
+        attention_output_norm=None,
         post_attention_norm=zeros(hidden),
-        gate=zeros(sizes.intermediate_size, hidden),
-        up=zeros(sizes.intermediate_size, hidden),
+        gate_up_parts=(zeros(sizes.intermediate_size, hidden), zeros(sizes.intermediate_size, hidden)),
         down=zeros(hidden, sizes.intermediate_size),
+        feed_forward_output_norm=None,
     )
     shape = DecoderShape(
         num_layers=sizes.num_layers,
@@ -133,9 +132,9 @@ def _weights(sizes: Sizes) -> DecoderWeights:
         vocabulary_size=sizes.vocabulary_size,
         norm_epsilon=1e-5,
         attention_scale=head_dim**-0.5,
-        rope_scaling=1.0,
         sliding_windows=(None,) * sizes.num_layers,
-        inverse_frequencies=(0.0,) * (head_dim // 2),
+        ropes=(Rope((0.0,) * (head_dim // 2), 1.0),),
+        layer_ropes=(0,) * sizes.num_layers,
     )
     embedding = zeros(sizes.vocabulary_size, hidden)
     head = embedding if sizes.has_tied_embeddings else zeros(sizes.vocabulary_size, hidden)

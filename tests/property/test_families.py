@@ -1,0 +1,162 @@
+"""Decoder families with a C++ forward pass, as tiny random models: logits and greedy tokens of transformers, and the
+same bits alone, in chunks and in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+)
+from transformers import Gemma3TextConfig as Gemma3Config
+
+from common.model_source import ModelError, resolve_model
+from executor.checkpoint.decoder_weights import FAMILIES
+from executor.model.model import PagedModel
+from executor.model.self_check import relative_distance
+from executor.scheduler.sequence import PlanRow, StepPlan
+from executor.step.batch import pack
+from tests.greedy import assert_same, generate_alone, generate_together
+from tests.property.test_row_invariance import BLOCK_SIZE, one_by_one, sequence_of
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.torch_threads import torch_threads
+
+# The first test of a build may wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
+
+GENERATOR = torch.Generator().manual_seed(0)
+TEXTS = [torch.randint(3, VOCABULARY_SIZE, (n,), generator=GENERATOR).tolist() for n in (24, 3, 17)]
+# Windows and caps that matter within the texts.
+GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "phi3": Phi3Config(**sizes()),
+    "phi3-partial-rotary-window": Phi3Config(**sizes(partial_rotary_factor=0.5, sliding_window=8)),
+    "granite": GraniteConfig(
+        **sizes(
+            embedding_multiplier=3.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.1,
+            logits_scaling=4.0,
+            attention_bias=True,
+        )
+    ),
+    "olmo2": Olmo2Config(**sizes()),
+    "gemma2": Gemma2Config(**sizes(**GEMMA, attn_logit_softcapping=2.0)),
+    "gemma3": Gemma3Config(
+        **sizes(**GEMMA, num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    ),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype_name": "float32"},
+    "bfloat16": {"dtype_name": "bfloat16"},
+    "int8": {"dtype_name": "bfloat16", "weight_dtype": "int8", "kv_cache_dtype": "int8"},
+}
+# Relative distance of logits from those of transformers in float32: rounding of each form.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_threads() -> Iterator[None]:
+    with torch_threads(2):
+        yield
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / request.param
+    return save_model(CONFIGS[request.param], made, has_random_vectors=True)
+
+
+@pytest.fixture(scope="module")
+def network(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+
+
+def load(folder: Path, form: str, **options: Any) -> PagedModel:
+    options = {"backend_name": "cpu", "device_name": "cpu"} | FORMS[form] | options
+    return PagedModel.load(resolve_model(str(folder)), **options)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, form: str) -> PagedModel:
+    loaded = load(folder, form)
+    assert loaded.native is not None
+    return loaded
+
+
+def test_tokens_are_those_of_transformers(model: PagedModel, network: Any, form: str) -> None:
+    if form != "float32":
+        pytest.skip("rounding changes tokens")
+    together = generate_together(model, TEXTS, num_tokens=8, chunk_tokens=11)
+
+    for output_ids, prompt in zip(together, TEXTS, strict=True):
+        assert_same(output_ids, generate_alone(network, prompt, 8))
+
+
+def test_logits_are_near_transformers_and_the_same_bits_alone_in_chunks_and_together(
+    model: PagedModel, network: Any, form: str
+) -> None:
+    model.allocate_kv(16, BLOCK_SIZE)
+    alone = [one_by_one(model, text, 1) for text in TEXTS]
+    with torch.inference_mode():
+        expected = [network(torch.tensor([text])).logits[0] for text in TEXTS]
+    for found, wanted in zip(alone, expected, strict=True):
+        assert relative_distance(found, wanted) < TOLERANCE[form]
+
+    # Each text's last token but one ends a chunk, beside the others' chunks and decodes.
+    sequences = [sequence_of(i, text, 1 + 4 * i) for i, text in enumerate(TEXTS)]
+    first, second, third = sequences
+    steps = [
+        [PlanRow(first, 0, 13, True)],
+        [PlanRow(second, 0, 2, True), PlanRow(first, 13, 10, True)],
+        [PlanRow(first, 23, 1, True), PlanRow(second, 2, 1, True), PlanRow(third, 0, 16, True)],
+        [PlanRow(third, 16, 1, True)],
+    ]
+    for rows in steps:
+        logits = model.forward(pack(StepPlan.of(rows), BLOCK_SIZE))
+        for row, found in zip(rows, logits, strict=True):
+            assert torch.equal(found, alone[sequences.index(row.sequence)][row.start + row.num_tokens - 1])
+
+
+def test_greedy_ids_are_those_of_the_largest_logits(model: PagedModel) -> None:
+    assert model.native is not None
+    model.allocate_kv(16, BLOCK_SIZE)
+    rows = [PlanRow(sequence_of(i, text, 1 + 4 * i), 0, len(text), True) for i, text in enumerate(TEXTS)]
+    batch = pack(StepPlan.of(rows), BLOCK_SIZE)
+    assert model.native.greedy(batch, model.kv).tolist() == model.forward(batch).argmax(-1).tolist()
+
+
+def test_every_family_is_tested() -> None:
+    tested = {type(AutoModelForCausalLM.from_config(config)).__name__ for config in CONFIGS.values()}
+    elsewhere = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+    assert tested | elsewhere == FAMILIES.keys()
+
+
+def test_longrope_is_refused_by_name(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    folder = save_model(Phi3Config(**sizes(rope_parameters=rope)), tmp_path / "long")
+    with pytest.raises(ModelError, match="'phi3' is not supported: its longrope rotary embedding depends on the other"):
+        load(folder, "float32")
+
+
+def test_other_activations_are_named_and_left_to_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_model(Gemma2Config(**sizes(**GEMMA, hidden_activation="gelu")), tmp_path / "gelu")
+    with caplog.at_level("INFO"):
+        assert load(folder, "float32").native is None
+    assert "using the forward pass of transformers, because its activation is gelu" in caplog.text
+    with pytest.raises(ModelError, match="int8 weights need the native forward pass on a CPU, and its activation"):
+        load(folder, "int8")

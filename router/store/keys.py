@@ -32,7 +32,9 @@ class → class and time; only if the first class may preempt | | `prefixes` `pr
 executor that last got a prompt with it | | `mailbox:<router>` | stream | events of the router's requests, about 10,000
 entries |
 
-Beside the pools there is `inflight:secret`, which all routers share (`secret`).
+Beside the pools there is `inflight:secret`, which all routers share (`secret`). Where a model has several sub-pools,
+each is a pool `model#k`, and a string `claim:<request>` beside its keys says which sub-pool has a request
+(`router.subpools.claims`).
 """
 
 from __future__ import annotations

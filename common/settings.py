@@ -186,7 +186,8 @@ def _explain(settings_class: type[ProcessSettings], detail: ErrorDetails) -> str
         return f"unknown setting {name!r}{_nearest(name, settings_class.model_fields)}"
     if detail["type"] == "missing":
         return f"{named}: required; allowed: {_allowed(field)}"
-    value = MASK if SecretStr in _alternatives(field) else repr(detail["input"])
+    is_secret = any(SecretStr in (kind, *get_args(kind)) for kind in _alternatives(field))
+    value = MASK if is_secret else repr(detail["input"])
     if detail["type"] in ("value_error", "assertion_error"):
         return f"{named}: {value}: {reason}"
     return f"{named}: {value} is not allowed; allowed: {_allowed(field)}"

@@ -37,9 +37,10 @@ from router.kserve import service as kserve
 from router.settings import RouterSettings
 from router.stats.gauges import ScrapeGauges
 from router.stats.source import StatsSource
-from router.store.ledgers import Ledgers
+from router.store.ledgers import Ledgers, OnCall
 from router.store.settings import StoreSettings
 from router.store.types import StoreCall
+from router.subpools.ledgers import SubPoolLedgers
 from router.telemetry.event_log import EventLog
 from router.telemetry.events import RequestObserver, RequestObservers
 from router.telemetry.latencies import Latencies
@@ -68,7 +69,7 @@ class RouterApp:
     admission: TenantConfigFile
     authentication: Authentication
     certificates: tuple[TlsFiles, ...]
-    ledgers: Ledgers
+    ledgers: Ledgers | SubPoolLedgers
     tokens: ResumeTokens
     pools: ModelRegistry
     stats: StatsSource
@@ -99,8 +100,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         watching.events.store_called(call)
         trace_store_calls(tracing.tracer, call)
 
-    redis_url = settings.redis_url.get_secret_value()
-    ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), store_called)
+    ledgers = _ledgers(settings, router_id, store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [
         ModelBackend(name, text, _dispatcher(name, ledgers, settings, tokens), listeners)
@@ -163,7 +163,17 @@ def resume_tokens(settings: RouterSettings, learn: Learn) -> ResumeTokens:
     return ResumeTokens(None if secret is None else secret.get_secret_value().encode(), learn)
 
 
-def _dispatcher(model: str, ledgers: Ledgers, settings: RouterSettings, tokens: ResumeTokens) -> Dispatcher:
+def _ledgers(settings: RouterSettings, router_id: str, on_call: OnCall) -> Ledgers | SubPoolLedgers:
+    url, of_store = settings.redis_url.get_secret_value(), store_settings_of(settings)
+    if settings.num_subpools == 1:
+        return Ledgers(url, router_id, of_store, on_call)
+    urls = [one.get_secret_value() for one in settings.subpool_redis_urls] or [url]
+    return SubPoolLedgers(urls, settings.num_subpools, router_id, of_store, on_call)
+
+
+def _dispatcher(
+    model: str, ledgers: Ledgers | SubPoolLedgers, settings: RouterSettings, tokens: ResumeTokens
+) -> Dispatcher:
     return Dispatcher(
         functools.partial(ledgers.open, model),
         settings.max_attempts,

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, types_pb2
 from router.dispatch.ledger_writer import LedgerWriter, ledger_report
+from router.dispatch.moves import Moves
 from router.dispatch.queue_updates import QueueWatch
 from router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
 from router.dispatch.waiting_audit import WaitingAudit
@@ -99,6 +100,7 @@ from router.store.types import (
 )
 from router.stream.relay import Relay, unattended_s
 from router.stream.request_stream import RequestStream, unread_stream
+from router.subpools.store import SubPoolStore
 
 Outcome = TypeVar("Outcome")
 
@@ -211,7 +213,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        open_store: Callable[[Callable[[StoreEvent], None]], AdmissionStore],
+        open_store: Callable[[Callable[[StoreEvent], None]], AdmissionStore | SubPoolStore],
         max_attempts: int,
         no_executor_grace_s: float,
         queue_event_interval_s: float = QUEUE_EVENT_INTERVAL_S,
@@ -234,6 +236,7 @@ class Dispatcher:
         self._withdrawals: RetryQueue[Lifecycle] = RetryQueue(self._try_to_withdraw, self._spawn)
         self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
         self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
+        self._moves = Moves(self, self._store) if isinstance(self._store, SubPoolStore) else None
         self._turns = SubmitTurns()
         self._executors = self._executors_of_effects()
         self._tasks = asyncio.TaskGroup()
@@ -267,6 +270,8 @@ class Dispatcher:
                 self._tasks.create_task(self._queue_watch.run(), name="queue watch")
                 self._tasks.create_task(self._waiting_audit.run(), name="waiting audit")
                 self._tasks.create_task(self._waiting_audit.run_after_lapses(), name="waiting audit after a lapse")
+                if self._moves is not None:
+                    self._tasks.create_task(self._moves.run(), name="moves between sub-pools")
         finally:
             self._has_stopped = True
 

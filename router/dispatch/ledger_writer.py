@@ -22,6 +22,7 @@ from router.dispatch.retry_queue import STORE_RETRY_S
 from router.executors.link import ExecutorLink
 from router.store.store import AdmissionStore
 from router.store.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
+from router.subpools.store import SubPoolStore
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class LedgerWriter:
     """Writes for one pool. `on_superseded(executor_id, attempt)` tells an executor to drop an attempt that the ledger
     has placed again. Implements `router.store.types.PoolListener`."""
 
-    def __init__(self, store: AdmissionStore, on_superseded: Callable[[str, Attempt], None]) -> None:
+    def __init__(self, store: AdmissionStore | SubPoolStore, on_superseded: Callable[[str, Attempt], None]) -> None:
         self._store = store
         self._on_superseded = on_superseded
         self._ended: list[Ending] = []

@@ -34,7 +34,9 @@ executor that last got a prompt with it | | `adapters` | hash | executor with ad
 that it serves, and which are resident | | `mailbox:<router>` | stream | events of the router's requests, about 10,000
 entries |
 
-Beside the pools there is `inflight:secret`, which all routers share (`secret`).
+Beside the pools there is `inflight:secret`, which all routers share (`secret`). Where a model has several sub-pools,
+each is a pool `model#k`, and a string `claim:<request>` beside its keys says which sub-pool has a request
+(`router.subpools.claims`).
 """
 
 from __future__ import annotations

@@ -54,21 +54,21 @@ class Ledgers:
     of a script."""
 
     def __init__(self, url: str, router_id: str, settings: StoreSettings, on_call: OnCall = lambda call: None) -> None:
-        self._redis = connect(url, settings)
+        self.redis = connect(url, settings)
         self._router_id = router_id
         self._settings = settings
         self._on_call = on_call
-        self._turns = Turns(settings)
+        self.turns = Turns(settings)
 
     def open(self, pool: str, on_event: OnEvent) -> AdmissionStore:
         """Returns the store of a pool."""
         return AdmissionStore(
-            self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
+            self.redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self.turns
         )
 
     async def learn_secret(self, own: bytes | None) -> bytes:
-        return await learn_secret(self._redis, self._settings, own)
+        return await learn_secret(self.redis, self._settings, own)
 
     async def aclose(self) -> None:
         """Closes the connection. The stores cannot be used afterwards."""
-        await close(self._redis)
+        await close(self.redis)

@@ -65,6 +65,7 @@ from router.store.types import (
     LedgerState,
     Placement,
     PoolListener,
+    PoolLoad,
     Queued,
     Refused,
     ReportOutcome,
@@ -80,6 +81,9 @@ T = TypeVar("T")
 
 MAX_ROUNDS = 64
 MAX_SETTLED_PER_CALL = 256
+
+# The mode of a cancel that takes a request out.
+TAKE_OUT = 2
 
 # Scripts that must not run late: by then the request may belong to another router, or be repeated. Their argument says
 # until when the caller waits; of the first two it is in front of the requests. `submit` and `adopt` may make the caller
@@ -146,6 +150,8 @@ class AdmissionStore:
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
         self._listener: PoolListener | None = None
+        self.load: PoolLoad | None = None
+        """The pool's load at the last renewal of the lease."""
         self._is_registered = False
         self._missed_reply = False
         self._operations: set[asyncio.Task[Any]] = set()
@@ -207,6 +213,12 @@ class AdmissionStore:
         now, because the client went there, counts as unknown.
         """
         reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, int(is_own)])))
+        return parse_cancel(request_id, reply)
+
+    async def take_out(self, request_id: str) -> CancelOutcome:
+        """Takes a request of this router out of the queue, for another pool. Only a WAITING one is taken; the pool does
+        not remember it."""
+        reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, TAKE_OUT])))
         return parse_cancel(request_id, reply)
 
     async def hand_back(
@@ -300,6 +312,7 @@ class AdmissionStore:
         has_changed, self._peers = peers != self._peers, peers
         if has_changed and self._listener is not None:
             self._listener.on_routers(peers)
+        self.load = PoolLoad(*reply.values[1:], num_routers=len(peers) + 1)
 
     async def reap(self) -> None:
         """Removes executors and routers whose lease has lapsed, a bounded number; the next call continues."""

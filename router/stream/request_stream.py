@@ -213,14 +213,20 @@ class RequestStream:
 
     def demand(self, *, is_served: bool = False) -> Demand:
         """Returns the demand for the ledger. After earlier placements it has the last known attempt; after the first
-        token it has no deadline for that token. Output that the client brought does not count as earlier progress."""
+        token it has no deadline for that token. Output that the client brought does not count as earlier progress.
+        `is_served`: the deadline counts from now."""
         has_run = self.life.attempt > 0
+        deadline_ms = self._demand.deadline_ms
+        if has_run and self.output_ids:
+            deadline_ms = None
+        elif is_served and deadline_ms is not None:
+            deadline_ms = max(1, deadline_ms - round((time.monotonic() - self.clock.arrived) * 1000))
         return dataclasses.replace(
             self._demand,
             last_attempt=self.life.attempt,
             output_tokens=len(self.output_ids) if has_run else 0,
             placement_blocks=self.placement_blocks,
-            deadline_ms=None if has_run and self.output_ids else self._demand.deadline_ms,
+            deadline_ms=deadline_ms,
             is_served=is_served,
         )
 

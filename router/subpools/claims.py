@@ -1,0 +1,99 @@
+"""Claims: which sub-pool has a request that a client can name, and which router submitted it there last.
+
+Two routers may get the same request, because a client repeats it. They must choose the same sub-pool, or it would run
+twice. So the first one claims the id for its choice before it submits the request, and the other one finds the claim. A
+claim is a key of its own beside the ledger of the sub-pool that follows from the id:
+
+    inflight:<FORMAT>:{model#home}:claim:<ledger id>  →  "<sub-pool> <router>"
+
+A router moves a waiting request to another sub-pool only while the claim names this router. Another router that repeats
+the request writes its own name into the claim before it submits: so one of the two fails, and neither submits the
+request where the other has taken it from. A claim outlives the ledger's memory of the request's end.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+from router.store.connection import Turns, answered
+from router.store.keys import PoolKeys
+from router.store.settings import StoreSettings
+from router.subpools.assignment import home_of
+
+# KEYS [1] the claim  ARGV [1] router  [2] milliseconds to keep it  [3] sub-pool that the router chose  [4] 1 to write
+# the router's name into an earlier claim, too. Returns the sub-pool of an earlier claim, or the chosen one.
+CLAIM = """
+local found = redis.call('GET', KEYS[1])
+local at = found and found:match('^%d+') or ARGV[3]
+local claim = found and ARGV[4] == '0' and found or at .. ' ' .. ARGV[1]
+redis.call('SET', KEYS[1], claim, 'PX', ARGV[2])
+return tonumber(at)
+"""
+# KEYS [1] the claim  ARGV [1] router  [2] milliseconds to keep it  [3] from  [4] to which sub-pool. Returns 1 if the
+# claim was the router's, in the first sub-pool.
+MOVE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[3] .. ' ' .. ARGV[1] then
+  return 0
+end
+redis.call('SET', KEYS[1], ARGV[4] .. ' ' .. ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+# KEYS [1] the claim. Returns its sub-pool, or nothing.
+FIND = "local found = redis.call('GET', KEYS[1]) return found and tonumber(found:match('^%d+'))"
+# A claim is written again while its request is served, and then outlives the memory of its end.
+KEPT_TIMES = 3
+
+
+class Claims:
+    """The claims of one model by one router. `homes` are the sub-pools' Redis clients, their turns and keys."""
+
+    def __init__(self, homes: Sequence[tuple[Redis, Turns, PoolKeys]], router_id: str, settings: StoreSettings) -> None:
+        self._homes = homes
+        self._router_id = router_id
+        self._settings = settings
+        self._kept_ms = KEPT_TIMES * settings.remember_ended_ms
+
+    @property
+    def renew_after_s(self) -> float:
+        """Seconds after which the claim of a request that is still served is written again."""
+        return self._settings.remember_ended_ms / 1000
+
+    async def claim(self, request_id: str, subpool: int, *, takes_over: bool) -> int:
+        """Returns the sub-pool of an earlier claim; else claims the id for this one and returns it. `takes_over`: an
+        earlier claim of another router becomes this router's, which submits the request for a client now. Raises
+        `RequestError` if Redis does not answer."""
+        args = (self._router_id, self._kept_ms, subpool, int(takes_over))
+        return int(await self._call(request_id, CLAIM, *args))
+
+    async def move(self, request_id: str, source: int, target: int) -> bool:
+        """Moves a claim of this router. Returns False if it is another router's by now, or elsewhere. Raises
+        `RequestError`."""
+        return bool(await self._call(request_id, MOVE, self._router_id, self._kept_ms, source, target))
+
+    async def find(self, request_id: str) -> int | None:
+        """Returns the sub-pool of a claim. Raises `RequestError`."""
+        found = await self._call(request_id, FIND)
+        return None if found is None else int(found)
+
+    async def _call(self, request_id: str, script: str, *args: str | int) -> Any:
+        redis, turns, keys = self._homes[home_of(request_id, len(self._homes))]
+        async with turns.turn("claim"):
+            return await answered(_run(redis, script, keys.key(f"claim:{request_id}"), args), self._settings)
+
+
+async def _run(redis: Redis, script: str, key: str, args: Sequence[str | int]) -> Any:
+    try:
+        return await redis.execute_command("EVALSHA", _sha(script), 1, key, *args)  # type: ignore[no-untyped-call]
+    except NoScriptError:
+        return await redis.execute_command("EVAL", script, 1, key, *args)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _sha(script: str) -> str:
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()

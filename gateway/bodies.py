@@ -39,6 +39,23 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
+# What clients add to an answer for themselves: values that they parsed, and the place of a call in a stream.
+ADDED_BY_CLIENTS = frozenset({"parsed", "parsed_arguments", "index", "provider_specific_fields"})
+
+
+class EarlierBody(Body):
+    """An object of an earlier answer, which clients send back as they hold it: unknown fields that are null, and what
+    clients add, are ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_added(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        left_out = {name for name, one in value.items() if one is None or name in ADDED_BY_CLIENTS}
+        return {name: one for name, one in value.items() if name in cls.model_fields or name not in left_out}
+
+
 class StreamOptions(Body):
     """Options of a stream."""
 
@@ -165,14 +182,14 @@ class TextPart(Body):
     text: str
 
 
-class FunctionCall(Body):
+class FunctionCall(EarlierBody):
     """The function and arguments of a tool call."""
 
     name: str
     arguments: str
 
 
-class MessageToolCall(Body):
+class MessageToolCall(EarlierBody):
     """A tool call in an earlier message of the assistant."""
 
     id: str
@@ -223,7 +240,7 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-class Message(Body):
+class Message(EarlierBody):
     """One message. Other fields of openai-python's answers are accepted if they are empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -233,8 +250,6 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # What LiteLLM adds to the answers that it returns.
-    provider_specific_fields: dict[str, Any] | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from gateway.bodies import Body, ChatBody, Text, Tokens, read_fields, validated
+from gateway.bodies import Body, ChatBody, EarlierBody, Text, Tokens, read_fields, validated
 from gateway.errors import ApiError, refused, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
@@ -54,7 +54,7 @@ ItemType = Literal["message", "function_call", "function_call_output", "reasonin
 ITEM_TYPES: tuple[str, ...] = get_args(ItemType)
 
 
-class InputText(Body):
+class InputText(EarlierBody):
     """A text in a message; `output_text` and `refusal` are those of an earlier response."""
 
     type: Literal["input_text", "output_text", "refusal"]
@@ -76,7 +76,7 @@ class InputText(Body):
         return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
-class _Item(Body):
+class _Item(EarlierBody):
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
@@ -107,7 +107,7 @@ class FunctionCallOutputItem(_Item):
     output: str | list[InputText]
 
 
-class ReasoningText(Body):
+class ReasoningText(EarlierBody):
     """A text of reasoning."""
 
     type: Literal["reasoning_text"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from inflight.v1 import inference_pb2
-from router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning
+from router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning, merged
 
 
 def wire_parts(parts: Iterable[Part], call_id: Callable[[int], str]) -> Iterator[inference_pb2.OutputPart]:
-    """Yields the parts as messages. A call has its id in the first one."""
-    for part in parts:
+    """Yields the parts as messages, neighbours of one kind as one. A call has its id in the first one."""
+    for part in merged(parts):
         match part:
             case Reasoning(text):
                 yield inference_pb2.OutputPart(reasoning=text)
@@ -26,7 +26,8 @@ def wire_parts(parts: Iterable[Part], call_id: Callable[[int], str]) -> Iterator
 
 
 class ReasoningCount:
-    """The number of an output's first tokens that are reasoning, its tags included. Takes tokens one by one."""
+    """The number of an output's first tokens that are reasoning, its tags included. Until it `is_over`, the output's
+    parser takes the tokens one by one."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -39,12 +40,9 @@ class ReasoningCount:
         """The number of tokens so far."""
         return self._num_taken if self._has_begun else 0
 
-    def take(self, num_tokens: int, text: str) -> None:
-        """Takes a token with the text that it completes."""
-        if self.is_over:
-            return
+    def take(self, num_tokens: int) -> None:
+        """Counts a token whose text the parser has."""
         self._num_taken += num_tokens
-        self._parser.feed(text)
         if self._parser.is_reasoning:
             self._has_begun = True
         elif self._has_begun or not self._parser.may_reason:

@@ -24,7 +24,7 @@ from router.request.spec import BEGINNING, Delivery, ReadPosition
 from router.store.types import Queued
 from router.stream.parts import ReasoningCount, wire_parts
 from router.stream.request_stream import UNKNOWN_LOGPROBS, News, RequestStream
-from router.text.output import TextStep
+from router.tools.parser import Part
 
 Event = TypeVar("Event")
 OnWritten = Callable[[BaseException | None], None]
@@ -140,8 +140,8 @@ class Relay:
         self._reading = stream.reading
         self._text = self._reading.new_text()
         self._parser = None if self._reading.new_parser is None else self._reading.new_parser()
-        self._unsent_parts: list[inference_pb2.OutputPart] = []
-        self._reasoning = None if self._reading.new_parser is None else ReasoningCount(self._reading.new_parser())
+        self._unsent_parts: list[Part] = []
+        self._reasoning = None if self._parser is None else ReasoningCount(self._parser)
         self._write = write
         self._place = place
         # Bytes of the text that the client has. None: unknown until all its tokens have passed through the text.
@@ -218,11 +218,11 @@ class Relay:
             news = self._stream.take(self.reader)
             await self._tell_progress(news)
             await self._tell_prompt(news)
-            step = await self._tell_tokens(news)
-            if step.matched is not None:
+            await self._tell_tokens(news)
+            if self._text.matched is not None:
                 self._stream.stop()
                 reason = types_pb2.FINISH_REASON_STOP_STRING
-                await self._finish(inference_pb2.Finished(reason=reason, stop=step.matched))
+                await self._finish(inference_pb2.Finished(reason=reason, stop=self._text.matched))
                 return
             if news.error is not None:
                 raise news.error
@@ -278,14 +278,13 @@ class Relay:
     def _begin_output(self) -> None:
         try:
             offset, token_ids = self._stream.take_output()
-            step = self._feed(offset, token_ids, is_stop_token=False)
-            self._unsent_text += self._unread(step.text)
+            self._feed(offset, token_ids, is_stop_token=False)
             event = self._stamped(self._unsent())
         except Exception as error:
             self._end_output(error)
             return
         self._is_idle.clear()
-        self._being_sent = (offset, step.num_tokens)
+        self._being_sent = (event.delta.offset, event.delta.num_tokens)
         assert isinstance(self._write, TimedWriter)
         self._write.begin(event, self._end_output)
 
@@ -354,24 +353,17 @@ class Relay:
         self._num_prompt_told = last
         await self._send(inference_pb2.StreamEvent(prompt=event))
 
-    async def _tell_tokens(self, news: News) -> TextStep:
+    async def _tell_tokens(self, news: News) -> None:
         is_stop_token = news.end is not None and news.end.reason == types_pb2.FINISH_REASON_STOP_TOKEN
         num_known = min(max(0, self._place.offset - news.offset), len(news.token_ids))
-        known = self._feed(news.offset, news.token_ids[:num_known], is_stop_token and num_known == len(news.token_ids))
-        text = self._unread(known.text)
+        self._feed(news.offset, news.token_ids[:num_known], is_stop_token and num_known == len(news.token_ids))
         if self._num_bytes_known is None and self._text.num_tokens >= self._place.offset:
             self._num_bytes_known = self._num_text_bytes
         new_ids = news.token_ids[num_known:]
-        step = self._feed(news.offset + num_known, new_ids, is_stop_token)
-        text += self._unread(step.text)
-        if news.end is not None and step.matched is None:
-            rest = self._text.finish()
-            text += self._unread(rest.text)
-            step = TextStep(step.text, step.num_tokens, rest.matched)
-        self._unsent_text += text
-        is_last = news.end is not None or news.error is not None or step.matched is not None
-        await self._tell_output(is_last)
-        return step
+        self._feed(news.offset + num_known, new_ids, is_stop_token)
+        if news.end is not None:
+            self._unsent_text += self._unread(self._text.finish().text)
+        await self._tell_output(news.end is not None or news.error is not None or self._text.matched is not None)
 
     async def _tell_output(self, is_last: bool) -> None:
         """Sends the tokens that have not been sent, if they are enough for an event."""
@@ -394,7 +386,7 @@ class Relay:
         if reading.wants_text:
             delta.text = self._unsent_text
         if self._unsent_parts:
-            delta.parts.extend(self._unsent_parts)
+            delta.parts.extend(wire_parts(self._unsent_parts, self._reading.call_id))
             self._unsent_parts = []
         if reading.wants_token_ids:
             delta.token_ids.extend(self._stream.output_ids[first:last])
@@ -414,25 +406,25 @@ class Relay:
                 for token in (values.chosen, *values.top):
                     self._reading.name_token(token)
 
-    def _feed(self, offset: int, token_ids: list[int], is_stop_token: bool) -> TextStep:
-        if self._reasoning is None or self._reasoning.is_over or not token_ids:
-            return self._text.feed(offset, token_ids, last_is_stop_token=is_stop_token and bool(token_ids))
-        text, num_tokens = "", 0
-        last = len(token_ids) - 1
-        for i, token_id in enumerate(token_ids):
-            step = self._text.feed(offset + i, [token_id], last_is_stop_token=is_stop_token and i == last)
-            text, num_tokens = text + step.text, num_tokens + step.num_tokens
-            self._reasoning.take(step.num_tokens, step.text)
-            if step.matched is not None:
-                return TextStep(text, num_tokens, step.matched)
-        return TextStep(text, num_tokens, None)
+    def _feed(self, offset: int, token_ids: list[int], is_stop_token: bool) -> None:
+        """Takes tokens. Those that may be reasoning are taken one by one, to count them."""
+        num_taken, counts = 0, True
+        while counts and num_taken < len(token_ids) and self._text.matched is None:
+            counts = self._reasoning is not None and not self._reasoning.is_over
+            last = num_taken + 1 if counts else len(token_ids)
+            ends = is_stop_token and last == len(token_ids)
+            step = self._text.feed(offset + num_taken, token_ids[num_taken:last], last_is_stop_token=ends)
+            self._unsent_text += self._unread(step.text)
+            num_taken = last
+            if self._reasoning is not None and counts:
+                self._reasoning.take(step.num_tokens)
 
     def _unread(self, text: str) -> str:
         """Returns the part of the next piece of text that the client does not have, and divides it into parts."""
         unread = self._cut_known(text)
         if self._parser is not None:
             self._parser.feed(text[: len(text) - len(unread)])
-            self._unsent_parts += wire_parts(self._parser.feed(unread), self._reading.call_id)
+            self._unsent_parts += self._parser.feed(unread)
         return unread
 
     def _cut_known(self, text: str) -> str:

@@ -155,7 +155,7 @@ class AnswerParser:
         return None
 
     def _taken(self) -> list[Part]:
-        parts, self._parts = list(_merged(self._parts)), []
+        parts, self._parts = list(merged(self._parts)), []
         return parts
 
     # Text outside calls ----------------------------------------------------------------------------------------------
@@ -623,7 +623,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _merged(parts: Iterable[Part]) -> Iterator[Part]:
+def merged(parts: Iterable[Part]) -> Iterator[Part]:
     """Yields the parts, with neighbours of one kind made one."""
     last: Part | None = None
     for part in parts:

@@ -22,23 +22,22 @@ TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 
 
 def langchain(url: str) -> dict[str, Any]:
-    """An agent's loop: calls until there is an answer, streamed."""
-    from langchain_core.messages import HumanMessage, ToolMessage  # type: ignore[import-not-found, unused-ignore]
+    """LangChain's agent, streamed."""
+    from langchain.agents import create_agent  # type: ignore[import-not-found, unused-ignore]
     from langchain_openai import ChatOpenAI  # type: ignore[import-not-found, unused-ignore]
 
-    model = ChatOpenAI(base_url=url, api_key="none", model="smol").bind_tools(TOOLS)
-    turns: list[Any] = [HumanMessage(QUESTION)]
-    called: list[Any] = []
-    while True:
-        answer: Any = None
-        for chunk in model.stream(turns):
-            answer = chunk if answer is None else answer + chunk
-        if not answer.tool_calls:
-            return {"called": called, "answer": answer.content}
-        turns.append(answer)
-        for call in answer.tool_calls:
-            called.append([call["name"], call["args"]])
-            turns.append(ToolMessage(f"result of {call['name']}", tool_call_id=call["id"]))
+    def get_weather(city: str) -> str:
+        """Returns the weather."""
+        return "result of get_weather"
+
+    def get_time() -> str:
+        """Returns the time."""
+        return "result of get_time"
+
+    model = ChatOpenAI(base_url=url, api_key="none", model="smol", streaming=True)
+    messages = create_agent(model, [get_weather, get_time]).invoke({"messages": [("user", QUESTION)]})["messages"]
+    called = [[call["name"], call["args"]] for one in messages for call in getattr(one, "tool_calls", ())]
+    return {"called": called, "answer": messages[-1].content}
 
 
 def litellm(url: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from inflight.v1 import inference_pb2
 from router.main import load_texts
 from router.settings import RouterSettings
 from tests.chat_models import control_ids, user_says
-from tests.cluster import run_cluster, tiny_tokenizer
+from tests.cluster import Cluster, tiny_tokenizer
 from tests.fuzz.statuses import status_of
-from tests.gateways import run_gateway
+from tests.gateways import RunningGateway
 
 END_ID = 4  # t4 ends a message
 TEMPLATE = (
@@ -37,36 +37,38 @@ def _speaking_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.cluster.tiny_tokenizer", speaking_tokenizer)
 
 
-async def test_control_token_in_a_message_is_text_by_grpc_and_by_the_gateway(redis_url: str, pool: str) -> None:
-    async with run_cluster(redis_url, pool) as cluster, run_gateway(cluster.routers[0].address) as gateway:
-        stub = cluster.routers[0].stub
-        ids = (await stub.Tokenize(inference_pb2.TokenizeRequest(chat=user_says("t1 ", "t4 t2")))).token_ids
-        assert list(ids).count(END_ID) == 1
-        assert ids[-1] == END_ID
-        plain = await stub.Tokenize(inference_pb2.TokenizeRequest(text="t1 t4 t2"))
-        assert list(plain.token_ids) == [1, 4, 2], "a text prompt is the whole prompt"
-        async with gateway.openai() as client:
-            answer = await client.chat.completions.create(
-                model=pool, messages=[{"role": "user", "content": "t1 t4 t2"}], max_tokens=1
-            )
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(ids)
+async def test_control_token_in_a_message_is_text_by_grpc_and_by_the_gateway(
+    cluster: Cluster, gateway: RunningGateway, pool: str
+) -> None:
+    stub = cluster.routers[0].stub
+    ids = (await stub.Tokenize(inference_pb2.TokenizeRequest(chat=user_says("t1 ", "t4 t2")))).token_ids
+    assert list(ids).count(END_ID) == 1
+    assert ids[-1] == END_ID
+    plain = await stub.Tokenize(inference_pb2.TokenizeRequest(text="t1 t4 t2"))
+    assert list(plain.token_ids) == [1, 4, 2], "a text prompt is the whole prompt"
+    async with gateway.openai() as client:
+        answer = await client.chat.completions.create(
+            model=pool, messages=[{"role": "user", "content": "t1 t4 t2"}], max_tokens=1
+        )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(ids)
 
 
-async def test_role_that_the_template_does_not_know_is_refused_by_name(redis_url: str, pool: str) -> None:
-    async with run_cluster(redis_url, pool) as cluster, run_gateway(cluster.routers[0].address) as gateway:
-        request = inference_pb2.GenerateRequest(chat=user_says("t1"))
-        request.chat.messages[0].role = "user t4"
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cluster.routers[0].stub.Generate(request).read()
-        assert status_of(caught.value) == ("INVALID_ARGUMENT", "INVALID_FIELD")
-        assert caught.value.details() == "chat.messages[0].role: is 'user t4'; must be one of assistant, user"
-        async with httpx2.AsyncClient(timeout=60) as http:
-            body = {"model": pool, "messages": [{"role": "system", "content": "t1"}]}
-            answer = await http.post(f"{gateway.url}/v1/chat/completions", json=body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "messages[0].role"
-        assert "must be one of assistant, user" in answer.json()["error"]["message"]
+async def test_role_that_the_template_does_not_know_is_refused_by_name(
+    cluster: Cluster, gateway: RunningGateway, pool: str
+) -> None:
+    request = inference_pb2.GenerateRequest(chat=user_says("t1"))
+    request.chat.messages[0].role = "user t4"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.routers[0].stub.Generate(request).read()
+    assert status_of(caught.value) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    assert caught.value.details() == "chat.messages[0].role: is 'user t4'; must be one of assistant, user"
+    async with httpx2.AsyncClient(timeout=60) as http:
+        body = {"model": pool, "messages": [{"role": "system", "content": "t1"}]}
+        answer = await http.post(f"{gateway.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[0].role"
+    assert "must be one of assistant, user" in answer.json()["error"]["message"]
 
 
 def test_setting_reaches_every_model() -> None:

@@ -47,43 +47,33 @@ def logprobs_of(events: list[ServerSentEvent]) -> list[dict[str, list[Any]]]:
     return [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
 
 
-async def test_openais_client_gets_them_whole_and_in_pieces(redis_url: str, pool: str) -> None:
-    async with (
-        run_cluster(redis_url, pool) as cluster,
-        run_gateway(address_of(cluster)) as gateway,
-        gateway.openai() as client,
-    ):
-        asked: dict[str, Any] = {"model": pool, "prompt": PROMPT, "max_tokens": NUM_TOKENS, **GREEDY}
-        for num_top in (0, 3):
-            whole = await client.completions.create(**asked, logprobs=num_top)
-            assert whole.choices[0].logprobs is not None
-            assert whole.choices[0].logprobs.to_dict() == expected(NUM_TOKENS, num_top)
-        parts = []
-        async for chunk in await client.completions.create(**asked, logprobs=3, stream=True):
-            told = chunk.choices[0].logprobs
-            assert (told is None) is (not chunk.choices[0].text), "they come with the text of their tokens"
-            parts += [] if told is None else [told.to_dict()]
-        assert joined(parts) == expected(NUM_TOKENS, 3)
-        without = await client.completions.create(**asked)
-        assert without.choices[0].logprobs is None
+async def test_openais_client_gets_them_whole_and_in_pieces(client: openai.AsyncOpenAI, pool: str) -> None:
+    asked: dict[str, Any] = {"model": pool, "prompt": PROMPT, "max_tokens": NUM_TOKENS, **GREEDY}
+    for num_top in (0, 3):
+        whole = await client.completions.create(**asked, logprobs=num_top)
+        assert whole.choices[0].logprobs is not None
+        assert whole.choices[0].logprobs.to_dict() == expected(NUM_TOKENS, num_top)
+    parts = []
+    async for chunk in await client.completions.create(**asked, logprobs=3, stream=True):
+        told = chunk.choices[0].logprobs
+        assert (told is None) is (not chunk.choices[0].text), "they come with the text of their tokens"
+        parts += [] if told is None else [told.to_dict()]
+    assert joined(parts) == expected(NUM_TOKENS, 3)
+    without = await client.completions.create(**asked)
+    assert without.choices[0].logprobs is None
 
 
-async def test_each_choice_has_its_own(redis_url: str, pool: str) -> None:
-    async with (
-        run_cluster(redis_url, pool) as cluster,
-        run_gateway(address_of(cluster)) as gateway,
-        gateway.openai() as client,
-    ):
-        asked: dict[str, Any] = {"model": pool, "prompt": [[3], PROMPT], "max_tokens": 4, "logprobs": 2, **GREEDY}
-        whole = await client.completions.create(**asked)
-        told = [choice.logprobs.to_dict() for choice in whole.choices if choice.logprobs is not None]
-        assert told[1] == expected(4, 2)
-        assert told[0]["tokens"] == [f"t{token_id}" for token_id in expected_ids([3], 4)]
-        parts: list[list[dict[str, Any]]] = [[], []]
-        async for chunk in await client.completions.create(**asked, stream=True):
-            for choice in chunk.choices:
-                parts[choice.index] += [] if choice.logprobs is None else [choice.logprobs.to_dict()]
-        assert [joined(one) for one in parts] == told
+async def test_each_choice_has_its_own(client: openai.AsyncOpenAI, pool: str) -> None:
+    asked: dict[str, Any] = {"model": pool, "prompt": [[3], PROMPT], "max_tokens": 4, "logprobs": 2, **GREEDY}
+    whole = await client.completions.create(**asked)
+    told = [choice.logprobs.to_dict() for choice in whole.choices if choice.logprobs is not None]
+    assert told[1] == expected(4, 2)
+    assert told[0]["tokens"] == [f"t{token_id}" for token_id in expected_ids([3], 4)]
+    parts: list[list[dict[str, Any]]] = [[], []]
+    async for chunk in await client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            parts[choice.index] += [] if choice.logprobs is None else [choice.logprobs.to_dict()]
+    assert [joined(one) for one in parts] == told
 
 
 async def test_stream_that_is_resumed_at_another_gateway_has_each_once(redis_url: str, pool: str) -> None:
@@ -132,50 +122,44 @@ def echoed(prompt: list[int], max_tokens: int, num_top: int) -> dict[str, list[A
 LONG = [(3 * i + i // 7) % 5 for i in range(30)]
 
 
-async def test_echoed_prompts_have_log_probabilities_as_lm_eval_reads_them(redis_url: str, pool: str) -> None:
-    async with (
-        run_cluster(redis_url, pool) as cluster,
-        run_gateway(address_of(cluster)) as gateway,
-        gateway.openai() as client,
-    ):
-        prompts = [LONG, PROMPT, [4]]
-        asked: dict[str, Any] = {"model": pool, "prompt": prompts, "echo": True, **GREEDY}
-        answer = await client.completions.create(**asked, max_tokens=1, logprobs=1, seed=1234)
-        for prompt, choice in zip(prompts, answer.choices, strict=True):
-            assert choice.logprobs is not None
-            told = choice.logprobs.to_dict()
-            assert told == echoed(prompt, 1, 1), "one entry behind those of the prompt"
-            assert choice.text == "".join(told["tokens"])
-            for values, token, value in zip(
-                told["top_logprobs"][1:], told["tokens"][1:], told["token_logprobs"][1:], strict=True
-            ):
-                assert values[token] == value
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 3
-        only = await client.completions.create(**asked, max_tokens=0, logprobs=1)
-        assert [choice.logprobs.to_dict() for choice in only.choices if choice.logprobs] == [
-            scored(prompt, 1) for prompt in prompts
-        ]
-        assert [choice.text for choice in only.choices] == ["".join(f"t{i}" for i in prompt) for prompt in prompts]
-        assert only.usage is not None
-        assert only.usage.completion_tokens == 0
-        plain = await client.completions.create(**asked, max_tokens=2)
-        assert [choice.logprobs for choice in plain.choices] == [None] * 3
-        assert plain.choices[1].text == "".join(f"t{i}" for i in [*PROMPT, *expected_ids(PROMPT, 2)])
+async def test_echoed_prompts_have_log_probabilities_as_lm_eval_reads_them(
+    client: openai.AsyncOpenAI, pool: str
+) -> None:
+    prompts = [LONG, PROMPT, [4]]
+    asked: dict[str, Any] = {"model": pool, "prompt": prompts, "echo": True, **GREEDY}
+    answer = await client.completions.create(**asked, max_tokens=1, logprobs=1, seed=1234)
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        assert choice.logprobs is not None
+        told = choice.logprobs.to_dict()
+        assert told == echoed(prompt, 1, 1), "one entry behind those of the prompt"
+        assert choice.text == "".join(told["tokens"])
+        for values, token, value in zip(
+            told["top_logprobs"][1:], told["tokens"][1:], told["token_logprobs"][1:], strict=True
+        ):
+            assert values[token] == value
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+    only = await client.completions.create(**asked, max_tokens=0, logprobs=1)
+    assert [choice.logprobs.to_dict() for choice in only.choices if choice.logprobs] == [
+        scored(prompt, 1) for prompt in prompts
+    ]
+    assert [choice.text for choice in only.choices] == ["".join(f"t{i}" for i in prompt) for prompt in prompts]
+    assert only.usage is not None
+    assert only.usage.completion_tokens == 0
+    plain = await client.completions.create(**asked, max_tokens=2)
+    assert [choice.logprobs for choice in plain.choices] == [None] * 3
+    assert plain.choices[1].text == "".join(f"t{i}" for i in [*PROMPT, *expected_ids(PROMPT, 2)])
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
-async def test_echoed_prompts_stream_with_their_log_probabilities(redis_url: str, pool: str, max_tokens: int) -> None:
-    async with (
-        run_cluster(redis_url, pool) as cluster,
-        run_gateway(address_of(cluster)) as gateway,
-        gateway.openai() as client,
-    ):
-        asked: dict[str, Any] = {"model": pool, "prompt": LONG, "max_tokens": max_tokens, "logprobs": 2, **GREEDY}
-        parts, text = [], ""
-        async for chunk in await client.completions.create(**asked, echo=True, stream=True):
-            text += chunk.choices[0].text
-            parts += [] if chunk.choices[0].logprobs is None else [chunk.choices[0].logprobs.to_dict()]
+async def test_echoed_prompts_stream_with_their_log_probabilities(
+    client: openai.AsyncOpenAI, pool: str, max_tokens: int
+) -> None:
+    asked: dict[str, Any] = {"model": pool, "prompt": LONG, "max_tokens": max_tokens, "logprobs": 2, **GREEDY}
+    parts, text = [], ""
+    async for chunk in await client.completions.create(**asked, echo=True, stream=True):
+        text += chunk.choices[0].text
+        parts += [] if chunk.choices[0].logprobs is None else [chunk.choices[0].logprobs.to_dict()]
     assert joined(parts) == (echoed(LONG, max_tokens, 2) if max_tokens else scored(LONG, 2))
     assert text == "".join(joined(parts)["tokens"])
 
@@ -206,17 +190,12 @@ async def test_echoed_prompt_that_is_resumed_at_another_gateway_has_each_positio
     assert text_of(seen) + text_of(rest) == text
 
 
-async def test_prompt_log_probabilities_have_vllms_form(redis_url: str, pool: str) -> None:
-    async with (
-        run_cluster(redis_url, pool) as cluster,
-        run_gateway(address_of(cluster)) as gateway,
-        gateway.openai() as client,
-    ):
-        asked: dict[str, Any] = {"model": pool, "prompt": LONG, "max_tokens": 1, "temperature": 0}
-        answer = await client.completions.create(**asked, logprobs=0, echo=True, extra_body={"prompt_logprobs": 2})
-        none, *told = answer.choices[0].to_dict()["prompt_logprobs"]
-        with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
-            await client.completions.create(**asked, stream=True, extra_body={"prompt_logprobs": 2})
+async def test_prompt_log_probabilities_have_vllms_form(client: openai.AsyncOpenAI, pool: str) -> None:
+    asked: dict[str, Any] = {"model": pool, "prompt": LONG, "max_tokens": 1, "temperature": 0}
+    answer = await client.completions.create(**asked, logprobs=0, echo=True, extra_body={"prompt_logprobs": 2})
+    none, *told = answer.choices[0].to_dict()["prompt_logprobs"]
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+        await client.completions.create(**asked, stream=True, extra_body={"prompt_logprobs": 2})
     assert none is None
     for token_id, values in zip(LONG[1:], told, strict=True):
         second = (token_id + 1) % 5
@@ -228,13 +207,8 @@ async def test_prompt_log_probabilities_have_vllms_form(redis_url: str, pool: st
     assert answer.choices[0].logprobs.to_dict()["top_logprobs"][1] == {f"t{LONG[1]}": -LONG[1] / 8}
 
 
-async def test_every_choice_has_the_scores_of_its_prompt(redis_url: str, pool: str) -> None:
-    async with (
-        run_cluster(redis_url, pool) as cluster,
-        run_gateway(address_of(cluster)) as gateway,
-        gateway.openai() as client,
-    ):
-        asked: dict[str, Any] = {"model": pool, "prompt": [LONG, PROMPT], "max_tokens": 2, "logprobs": 1, **GREEDY}
-        answer = await client.completions.create(**asked, echo=True, n=2)
+async def test_every_choice_has_the_scores_of_its_prompt(client: openai.AsyncOpenAI, pool: str) -> None:
+    asked: dict[str, Any] = {"model": pool, "prompt": [LONG, PROMPT], "max_tokens": 2, "logprobs": 1, **GREEDY}
+    answer = await client.completions.create(**asked, echo=True, n=2)
     told = [choice.logprobs.to_dict() for choice in answer.choices if choice.logprobs is not None]
     assert told == [echoed(LONG, 2, 1)] * 2 + [echoed(PROMPT, 2, 1)] * 2

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from common.version import installed_version
-from tests.cluster import run_cluster
 from tests.gateways import RunningGateway, run_gateway
 from tests.integration.test_authorization import api_key, locked_cluster
 from tests.integration.test_chat_texts import speaking_tokenizer
@@ -28,25 +28,22 @@ async def post(gateway: RunningGateway, path: str, body: dict[str, Any], key: st
         return await http.post(f"{gateway.url}{path}", json=body, headers=headers)
 
 
-async def test_tokens_of_a_prompt_and_of_a_conversation_are_those_that_a_request_has(redis_url: str, pool: str) -> None:
-    async with (
-        run_cluster(redis_url, pool) as cluster,
-        run_gateway(cluster.routers[0].address) as gateway,
-        gateway.openai() as client,
-    ):
-        (model,) = (await client.models.list()).data
-        told = (await post(gateway, "/tokenize", {"prompt": "t1 t2", "return_token_strs": True})).json()
-        length = model.model_dump()["max_model_len"]
-        assert told == {"count": 2, "max_model_len": length, "tokens": [1, 2], "token_strs": ["t1", "t2"]}
-        body = {"model": pool, "messages": HI}
-        told = (await post(gateway, "/tokenize", body)).json()
-        assert (told["tokens"], told["token_strs"]) == ([1, 2, 4], None)
-        messages: Any = HI
-        answer = await client.chat.completions.create(model=pool, messages=messages, max_tokens=1)
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == told["count"]
-        text = (await post(gateway, "/detokenize", {"model": pool, "tokens": told["tokens"]})).json()
-        assert text == {"prompt": "t1t2t4"}, "special tokens are part of the text"
+async def test_tokens_of_a_prompt_and_of_a_conversation_are_those_that_a_request_has(
+    gateway: RunningGateway, client: openai.AsyncOpenAI, pool: str
+) -> None:
+    (model,) = (await client.models.list()).data
+    told = (await post(gateway, "/tokenize", {"prompt": "t1 t2", "return_token_strs": True})).json()
+    length = model.model_dump()["max_model_len"]
+    assert told == {"count": 2, "max_model_len": length, "tokens": [1, 2], "token_strs": ["t1", "t2"]}
+    body = {"model": pool, "messages": HI}
+    told = (await post(gateway, "/tokenize", body)).json()
+    assert (told["tokens"], told["token_strs"]) == ([1, 2, 4], None)
+    messages: Any = HI
+    answer = await client.chat.completions.create(model=pool, messages=messages, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == told["count"]
+    text = (await post(gateway, "/detokenize", {"model": pool, "tokens": told["tokens"]})).json()
+    assert text == {"prompt": "t1t2t4"}, "special tokens are part of the text"
 
 
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -70,12 +67,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
-async def test_what_cannot_be_tokenized_is_refused_by_name(redis_url: str, pool: str) -> None:
-    async with run_cluster(redis_url, pool) as cluster, run_gateway(cluster.routers[0].address) as gateway:
-        for path, body, param in REFUSED:
-            answer = await post(gateway, path, body)
-            assert answer.status_code == (404 if param == "model" else 400), body
-            assert answer.json()["error"]["param"] == param
+async def test_what_cannot_be_tokenized_is_refused_by_name(gateway: RunningGateway) -> None:
+    for path, body, param in REFUSED:
+        answer = await post(gateway, path, body)
+        assert answer.status_code == (404 if param == "model" else 400), body
+        assert answer.json()["error"]["param"] == param
 
 
 async def test_tokenizing_needs_the_key_that_requests_need(redis_url: str, pool: str, tmp_path: Path) -> None:

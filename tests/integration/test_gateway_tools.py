@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import openai
 import pytest
+from pydantic import BaseModel
 
 from inflight import AsyncClient, Completion, ToolCall
 from inflight.v1 import inference_pb2
@@ -185,6 +187,43 @@ async def test_tools_and_choices_become_fields_of_the_router() -> None:
             assert request.output.parts
             assert request.chat.reasoning_effort == "low"
             assert request.chat.thinking_token_budget == 7
+
+
+class Function(BaseModel):
+    """The arguments of `f`."""
+
+    a: str
+
+
+async def test_answers_of_openais_helpers_go_back_as_the_helpers_hold_them() -> None:
+    """With parsed arguments, places in the stream and fields that are null."""
+    asked: dict[str, Any] = {**CHAT, "tools": [openai.pydantic_function_tool(Function, name="f")]}
+    calls = [("f", '{"a": "x"}'), ("f", '{"a": "y"}')]
+    text = "Hm.\n" + written(BY_NAME["hermes"], calls)
+    async with gateway_of(scripted(HERMES, text)) as gateway, gateway.openai() as client:
+        chats = client.chat.completions
+        async with chats.stream(**asked) as stream:
+            streamed = await stream.get_final_completion()
+        for answer in (await chats.create(**asked), await chats.parse(**asked), streamed):
+            message = answer.choices[0].message
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "r"} for call in message.tool_calls or ()]
+            assert len(results) == len(calls)
+            for turn in (message, message.model_dump()):
+                await chats.create(**{**asked, "messages": [*CHAT["messages"], turn, *results]})
+
+
+async def test_responses_of_openais_helpers_go_back_as_the_helpers_hold_them() -> None:
+    tool = {"type": "function", "name": "f", "parameters": Function.model_json_schema(), "strict": True}
+    asked: dict[str, Any] = {"model": "smol", "input": CHAT["messages"], "tools": [tool]}
+    text = "<think>\nI need f.</think>\n\nHm.\n" + written(BY_NAME["hermes"], [("f", '{"a": "x"}')])
+    async with gateway_of(scripted(HERMES, text)) as gateway, gateway.openai() as client:
+        async with client.responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+        for answer in (await client.responses.create(**asked), await client.responses.parse(**asked), streamed):
+            assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+            result = {"type": "function_call_output", "call_id": answer.output[2].call_id, "output": "r"}
+            for items in (answer.output, [item.model_dump() for item in answer.output]):
+                await client.responses.create(**{**asked, "input": [*CHAT["messages"], *items, result]})
 
 
 async def test_reasoning_that_never_ends_is_reasoning_only() -> None:

@@ -1,7 +1,7 @@
 """The requests that Open WebUI 0.12.4 sends to an OpenAI-compatible server, replayed as it makes them.
 
 They are those of a chat in the browser, of a chat whose model has advanced parameters, of the tasks after it (title,
-tags, follow-ups), and of a connection with the API type "Responses".
+tags, follow-ups), of a chat with tools and native function calling, and of a connection with the API type "Responses".
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import httpx2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.cluster import run_cluster, tiny_tokenizer
-from tests.gateways import run_gateway
-from tests.integration.test_gateway import address_of
+from tests.cluster import tiny_tokenizer
+from tests.gateways import RunningGateway, run_gateway
+from tests.integration.test_tools_of_frameworks import ANSWER, CALLS, script
+from tests.unit.scripted_router import ScriptedRouter, serving
 
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none"}
 MESSAGES = [{"role": "system", "content": "t3"}, {"role": "user", "content": "t1 t2"}]
@@ -37,6 +38,20 @@ CHATS: tuple[dict[str, Any], ...] = (
         "logit_bias": {"1": 5},
     },
 )
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Returns the weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "get_time", "description": "", "parameters": {"type": "object", "properties": {}}},
+    },
+]
 TASKS = (
     'Generate a concise title. JSON format: { "title": "your concise title here" }',
     'Generate 1-3 broad tags. JSON format: { "tags": ["tag1", "tag2"] }',
@@ -62,15 +77,48 @@ def read_events(answer: httpx2.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-async def test_calls_of_a_chat_are_answered_in_the_form_that_open_webui_reads(
-    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _chatting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.cluster.tiny_tokenizer", chatting_tokenizer)
-    async with (
-        run_cluster(redis_url, pool) as cluster,
-        run_gateway(address_of(cluster)) as gateway,
-        httpx2.AsyncClient(base_url=f"{gateway.url}/v1", headers=HEADERS, timeout=100) as http,
-    ):
+
+
+def taken_calls(chunks: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """The content, and the calls as Open WebUI adds them up: the first delta of each, to which it appends."""
+    content, calls = "", []
+    for delta in [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]:
+        content += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            known = next((one for one in calls if one["index"] == call["index"]), None)
+            if known is None:
+                calls.append(call)
+            else:
+                known["function"]["name"] += call["function"].get("name", "")
+                known["function"]["arguments"] += call["function"].get("arguments", "")
+    return content, calls
+
+
+async def test_calls_of_tools_come_back_to_the_model_with_their_results() -> None:
+    router = ScriptedRouter(script)
+    with serving(router) as address:
+        async with (
+            run_gateway(address) as gateway,
+            httpx2.AsyncClient(base_url=f"{gateway.url}/v1", headers=HEADERS, timeout=100) as http,
+        ):
+            body: dict[str, Any] = {"stream": True, "model": "smol", "messages": MESSAGES, "tools": TOOLS}
+            content, calls = taken_calls(read_events(await http.post("/chat/completions", json=body)))
+            assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == CALLS
+            # Open WebUI sends the calls as it holds them, each with its place in the stream.
+            turn = {"role": "assistant", "content": content, "tool_calls": calls}
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "noon"} for call in calls]
+            body["messages"] = [*MESSAGES, turn, *results]
+            assert taken_calls(read_events(await http.post("/chat/completions", json=body))) == (ANSWER, [])
+
+
+@pytest.mark.usefixtures("_chatting_cluster")
+async def test_calls_of_a_chat_are_answered_in_the_form_that_open_webui_reads(
+    gateway: RunningGateway, pool: str
+) -> None:
+    async with httpx2.AsyncClient(base_url=f"{gateway.url}/v1", headers=HEADERS, timeout=100) as http:
         models = (await http.get("/models")).json()
         assert [model["id"] for model in models["data"]] == [pool]
 

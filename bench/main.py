@@ -30,6 +30,8 @@ from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, run_in_
 # The first steps of a process allocate, compile and fill caches. These requests bear that cost.
 WARM_UP_VARIANT = -1
 WARM_UP_SCALE = 0.25
+# Far more than are asked for.
+ROUNDS_OF_A_LOAD = 1000
 SOAK_FOLDER = Path("run/bench-soak")
 
 
@@ -44,11 +46,13 @@ async def _compare(options: BenchOptions) -> int:
     console = Console()
     for name in options.workloads:
         planned_workload(options, name, vocabulary_size=1)  # a file that is wrong is found before anything starts
-    num_targets = len(options.modes) + len(options.peers) if options.address is None else 1
+    loads = options.loads()
+    num_runs = options.num_targets * options.rounds * len(options.workloads) * len(loads)
     async with AsyncExitStack() as opened:
-        progress = opened.enter_context(Progress(console, num_targets * options.rounds * len(options.workloads)))
+        progress = opened.enter_context(Progress(console, num_runs))
         started = await start_field(options, opened, progress)
-        sections = [await compare(started, options, name, progress) for name in options.workloads]
+        await warm_up(started, options, progress)
+        sections = [await compare(started, load, name, progress) for name in options.workloads for load in loads]
         report = Report(circumstances(options, started), tuple(sections), options.price_per_hour, options.slo)
     for line in terminal_lines(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -61,12 +65,10 @@ async def _compare(options: BenchOptions) -> int:
 async def compare(started: Field, options: BenchOptions, name: str, progress: Progress) -> Section:
     """Runs everything once per round. Each round begins with another target, so that none is always the first."""
     runs: list[Run] = []
-    warm_up = _warm_up(started, options)
-    for target in list(started.targets):
-        progress.begin(warm_up, f"{target.mode}, warming up")
-        await _run(started, target, warm_up, 0, progress)
+    # Other token ids for each load, too: none finds the KV of another in a prefix cache.
+    first_variant = ROUNDS_OF_A_LOAD * (options.arrivals.concurrency or 0)
     for number in range(1, options.rounds + 1):
-        workload = planned_workload(options, name, started.vocabulary_size, variant=number)
+        workload = planned_workload(options, name, started.vocabulary_size, variant=first_variant + number)
         first = (number - 1) % max(1, len(started.targets))
         for target in [*started.targets[first:], *started.targets[:first]]:
             progress.begin(workload, target.mode)
@@ -90,14 +92,18 @@ async def _run(started: Field, target: Target, workload: Workload, number: int, 
         return None
 
 
-def _warm_up(started: Field, options: BenchOptions) -> Workload:
-    return build_workload(
+async def warm_up(started: Field, options: BenchOptions, progress: Progress) -> None:
+    """Lets every target fill its seats once with requests that are not measured."""
+    workload = build_workload(
         "short",
         vocabulary_size=started.vocabulary_size,
         scale=WARM_UP_SCALE,
         num_requests=options.seats * options.executors,
         variant=WARM_UP_VARIANT,
     )
+    for target in list(started.targets):
+        progress.begin(workload, f"{target.mode}, warming up")
+        await _run(started, target, workload, 0, progress)
 
 
 async def _soak(options: BenchOptions) -> int:

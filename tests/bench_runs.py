@@ -7,7 +7,15 @@ from bench.measures.run import NO_SLO, Outcome, Run, SeatSample, Slo, distributi
 from bench.workloads.generate import build_workload
 
 WORKLOAD = build_workload("mixed", vocabulary_size=1000, scale=0.1, num_requests=3)
-SECONDS = {"inflight": 2.0, "static": 6.0, "engine": 1.6, "vllm": 4.0}
+SECONDS = {
+    "inflight": 2.0,
+    "inflight-interval-8": 1.7,
+    "inflight-int8": 1.0,
+    "static": 6.0,
+    "engine": 1.6,
+    "engine-int8": 0.8,
+    "vllm": 4.0,
+}
 
 
 def finished_run(mode: str, number: int, *errors: str, slo: Slo = NO_SLO) -> Run:

@@ -12,6 +12,7 @@ from bench.report.table import Spread, shown, shown_spread, spread_of
 
 # What the terminal shows of them, and under which names; everything is in the report's files.
 SPEED = "output tokens/s"
+USER_SPEED = "tokens/s per user"
 SHORT_TITLES = {
     SPEED: "tokens/s",
     "TTFT p50 ms": "TTFT p50",
@@ -58,6 +59,7 @@ def _all(report: Report, section: Section) -> list[Figure]:
         Figure("TTFT p99 ms", _of(lambda m: m.ttft_p99_ms), ".0f"),
         Figure("inter-token p50 ms", _of(lambda m: m.inter_token_p50_ms), ".1f"),
         Figure("inter-token p99 ms", _of(lambda m: m.inter_token_p99_ms), ".1f"),
+        Figure(USER_SPEED, _of(lambda m: m.tokens_per_s_per_user), ".1f"),
         Figure("tokens/step", _of(lambda m: m.tokens_per_step), ".2f"),
         Figure("mean seats", _of(lambda m: m.mean_seats), ".2f"),
         Figure("goodput requests/min", _of(lambda m: m.goodput_requests_per_min), ".1f"),

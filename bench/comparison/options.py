@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.measures.run import Slo
@@ -20,6 +21,21 @@ MODES = (*STACK_MODES, ENGINE_MODE)
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """Flags of our executors under which every mode runs once more, as MODE-NAME."""
+
+    name: str
+    flags: tuple[str, ...]
+
+    def mode(self, mode: str) -> str:
+        """Returns the name of a mode with these flags."""
+        return f"{mode}-{self.name}" if self.name else mode
+
+
+PLAIN = Variant("", ())
+
+
+@dataclass(frozen=True, slots=True)
 class BenchOptions:
     """A benchmark. `address` None starts local stacks, one for each of the modes that has one."""
 
@@ -31,9 +47,13 @@ class BenchOptions:
     num_requests: int | None
     seed: int
     arrivals: Arrivals
+    concurrencies: tuple[int, ...]
+    turns: int | None
     seats: int
     executors: int
     executor_args: tuple[str, ...]
+    variants: tuple[Variant, ...]
+    stream_intervals: tuple[int, ...]
     model: str | None
     address: str | None
     slo: Slo
@@ -48,6 +68,25 @@ class BenchOptions:
         """The modes that go through a whole stack."""
         return tuple(mode for mode in self.modes if mode in STACK_MODES)
 
+    @property
+    def num_targets(self) -> int:
+        """How many ways to serve a workload are compared."""
+        if self.address is not None:
+            return len(self.stream_intervals)
+        ours = len(self.stack_modes) * len(self.stream_intervals) + (ENGINE_MODE in self.modes)
+        return ours * (1 + len(self.variants)) + len(self.peers)
+
+    def loads(self) -> list[BenchOptions]:
+        """Returns these options once for each concurrency; themselves where there is none."""
+        return [
+            replace(
+                self,
+                arrivals=Arrivals(None, concurrency),
+                num_requests=self.num_requests if self.turns is None else self.turns * concurrency,
+            )
+            for concurrency in self.concurrencies
+        ] or [self]
+
 
 def parse_options(argv: Sequence[str]) -> BenchOptions:
     """Reads the command line; exits 2 with the option's name where it is wrong."""
@@ -55,21 +94,28 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
     given = parser.parse_args(argv)
     if given.rate is not None and given.concurrency is not None:
         parser.error("argument --rate: an open and a closed loop exclude each other; leave --concurrency out")
+    if given.turns is not None and (given.concurrency is None or given.requests is not None):
+        parser.error("argument --turns: wants --concurrency, and takes the place of --requests")
     peers = tuple(dict.fromkeys(peer for peers in given.peer for peer in peers))
     if given.address is not None and (peers or given.engine_only or ENGINE_MODE in (given.modes or ())):
         parser.error("argument --address: a router elsewhere cannot be compared with an engine here")
+    concurrencies = given.concurrency or ()
     return BenchOptions(
         workloads=given.workload,
         modes=(ENGINE_MODE,) if given.engine_only else given.modes or STACK_MODES,
         peers=peers,
         rounds=given.rounds,
         scale=given.scale,
-        num_requests=given.requests,
+        num_requests=given.requests if given.turns is None else given.turns * max(concurrencies),
         seed=given.seed,
-        arrivals=Arrivals(given.rate, given.concurrency),
+        arrivals=Arrivals(given.rate, None),
+        concurrencies=concurrencies,
+        turns=given.turns,
         seats=given.seats,
         executors=given.executors,
         executor_args=tuple(shlex.split(given.executor_args)),
+        variants=tuple(given.variant),
+        stream_intervals=given.stream_interval,
         model=given.model,
         address=given.address,
         slo=Slo(given.slo_ttft_ms, given.slo_itl_ms),
@@ -107,7 +153,20 @@ def _add_traffic(add: Callable[..., argparse.Action]) -> None:
     add("--requests", type=_positive, metavar="N", help="number of requests; default: the workload's")
     add("--seed", type=int, default=DEFAULT_SEED, metavar="N", help="another seed, other requests of the same shape")
     add("--rate", type=_above_zero, metavar="R", help="open loop: requests arrive as a Poisson process, R per second")
-    add("--concurrency", type=_positive, metavar="N", help="closed loop: N requests under way at any time")
+    add(
+        "--concurrency",
+        type=_positives,
+        metavar="N,…",
+        help="closed loop: N requests under way at any time; each N is measured in turn",
+    )
+    add("--turns", type=_positive, metavar="N", help="with --concurrency: N times as many requests as are under way")
+    add(
+        "--stream-interval",
+        type=_positives,
+        default=(1,),
+        metavar="N,…",
+        help="through a stack: tokens of an event, as `stream_interval` of a request; each N is measured; default: 1",
+    )
     add(
         "--soak",
         type=_positive,
@@ -135,6 +194,14 @@ def _add_targets(add: Callable[..., argparse.Action]) -> None:
     add("--seats", type=_positive, default=8, metavar="N", help="sequences at once, the same everywhere; default: 8")
     add("--executors", type=_positive, default=1, metavar="N", help="executors of a local stack; default: 1")
     add("--executor-args", default="", metavar="FLAGS", help="flags for our executors, as one word")
+    add(
+        "--variant",
+        type=_variant,
+        action="append",
+        default=[],
+        metavar="NAME=FLAGS",
+        help="runs every mode of ours once more with these flags for executors, as MODE-NAME; may be repeated",
+    )
     add("--model", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")
     add("--address", metavar="HOST:PORT", help="router to measure instead of starting local stacks")
 
@@ -195,6 +262,17 @@ def _peer(text: str) -> tuple[PeerChoice, ...]:
         return parse_peer(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _variant(text: str) -> Variant:
+    name, _, flags = text.partition("=")
+    if not re.fullmatch(r"[a-z0-9]+", name) or not flags.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FLAGS with a name of a-z and 0-9")
+    return Variant(name, tuple(shlex.split(flags)))
+
+
+def _positives(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in _split(text))
 
 
 def _positive(text: str) -> int:

@@ -7,16 +7,20 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.comparison.figures import SHORT_TITLES, SPEED, Figure, figures
+from bench.comparison.pareto import pareto_parts
 from bench.comparison.report import (
     BARE_MODE,
     STACK_MODE,
     Report,
     Section,
+    StackCost,
+    engine_of,
+    is_own,
     read_report,
     stack_cost,
     values_of_run,
 )
-from bench.measures.run import Run
+from bench.measures.run import Run, ratio
 from bench.report.charts import Bar, Line, area, bars, figure, percentile_curves, x_axis
 from bench.report.page import Page, Part
 from bench.report.scale import even_scale
@@ -57,7 +61,7 @@ def page_of(values: Mapping[str, Any]) -> Page:
 
 def page(report: Report) -> Page:
     colours = {mode: index for index, mode in enumerate(dict.fromkeys(_modes(report)))}
-    parts = [_part(report, section, colours) for section in report.workloads]
+    parts = [*pareto_parts(report, colours), *(_part(report, section, colours) for section in report.workloads)]
     return Page(report.title, {**report.circumstances, **_objectives(report)}, parts, NOTE)
 
 
@@ -66,7 +70,7 @@ def terminal_lines(report: Report) -> list[str]:
     lines = []
     for section in report.workloads:
         known = [figure for figure in figures(report, section) if figure.title in SHORT_TITLES]
-        header = [f"{section.workload} (times in ms)", *(SHORT_TITLES[figure.title] for figure in known)]
+        header = [f"{section.title} (times in ms)", *(SHORT_TITLES[figure.title] for figure in known)]
         rows = [[mode, *(_short(figure, section, mode) for figure in known)] for mode in section.modes]
         lines += [Table(header, rows).text(), *(sentence.replace("**", "") for sentence in sentences(section))]
     return lines
@@ -78,13 +82,23 @@ def sentences(section: Section) -> list[str]:
     said = [
         f"**{subject} gives {value:.2f} times the output tokens/s of {mode}** (median over the rounds)."
         for mode, value in section.ratios().items()
-        if (subject, mode) != (STACK_MODE, BARE_MODE)
+        if not (subject == STACK_MODE and is_own(mode))
     ]
-    cost = stack_cost(section)
-    if cost is not None:
-        added = "" if cost.added_ttft_ms is None else f"; its TTFT (p50) differs by {cost.added_ttft_ms:+.1f} ms"
-        said.append(f"**The whole stack keeps {100 * cost.speed_ratio:.1f} % of the engine's tokens/s**{added}.")
+    said += [
+        f"**{mode} gives {value:.2f} times the output tokens/s of {peer}**."
+        for mode, peer in section.own_against_peers()
+        if mode not in (STACK_MODE, BARE_MODE) and (value := ratio(section.runs, mode, peer)) is not None
+    ]
+    for mode in section.modes:
+        if is_own(mode) and mode.startswith(STACK_MODE) and (cost := stack_cost(section, mode)) is not None:
+            said.append(_cost_sentence(section, mode, cost))
     return said
+
+
+def _cost_sentence(section: Section, mode: str, cost: StackCost) -> str:
+    stack, bare = ("The whole stack", "the engine") if mode == STACK_MODE else (mode, engine_of(section, mode))
+    added = "" if cost.added_ttft_ms is None else f"; its TTFT (p50) differs by {cost.added_ttft_ms:+.1f} ms"
+    return f"**{stack} keeps {100 * cost.speed_ratio:.1f} % of {bare}'s tokens/s**{added}."
 
 
 def _values_of_section(report: Report, section: Section) -> dict[str, Any]:
@@ -135,7 +149,7 @@ def _part(report: Report, section: Section, colours: Mapping[str, int]) -> Part:
         _seats(section, colours),
     ]
     return Part(
-        section.workload,
+        section.title,
         note=_described(section),
         found=sentences(section),
         table=Table(

@@ -19,6 +19,11 @@ STACK_MODE = "inflight"
 BARE_MODE = "engine"
 
 
+def is_own(mode: str) -> bool:
+    """Returns whether a mode is in-flight batching of ours, with whatever flags."""
+    return mode.partition("-")[0] in (STACK_MODE, BARE_MODE)
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """Runs of one workload, by round. `last_arrival_s` is when its last request was sent."""
@@ -40,6 +45,15 @@ class Section:
     def subject(self) -> str | None:
         """The mode that the others are compared with: ours through the whole stack, ours alone, or the first."""
         return next((mode for mode in (STACK_MODE, BARE_MODE) if mode in self.modes), next(iter(self.modes), None))
+
+    @property
+    def title(self) -> str:
+        """The workload, with the number of requests under way where it is bounded."""
+        return self.workload if self.concurrency is None else f"{self.workload}, {self.concurrency} under way"
+
+    def own_against_peers(self) -> list[tuple[str, str]]:
+        """Returns every mode of ours with every engine of others."""
+        return [(ours, other) for ours in self.modes if is_own(ours) for other in self.modes if not is_own(other)]
 
     def of(self, mode: str) -> tuple[Run, ...]:
         return tuple(run for run in self.runs if run.mode == mode)
@@ -78,7 +92,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        names = [f"*{section.workload}*" for section in self.workloads]
+        names = list(dict.fromkeys(f"*{section.workload}*" for section in self.workloads))
         return f"Workload {names[0]}" if len(names) == 1 else f"Workloads {', '.join(names)}"
 
     def cost(self, measures: Measures) -> float | None:
@@ -100,16 +114,23 @@ def section_of(workload: Workload, runs: Sequence[Run]) -> Section:
     )
 
 
-def stack_cost(section: Section) -> StackCost | None:
-    """Returns the cost of the stack, where both modes were measured in the same rounds."""
-    speed = ratio(section.runs, STACK_MODE, BARE_MODE)
+def stack_cost(section: Section, mode: str = STACK_MODE) -> StackCost | None:
+    """Returns what a stack costs over its engine, where both were measured in the same rounds."""
+    bare = engine_of(section, mode)
+    speed = ratio(section.runs, mode, bare)
     if speed is None:
         return None
     return StackCost(
         speed,
-        _added(section, lambda measures: measures.ttft_p50_ms),
-        _added(section, lambda measures: measures.inter_token_p50_ms),
+        _added(section, mode, bare, lambda measures: measures.ttft_p50_ms),
+        _added(section, mode, bare, lambda measures: measures.inter_token_p50_ms),
     )
+
+
+def engine_of(section: Section, mode: str) -> str:
+    """Returns the engine with the flags of a stack. Its requests may differ, as in the tokens of an event."""
+    same = mode.replace(STACK_MODE, BARE_MODE, 1).partition("-interval-")[0]
+    return same if same in section.modes else BARE_MODE
 
 
 def values_of_run(run: Run) -> dict[str, Any]:
@@ -126,9 +147,9 @@ def read_report(values: Mapping[str, Any]) -> Report:
     return TypeAdapter(Report).validate_python({**values, "workloads": workloads})
 
 
-def _added(section: Section, figure: Callable[[Measures], float | None]) -> float | None:
-    by_round = {mode: {run.round: figure(run.measures) for run in section.of(mode)} for mode in (STACK_MODE, BARE_MODE)}
-    pairs = [(ours, by_round[BARE_MODE].get(number)) for number, ours in by_round[STACK_MODE].items()]
+def _added(section: Section, mode: str, bare_mode: str, figure: Callable[[Measures], float | None]) -> float | None:
+    by_round = {name: {run.round: figure(run.measures) for run in section.of(name)} for name in (mode, bare_mode)}
+    pairs = [(ours, by_round[bare_mode].get(number)) for number, ours in by_round[mode].items()]
     added = spread_of(ours - bare for ours, bare in pairs if ours is not None and bare is not None)
     return None if added is None else added.median
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.comparison.options import ENGINE_MODE, BenchOptions
+from bench.comparison.options import ENGINE_MODE, PLAIN, BenchOptions, Variant
 from bench.peers.catalogue import SOURCES, PeerChoice, peer_environment
 from bench.peers.driver import Setup
 from bench.targets.driven import Driver
@@ -26,28 +26,28 @@ BLOCK_SLACK_TOKENS = 16
 RUN_FOLDER = Path("run")
 
 
-def stack_options(options: BenchOptions, mode: str) -> StackOptions:
+def stack_options(options: BenchOptions, mode: str, variant: Variant = PLAIN) -> StackOptions:
     """Returns the stack of one mode. Everything but the mode is the same, the size of the KV pool included."""
     return StackOptions(
         executors=options.executors,
         model=options.model,
-        executor_args=_executor_flags(options, mode),
-        run_dir=RUN_FOLDER / f"bench-{mode}",
+        executor_args=(*_executor_flags(options, mode), *variant.flags),
+        run_dir=RUN_FOLDER / f"bench-{variant.mode(mode)}",
     )
 
 
-def engine_driver(options: BenchOptions) -> Driver:
+def engine_driver(options: BenchOptions, variant: Variant = PLAIN) -> Driver:
     """Our engine alone, as an executor of a stack would have it."""
     return Driver(
-        mode=ENGINE_MODE,
+        mode=variant.mode(ENGINE_MODE),
         command=(sys.executable, "-m", "bench.targets.engine_driver"),
         environment={
             "GOMP_SPINCOUNT": SPIN_COUNT,
             **os.environ,
             "PYTHONPATH": _with_sources(os.environ.get("PYTHONPATH", "")),
         },
-        setup=_setup(options, options.model or "", _executor_flags(options, "inflight")),
-        log_file=RUN_FOLDER / "bench-engine" / "engine.log",
+        setup=_setup(options, options.model or "", (*_executor_flags(options, "inflight"), *variant.flags)),
+        log_file=RUN_FOLDER / "bench-engine" / f"{variant.mode(ENGINE_MODE)}.log",
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from bench.comparison.options import ENGINE_MODE, BenchOptions
+from bench.comparison.options import ENGINE_MODE, PLAIN, BenchOptions, Variant
 from bench.comparison.progress import Progress
 from bench.comparison.stacks import engine_driver, peer_driver, stack_options
 from bench.peers.catalogue import PeerChoice, missing_words, shortcomings
@@ -19,6 +20,7 @@ from common.machine import num_usable_cores
 from inflight import AsyncClient
 from inflight.catalogue import Model
 from inflight.cli.console import CommandError
+from inflight.cli.doctor import processor
 from inflight.cli.flags import access_of_environment
 from inflight.local.stack import LocalStack
 
@@ -53,12 +55,8 @@ async def start_field(options: BenchOptions, opened: AsyncExitStack, progress: P
         return await _field_elsewhere(options, options.address, opened)
     model = local_model(options.model)
     started = Field(model.name, model.vocabulary_size, peer_modes=tuple(peer.mode for peer in options.peers))
-    for mode in options.stack_modes:
-        progress.say(f"starting the {mode} stack")
-        started.enter(await _start_stack(options, mode, opened))
-    if ENGINE_MODE in options.modes:
-        progress.say("starting the engine alone")
-        started.enter(await opened.enter_async_context(driven(engine_driver(options), options.slo)))
+    for variant in (PLAIN, *options.variants):
+        await _start_ours(options, variant, started, opened, progress)
     for peer in options.peers:
         progress.say(f"starting {peer.mode}")
         try:
@@ -69,6 +67,20 @@ async def start_field(options: BenchOptions, opened: AsyncExitStack, progress: P
     return started
 
 
+async def _start_ours(
+    options: BenchOptions, variant: Variant, started: Field, opened: AsyncExitStack, progress: Progress
+) -> None:
+    for mode in options.stack_modes:
+        progress.say(f"starting the {variant.mode(mode)} stack")
+        for target in await _start_stack(options, mode, variant, opened):
+            started.enter(target)
+    if ENGINE_MODE in options.modes:
+        progress.say(f"starting the {variant.mode(ENGINE_MODE)} alone")
+        target = await opened.enter_async_context(driven(engine_driver(options, variant), options.slo))
+        target.words.update(_words_of(variant))
+        started.enter(target)
+
+
 async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExitStack) -> Field:
     """Returns a router that runs already, under the name of the batching that its executors do."""
     client = await opened.enter_async_context(AsyncClient(address, **access_of_environment()))
@@ -77,7 +89,8 @@ async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExi
     mode = "+".join(sorted({executor.batching for executor in executors})) or "no executor"
     target = StackTarget(mode, address, client, options.slo, {}, {"router": address})
     elsewhere = Field(model.name, model.vocabulary_size)
-    elsewhere.enter(target)
+    for one in target.at_intervals(options.stream_intervals):
+        elsewhere.enter(one)
     return elsewhere
 
 
@@ -88,11 +101,18 @@ async def _only_model(client: AsyncClient) -> Model:
     return models[0]
 
 
-async def _start_stack(options: BenchOptions, mode: str, opened: AsyncExitStack) -> StackTarget:
-    stack = await opened.enter_async_context(LocalStack(stack_options(options, mode)))
+async def _start_stack(options: BenchOptions, mode: str, variant: Variant, opened: AsyncExitStack) -> list[StackTarget]:
+    stack = await opened.enter_async_context(LocalStack(stack_options(options, mode, variant)))
     client = await opened.enter_async_context(AsyncClient(stack.address))
     words = {"engine": f"inflight {metadata.version('inflight')}, 1 router, executors: {options.executors}"}
-    return StackTarget(mode, stack.address, client, options.slo, sessions_of(stack), words)
+    target = StackTarget(
+        variant.mode(mode), stack.address, client, options.slo, sessions_of(stack), words | _words_of(variant)
+    )
+    return target.at_intervals(options.stream_intervals)
+
+
+def _words_of(variant: Variant) -> dict[str, str]:
+    return {"flags": shlex.join(variant.flags)} if variant.flags else {}
 
 
 async def _start_peer(options: BenchOptions, peer: PeerChoice, model: LocalModel, opened: AsyncExitStack) -> Target:
@@ -107,14 +127,14 @@ def circumstances(options: BenchOptions, started: Field) -> dict[str, str]:
     """Under which the figures came about, in words."""
     shape = f"scale {options.scale:g}, seed {options.seed}, rounds: {options.rounds}"
     machine = f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}"
-    here = {} if options.address is not None else {"machine": machine, "torch": metadata.version("torch")}
+    here = {"machine": machine, "processor": processor().text, "torch": metadata.version("torch")}
     targets = {
         target.mode: ", ".join(text if name == "engine" else f"{name}: {text}" for name, text in target.words.items())
         for target in started.targets
     }
     return {
         "model": started.model_name,
-        **here,
+        **({} if options.address is not None else here),
         "seats": str(options.seats),
         "workload": shape,
         **targets,

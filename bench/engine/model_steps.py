@@ -40,15 +40,19 @@ def model_parser(doc: str | None, dtypes: Sequence[str], rounds: int) -> argpars
     return parser
 
 
-def load_native_model(options: argparse.Namespace, instructions: str = "auto") -> PagedModel | None:
-    """Loads the model that the flags of `model_parser` name, for every core; prints why if it has no native forward
-    pass."""
+def load_native_model(
+    options: argparse.Namespace, instructions: str = "auto", weight_dtype: str = ""
+) -> PagedModel | None:
+    """Loads the model that the flags of `model_parser` name, for every core, with weights of their type or another.
+
+    Prints why if it has no native forward pass.
+    """
     torch.set_num_threads(num_usable_cores())
     model = PagedModel.load(
         resolve_model(options.model),
         dtype_name=options.dtype,
         backend_name="cpu",
-        weight_dtype=options.weight_dtype,
+        weight_dtype=weight_dtype or options.weight_dtype,
         instructions=instructions,
     )
     if model.native is None:

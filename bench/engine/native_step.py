@@ -2,15 +2,15 @@
 
 Loads a model, computes steps of some shapes through the native forward pass, and compares the time of each part with
 its limit here: reading its weights or KV once at the measured bandwidth, or its operations at the measured rate of a
-large matrix product, whichever is longer. Prints Markdown. The shapes take turns, so that a disturbance affects all of
-them.
+large matrix product, whichever is longer. The weights have the model's type, and int8 in a second model. Prints
+Markdown. Shapes and types take turns, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +23,17 @@ from executor.cpu.decoder import PARTS, NativeDecoder
 from executor.model.model import PagedModel
 from executor.scheduler.sequence import PlanRow, StepPlan
 from executor.step.batch import StepBatch, pack
+from inflight.cli.doctor import processor
 
 # Larger than caches that belong to this machine alone.
 READ_BYTES = 512 << 20
+# A number in int8 and its share of the scale of 64.
+INT8_BYTES = 1 + 4 / 64
 MATRIX_SIZE = 2048
 SECONDS_OF_RATE = 0.5
+
+
+Times = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +52,16 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a part must do at least: bytes to read, floating-point operations."""
+    """What a part must do at least: bytes to read, operations."""
 
     num_bytes: float
     num_operations: float
+    is_int8: bool = False
 
     def least_s(self, limits: MachineLimits) -> float:
         """The time that it takes at the machine's limits."""
-        return max(self.num_bytes / limits.bytes_per_s, self.num_operations / limits.operations_per_s)
+        rate = limits.int8_operations_per_s if self.is_int8 else limits.operations_per_s
+        return max(self.num_bytes / limits.bytes_per_s, self.num_operations / rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +70,14 @@ class MachineLimits:
 
     bytes_per_s: float
     operations_per_s: float
+    int8_operations_per_s: float
 
 
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), StepShape(1, 512, 512))
 
 
-def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_kv_bytes: int) -> dict[str, Work]:
-    """Returns the least work of the parts that have any to speak of; weights of
-    layers take so many bytes a number, and KV and the head."""
+def part_works(shape: DecoderShape, step: StepShape, element_bytes: int, is_int8: bool) -> dict[str, Work]:
+    """Returns the least work of the parts that have any to speak of; weights of layers may be int8."""
     num_tokens = step.num_sequences * step.num_new
     width, heads, inner = shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size
     kv_width = shape.num_kv_heads * shape.head_dim
@@ -81,13 +89,14 @@ def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_
         "down": (inner * width, num_tokens, shape.num_layers),
         "head": (width * shape.vocabulary_size, step.num_sequences, 1),
     }
-    works = {
-        part: Work(size * layers * (num_kv_bytes if part == "head" else num_weight_bytes), 2.0 * size * rows * layers)
-        for part, (size, rows, layers) in products.items()
-    }
+    works = {}
+    for part, (size, rows, layers) in products.items():
+        rounded = is_int8 and part != "head"
+        num_bytes = INT8_BYTES if rounded else element_bytes
+        works[part] = Work(size * layers * num_bytes, 2.0 * size * rows * layers, rounded)
     mean_context = step.num_context - (step.num_new - 1) / 2
     works["attention"] = Work(
-        step.num_sequences * step.num_context * 2 * kv_width * num_kv_bytes * shape.num_layers,
+        step.num_sequences * step.num_context * 2 * kv_width * element_bytes * shape.num_layers,
         4.0 * num_tokens * mean_context * heads * shape.num_layers,
     )
     return works
@@ -96,46 +105,66 @@ def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_
 def measure_limits(native: NativeDecoder, dtype: torch.dtype) -> MachineLimits:
     """Reads a large buffer on all threads, and multiplies large matrices; the best of some tries."""
     matrix = torch.rand(MATRIX_SIZE, MATRIX_SIZE).to(dtype)
+    integers = torch.randint(-127, 128, (MATRIX_SIZE, MATRIX_SIZE), dtype=torch.int8)
+    return MachineLimits(
+        native.read_bytes_per_s(READ_BYTES),
+        _best_rate(lambda: matrix @ matrix),
+        _best_rate(lambda: torch._int_mm(integers, integers)),
+    )
+
+
+def _best_rate(product: Callable[[], torch.Tensor]) -> float:
     rates = []
     deadline = time.perf_counter() + SECONDS_OF_RATE
     while time.perf_counter() < deadline:
         began = time.perf_counter()
-        matrix @ matrix
+        product()
         rates.append(2 * MATRIX_SIZE**3 / (time.perf_counter() - began))
-    return MachineLimits(native.read_bytes_per_s(READ_BYTES), max(rates))
+    return max(rates)
 
 
-def measure_steps(model: PagedModel, shapes: Sequence[StepShape], rounds: int) -> list[dict[str, float]]:
-    """Median seconds of each part, and of the whole step (`step`), for each shape."""
+def measure_steps(
+    models: Sequence[PagedModel], shapes: Sequence[StepShape], rounds: int
+) -> list[list[dict[str, float]]]:
+    """Median seconds of each part, and of the whole step (`step`), for each model and shape."""
+    for model in models:
+        model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in shapes), BLOCK_SIZE)
+        for kv in model.kv:
+            kv.keys.fill_(0.01)
+            kv.values.fill_(0.01)
+    batches = [batch_of(shape) for shape in shapes]
+    times: list[list[list[Times]]] = [[[] for _ in shapes] for _ in models]
+    for _ in range(rounds + 1):
+        for place, batch in enumerate(batches):
+            for model, measured in zip(models, times, strict=True):
+                measured[place].append(_part_times(model, batch))
+    return [[_medians(one[1:]) for one in of_model] for of_model in times]
+
+
+def _part_times(model: PagedModel, batch: StepBatch) -> Times:
     native = model.native
     assert native is not None
-    batches = [batch_of(shape) for shape in shapes]
-    model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in shapes), BLOCK_SIZE)
-    for kv in model.kv:
-        kv.keys.fill_(0.01)
-        kv.values.fill_(0.01)
-    times: list[list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = [[] for _ in shapes]
-    for _ in range(rounds + 1):
-        for batch, measured in zip(batches, times, strict=True):
-            before, began = native.part_seconds.copy(), time.perf_counter()
-            native.greedy(batch, model.kv)
-            whole = time.perf_counter() - began
-            measured.append(np.append(native.part_seconds - before, whole))
-    medians = [np.median(np.array(measured[1:]), axis=0) for measured in times]
-    return [dict(zip((*PARTS, "step"), median.tolist(), strict=True)) for median in medians]
+    before, began = native.part_seconds.copy(), time.perf_counter()
+    native.greedy(batch, model.kv)
+    whole = time.perf_counter() - began
+    return np.append(native.part_seconds - before, whole)
+
+
+def _medians(times: Sequence[Times]) -> dict[str, float]:
+    return dict(zip((*PARTS, "step"), np.median(np.array(times), axis=0).tolist(), strict=True))
 
 
 def table_of(measured: dict[str, float], works: dict[str, Work], limits: MachineLimits) -> Table:
     """Returns the parts of one shape, and the whole step."""
     rows = [_row(part, measured[part], works[part].least_s(limits) if part in works else None) for part in PARTS]
     whole = _row("**step**", measured["step"], sum(work.least_s(limits) for work in works.values()))
-    return Table(["part", "measured ms", "limit ms", "measured / limit"], [*rows, whole])
+    return Table(["part", "measured ms", "limit ms", "share of the limit"], [*rows, whole])
 
 
 def _row(part: str, measured_s: float, least_s: float | None) -> list[str]:
-    of_limit = None if least_s is None else measured_s / least_s
+    of_limit = None if least_s is None else least_s / measured_s
     limit_ms = None if least_s is None else least_s * 1e3
-    return [part, f"{measured_s * 1e3:.2f}", shown(limit_ms, ".2f"), shown(of_limit, ".2f")]
+    return [part, f"{measured_s * 1e3:.2f}", shown(limit_ms, ".2f"), shown(of_limit, ".0%")]
 
 
 def blocks_of(shape: StepShape) -> int:
@@ -167,20 +196,22 @@ def main(argv: Sequence[str]) -> int:
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=30)
     parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
     options = parser.parse_args(argv)
-    model = load_native_model(options, options.cpu_isa)
-    if model is None:
+    weight_types = tuple(dict.fromkeys((options.weight_dtype, "int8")))
+    models = [load_native_model(options, options.cpu_isa, weight_type) for weight_type in weight_types]
+    loaded = [model for model in models if model is not None]
+    if len(loaded) < len(models):
         return 1
-    assert model.native is not None
-    limits = measure_limits(model.native, model.dtype)
-    measured = measure_steps(model, SHAPES, options.rounds)
-    print(f"- {model.dtype_name}, weights: {options.weight_dtype}; {model.backend_reason}")
+    native = loaded[0].native
+    assert native is not None
+    limits = measure_limits(native, loaded[0].dtype)
+    measured = measure_steps(loaded, SHAPES, options.rounds)
+    print(f"- {processor().text}\n- {loaded[0].dtype_name}; {loaded[0].backend_reason}")
     print(f"- reading memory: {limits.bytes_per_s / 1e9:.1f} GB/s, large matrix product: ", end="")
-    print(f"{limits.operations_per_s / 1e12:.2f} TFLOP/s, measured in the same run\n")
-    element_bytes = model.dtype.itemsize
-    weight_bytes = 1 if options.weight_dtype == "int8" else element_bytes
-    for shape, parts in zip(SHAPES, measured, strict=True):
-        works = part_works(model.native.form.shape, shape, weight_bytes, element_bytes)
-        print(f"## {shape}\n\n{table_of(parts, works, limits).markdown()}\n")
+    print(f"{limits.operations_per_s / 1e12:.2f} TFLOP/s, in int8: {limits.int8_operations_per_s / 1e12:.2f}\n")
+    for place, shape in enumerate(SHAPES):
+        for weight_type, of_model in zip(weight_types, measured, strict=True):
+            works = part_works(native.form.shape, shape, loaded[0].dtype.itemsize, weight_type == "int8")
+            print(f"## {shape}, weights: {weight_type}\n\n{table_of(of_model[place], works, limits).markdown()}\n")
     return 0
 
 

@@ -57,7 +57,10 @@ class SeatSample:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """One run in figures. None is what could not be measured."""
+    """One run in figures. None is what could not be measured.
+
+    Tokens/s of a user are those of its stream after the first token, in the mean over all tokens.
+    """
 
     num_requests: int
     num_failed: int
@@ -73,6 +76,7 @@ class Measures:
     mean_seats: float | None
     slo_fraction: float | None = None
     goodput_requests_per_min: float | None = None
+    tokens_per_s_per_user: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ def measure(
         mean_seats=mean_seats(samples, total_s),
         slo_fraction=len(kept) / len(outcomes) if kept is not None and outcomes else None,
         goodput_requests_per_min=60 * len(kept) / total_s if kept is not None and total_s else None,
+        tokens_per_s_per_user=1e3 * len(gaps_ms) / sum(gaps_ms) if sum(gaps_ms) else None,
     )
 
 

@@ -49,11 +49,13 @@ async def run_workload(
     slo: Slo = NO_SLO,
     sessions: Mapping[str, int] = NO_SESSIONS,
     on_tokens: OnTokens = lambda number: None,
+    stream_interval: int = 1,
 ) -> Run:
     """Runs a workload to its end, sampling the seats meanwhile. `sessions` are those whose processor time counts.
 
-    Where all requests come at once, a request of the benchmark itself holds every executor that is not known to batch
-    in flight, until enough requests wait there. Otherwise a static batch would start with the first request alone.
+    Events have `stream_interval` tokens. Where all requests come at once, a request of the benchmark itself holds every
+    executor that is not known to batch in flight, until enough requests wait there. Otherwise a static batch would
+    start with the first request alone.
     """
     before, times_before = await sample_seats(client, 0.0), await _device_times(client)
     holds = workload.arrives_at_once and await _boards_by_batch(client)
@@ -68,7 +70,10 @@ async def run_workload(
     ended = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         sampling = group.create_task(_sample_until(client, ended, clock))
-        sending = [group.create_task(_send(client, planned, clock, places, on_tokens)) for planned in workload.requests]
+        sending = [
+            group.create_task(_send(client, planned, clock, places, on_tokens, stream_interval))
+            for planned in workload.requests
+        ]
         if gates:
             await _until_crowded(client, min(before.seats_total, len(sending)) + len(gates))
             for gate in gates:
@@ -145,19 +150,26 @@ async def _send(
     clock: Clock,
     places: AbstractAsyncContextManager[None],
     on_tokens: OnTokens,
+    stream_interval: int,
 ) -> Outcome:
     """Sends one request at its time, when there is a place for it, and reads it to the end."""
     await asyncio.sleep(planned.arrival_s)
     async with places:
-        return await _send_now(client, planned, clock, on_tokens)
+        return await _send_now(client, planned, clock, on_tokens, stream_interval)
 
 
-async def _send_now(client: AsyncClient, planned: PlannedRequest, clock: Clock, on_tokens: OnTokens) -> Outcome:
+async def _send_now(
+    client: AsyncClient, planned: PlannedRequest, clock: Clock, on_tokens: OnTokens, stream_interval: int
+) -> Outcome:
     arrivals = TokenTimes(clock())
     error: str | None = None
     try:
         async for delta in client.generate(
-            token_ids=planned.prompt_ids, max_tokens=planned.output_tokens, ignore_eos=True, temperature=0.0
+            token_ids=planned.prompt_ids,
+            max_tokens=planned.output_tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            stream_interval=stream_interval,
         ):
             arrivals.take(clock(), delta.num_tokens)
             on_tokens(delta.num_tokens)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bench.measures.run import Run, Slo
 from bench.targets.load import run_workload
@@ -26,6 +26,14 @@ class StackTarget:
     slo: Slo
     sessions: Mapping[str, int]
     words: dict[str, str]
+    stream_interval: int = 1
+
+    def at_intervals(self, intervals: Sequence[int]) -> list[StackTarget]:
+        """Returns the same stack once for each number of tokens in an event."""
+        return [
+            replace(self, mode=self.mode if number == 1 else f"{self.mode}-interval-{number}", stream_interval=number)
+            for number in intervals
+        ]
 
     async def run(self, workload: Workload, round_number: int, on_tokens: OnTokens) -> Run:
         """Runs a workload to its end."""
@@ -38,6 +46,7 @@ class StackTarget:
                 slo=self.slo,
                 sessions=self.sessions,
                 on_tokens=on_tokens,
+                stream_interval=self.stream_interval,
             )
         except InflightError as error:
             raise TargetError(in_words(error, self.address)) from None

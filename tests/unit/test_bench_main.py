@@ -12,7 +12,7 @@ from rich.console import Console
 from bench.comparison.options import parse_options
 from bench.comparison.progress import Progress, run_line
 from bench.comparison.start import Field, circumstances
-from bench.main import compare, main
+from bench.main import compare, main, warm_up
 from bench.measures.run import Run
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
@@ -28,12 +28,14 @@ class FakeTarget:
     log: list[tuple[str, int]]
     breaks_in: int | None = None
     words: dict[str, str] = field(default_factory=lambda: {"engine": "fake 1", "dtype": "bf16"})
+    workloads: list[Workload] = field(default_factory=list)
 
     async def run(self, workload: Workload, round_number: int, on_tokens: OnTokens) -> Run:
         if round_number == self.breaks_in:
             raise TargetError(f"{self.mode} fell over")
         on_tokens(1)
         self.log.append((self.mode, round_number))
+        self.workloads.append(workload)
         return finished_run(self.mode, round_number)
 
 
@@ -51,7 +53,9 @@ def field_of(*targets: FakeTarget, peers: tuple[str, ...] = ()) -> Field:
 async def test_each_round_begins_with_another_target_and_is_reported_in_one_order() -> None:
     log: list[tuple[str, int]] = []
     started = field_of(FakeTarget("inflight", log), FakeTarget("static", log))
-    found = await compare(started, parse_options(["--rounds", "2", "--requests", "2"]), "short", silent())
+    options = parse_options(["--rounds", "2", "--requests", "2"])
+    await warm_up(started, options, silent())
+    found = await compare(started, options, "short", silent())
     assert log == [("inflight", 0), ("static", 0), ("inflight", 1), ("static", 1), ("static", 2), ("inflight", 2)]
     assert [(run.mode, run.round) for run in found.runs] == [
         ("inflight", 1),
@@ -79,7 +83,20 @@ async def test_peer_that_breaks_is_left_out_and_the_others_go_on() -> None:
 async def test_one_of_ours_that_breaks_ends_the_benchmark() -> None:
     started = field_of(FakeTarget("inflight", [], breaks_in=0))
     with pytest.raises(TargetError, match="inflight fell over"):
-        await compare(started, parse_options(["--requests", "2"]), "short", silent())
+        await warm_up(started, parse_options(["--requests", "2"]), silent())
+    with pytest.raises(TargetError, match="inflight fell over"):
+        await compare(
+            field_of(FakeTarget("inflight", [], breaks_in=1)), parse_options(["--requests", "2"]), "short", silent()
+        )
+
+
+async def test_each_concurrency_is_a_section_whose_requests_no_other_has() -> None:
+    target = FakeTarget("inflight", [])
+    options = parse_options(["--concurrency", "1,4", "--turns", "2", "--rounds", "1"])
+    for load in options.loads():
+        await compare(field_of(target), load, "short", silent())
+    assert [(len(run.requests), run.concurrency) for run in target.workloads] == [(2, 1), (8, 4)]
+    assert target.workloads[0].requests[0].prompt_ids != target.workloads[1].requests[0].prompt_ids
 
 
 def test_circumstances_say_what_each_mode_is() -> None:

@@ -67,6 +67,7 @@ def test_figures_count_from_the_first_send_to_the_last_end() -> None:
         inter_token_p99_ms=30.0,
         tokens_per_step=2.0,
         mean_seats=4.0,
+        tokens_per_s_per_user=50.0,
     )
 
 

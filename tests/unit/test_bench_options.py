@@ -39,6 +39,9 @@ def test_lists_are_split_at_commas() -> None:
         (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, openvino, transformers"),
         (["--peer", "vllm:fast"], "argument --peer: 'fast' is not one of vllm's compiled, eager"),
         (["--rate", "2", "--concurrency", "4"], "argument --rate: an open and a closed loop exclude each other"),
+        (["--turns", "2"], "argument --turns: wants --concurrency"),
+        (["--variant", "int8"], "argument --variant: 'int8' is not NAME=FLAGS"),
+        (["--variant", "a-b=--x 1"], "argument --variant: 'a-b=--x 1' is not NAME=FLAGS"),
         (["--rate", "-1"], "argument --rate: '-1' is not a number above 0"),
         (["--slo-ttft-ms", "soon"], "argument --slo-ttft-ms: 'soon' is not a number above 0"),
         (["--address", "h:1", "--peer", "vllm"], "argument --address: a router elsewhere cannot be compared"),
@@ -82,6 +85,33 @@ def test_flags_for_executors_come_after_ours_so_that_they_win() -> None:
 def test_engine_alone_gets_what_the_executor_of_a_stack_gets() -> None:
     options = parse_options(["--modes", "inflight,engine", "--seats", "4"])
     assert engine_driver(options).setup.arguments == stack_options(options, "inflight").executor_args
+
+
+def test_variant_is_every_mode_of_ours_with_its_flags_last() -> None:
+    options = parse_options(
+        [
+            "--modes",
+            "inflight,engine",
+            "--variant",
+            "int8=--weight-dtype int8",
+            "--stream-interval",
+            "1,8",
+            "--peer",
+            "vllm",
+        ]
+    )
+    plain, int8 = engine_driver(options), engine_driver(options, options.variants[0])
+    assert (plain.mode, int8.mode) == ("engine", "engine-int8")
+    assert int8.setup.arguments == (*plain.setup.arguments, "--weight-dtype", "int8")
+    assert stack_options(options, "inflight", options.variants[0]).executor_args == int8.setup.arguments
+    assert options.num_targets == 7, "per variant a stack at two intervals and an engine; and a peer"
+
+
+def test_turns_follow_the_number_under_way() -> None:
+    options = parse_options(["--concurrency", "1,8", "--turns", "3"])
+    assert [(load.arrivals.concurrency, load.num_requests) for load in options.loads()] == [(1, 3), (8, 24)]
+    assert options.num_requests == 24, "the longest of all requests has to fit"
+    assert parse_options([]).loads() == [parse_options([])]
 
 
 def test_peer_gets_as_many_seats_and_cores_and_room_for_the_longest_request() -> None:

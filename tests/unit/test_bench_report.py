@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -100,6 +101,34 @@ def test_subject_is_compared_with_every_other_mode() -> None:
         "**inflight gives 3.00 times the output tokens/s of static** (median over the rounds).",
         "**inflight gives 2.00 times the output tokens/s of vllm** (median over the rounds).",
     ]
+
+
+def test_variants_are_compared_with_peers_and_with_the_engine_of_their_flags() -> None:
+    assert sentences(section("engine", "engine-int8", "vllm"))[-1] == (
+        "**engine-int8 gives 5.00 times the output tokens/s of vllm**."
+    )
+    kept = sentences(section("inflight", "inflight-interval-8", "inflight-int8", "engine", "engine-int8"))
+    assert [sentence.partition(" of")[0] for sentence in kept] == [
+        "**The whole stack keeps 80.0 %",
+        "**inflight-interval-8 keeps 94.1 %",
+        "**inflight-int8 keeps 80.0 %",
+    ]
+    assert "of engine-int8's tokens/s" in kept[2]
+
+
+def test_several_concurrencies_make_a_pareto_curve() -> None:
+    sections = tuple(replace(section("engine", "vllm"), concurrency=number) for number in (1, 4))
+    curve = page(Report({}, sections))
+    assert [part.title for part in curve.parts] == [
+        "mixed: tokens/s per device against tokens/s per user",
+        "mixed, 1 under way",
+        "mixed, 4 under way",
+    ]
+    text = curve.markdown()
+    assert "| under way | engine, per device | engine, per user | vllm, per device | vllm, per user |" in text
+    assert "| 4 | 358.0 | 61.5 | 143.2 | 61.5 |" in text
+    assert "**engine gives 2.50 to 2.50 times the output tokens/s of vllm** at the same concurrency." in text
+    assert "Pareto curve" in read(curve.html())
 
 
 def test_stack_is_compared_with_its_engine_as_a_cost() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from executor.adapters.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from executor.adapters.weights import AdapterLimits
-from executor.checkpoint.decoder_weights import DecoderShape
+from executor.checkpoint.decoder_weights import DecoderShape, Rope
 from tests.tiny_models import VOCABULARY_SIZE, sizes
 
 TINY = sizes()
@@ -27,9 +27,9 @@ SHAPE = DecoderShape(
     vocabulary_size=VOCABULARY_SIZE,
     norm_epsilon=1e-6,
     attention_scale=0.25,
-    rope_scaling=1.0,
     sliding_windows=(None,) * TINY["num_hidden_layers"],
-    inverse_frequencies=(1.0,) * (TINY["head_dim"] // 2),
+    ropes=(Rope((1.0,) * (TINY["head_dim"] // 2), 1.0),),
+    layer_ropes=(0,) * TINY["num_hidden_layers"],
 )
 LIMITS = AdapterLimits(SHAPE, max_rank=16)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -42,7 +42,7 @@ def config(rank: int = 4, **changes: Any) -> dict[str, Any]:
 def tensors(seed: int, rank: int = 4, targets: tuple[str, ...] = TARGETS) -> dict[str, Tensor]:
     """Returns A and B of the targets in every layer, large enough to change the tokens."""
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    made: dict[str, Tensor] = {}
     for module, (outputs, inputs) in LIMITS.modules():
         if module.rpartition(".")[2] in targets:
             a, b = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)

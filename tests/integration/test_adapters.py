@@ -105,7 +105,7 @@ async def test_replaced_files_serve_no_old_kv(base: Path, tmp_path: Path) -> Non
         # The same prompt again takes the blocks of the adapter, and of no other
         assert await outputs(router, submit_with("again", old_hash)) == [old]
         assert parts.service.status is not None
-        num_hits = parts.service.status.kv.num_hit_tokens
+        num_hits = parts.service.status.kv.hit_tokens
         assert num_hits > 0
         (plain,) = await outputs(router, submit_with("plain"))
         save_adapter(tmp_path / "a", seed=2)
@@ -113,7 +113,7 @@ async def test_replaced_files_serve_no_old_kv(base: Path, tmp_path: Path) -> Non
         parts.service.adapters.look()
         await router.until(lambda: hashes(router)["a"] != old_hash)
         (new,) = await outputs(router, submit_with("new", hashes(router)["a"]))
-        assert parts.service.status.kv.num_hit_tokens == num_hits
+        assert parts.service.status.kv.hit_tokens == num_hits
         assert len({tuple(old), tuple(plain), tuple(new)}) == 3
     async with serving(base, tmp_path) as (_, router):
         assert await outputs(router, submit_with("fresh", hashes(router)["a"])) == [new]
@@ -133,7 +133,8 @@ async def test_unknown_adapter_is_rejected_and_one_that_is_gone_ends_with_an_err
         router.send(submits=[submit_with("gone", hashes(router)["a"])])
         await router.until(lambda: router.of("gone") and router.of("gone")[0].end)
         end = router.of("gone")[0].end
-        assert end is not None and "adapter a cannot be loaded" in end.error
+        assert end is not None
+        assert "adapter a cannot be loaded" in end.error
         assert len((await outputs(router, submit_with("base")))[0]) == LENGTH
 
 

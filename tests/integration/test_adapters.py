@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from common.settings import SettingError
 from executor.engine.gc import GarbageCollection
 from executor.main import Parts, build_executor, load_model
 from executor.settings import ExecutorSettings
@@ -144,3 +145,9 @@ async def test_executor_without_adapters_rejects_them(base: Path) -> None:
         router.send(submits=[submit_with("a", "0" * 64)])
         await router.until(lambda: router.rejected)
         assert router.rejected[0].detail == "adapter_hash: this executor serves no adapters"
+
+
+def test_forward_pass_of_transformers_refuses_an_adapter_folder(base: Path, tmp_path: Path) -> None:
+    settings = ExecutorSettings(model=str(base), device="cpu", forward="transformers", adapter_folder=tmp_path)
+    with torch_threads(2), pytest.raises(SettingError, match="needs the native forward pass on a CPU"):
+        load_model(settings)

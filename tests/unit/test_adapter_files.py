@@ -122,7 +122,11 @@ def test_folder_follows_its_files_and_leaves_out_what_is_broken(
     (good,) = folder.look()
     assert folder.look() == (good,)
     assert (good.name, good.rank, len(good.hash)) == ("good", 4, 64)
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["bad name", "dora", "half"]
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [
+        "bad name",
+        "dora",
+        "half",
+    ]
 
     # When files come, change and go
     save_adapter(tmp_path / "half", seed=2)

@@ -32,6 +32,9 @@ from common.rpc.tls import TlsFiles
 from common.settings import SettingError, describe, load
 from common.telemetry.logs import start_logging
 from common.telemetry.tracing import Tracing, open_tracing
+from executor.adapters.folder import AdapterFolder
+from executor.adapters.store import AdapterStore
+from executor.adapters.weights import AdapterLimits
 from executor.attention.gpu_host_tier import staging_bytes
 from executor.checkpoint.files import GenerationDefaults
 from executor.engine.engine import Engine
@@ -81,6 +84,7 @@ class Loaded:
     model: PagedModel
     num_blocks: int
     limits: SchedulerLimits
+    adapters: AdapterStore | None = None
 
 
 def main(argv: SequenceOf[str]) -> int:
@@ -122,6 +126,7 @@ def load_model(settings: ExecutorSettings) -> Loaded:
     )
     if settings.speculation != "off" and (model.device.type != "cpu" or model.gpu_decoder is not None):
         raise SettingError(f"speculation={settings.speculation} needs a CPU; on {model.device} it must be off")
+    adapters = _adapters(settings, model)
     limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(
         _kv_budget(settings, model, limits),
@@ -149,7 +154,32 @@ def load_model(settings: ExecutorSettings) -> Loaded:
     )
     if limits.num_host_blocks:
         log.info("%d KV blocks of host memory for preempted sequences", limits.num_host_blocks)
-    return Loaded(source, model, num_blocks, limits)
+    return Loaded(source, model, num_blocks, limits, adapters)
+
+
+def _adapters(settings: ExecutorSettings, model: PagedModel) -> AdapterStore | None:
+    """Makes the adapter slots, before the KV pool is sized, and reads the adapters."""
+    if settings.adapter_folder is None:
+        return None
+    what = f"adapter_folder={settings.adapter_folder}"
+    native = model.native
+    if native is None:
+        raise SettingError(
+            f"{what} needs the native forward pass on a CPU, and this model runs with that of "
+            f"{'a GPU' if model.gpu_decoder is not None else 'transformers'} on {model.device} ({model.backend_name})"
+        )
+    if not settings.adapter_folder.is_dir():
+        raise SettingError(f"{what} is not a folder")
+    num_slots, max_rank = settings.max_adapters, settings.max_adapter_rank
+    num_bytes, free_bytes = num_slots * native.adapter_slot_bytes(max_rank), num_available_memory_bytes()
+    if free_bytes is not None and num_bytes > free_bytes:
+        raise SettingError(
+            f"max_adapters={num_slots} of max_adapter_rank={max_rank} need {num_bytes} bytes and {free_bytes} are free"
+        )
+    native.reserve_adapters(num_slots, max_rank)
+    log.info("%d adapter slots for ranks up to %d take %d bytes", num_slots, max_rank, num_bytes)
+    folder = AdapterFolder(settings.adapter_folder, AdapterLimits(native.form.shape, max_rank))
+    return AdapterStore(folder, num_slots, native.load_adapter)
 
 
 def _kv_budget(settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits) -> KvBudget:
@@ -251,6 +281,8 @@ async def run_executor(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles
         asyncio.create_task(_watch(parts, signals, settings.watchdog_s), name="watchdog"),
         asyncio.create_task(parts.failed.wait(), name="failure"),
     ]
+    if loaded.adapters is not None:
+        work.append(asyncio.create_task(loaded.adapters.follow(), name="adapters"))
     if tls is not None:
         work.append(asyncio.create_task(tls.follow(), name="certificates"))
     await parts.server.set_serving(True)
@@ -308,7 +340,9 @@ def build_executor(
     grammars = GrammarCompiler(
         functools.partial(load_tokenizer, loaded.source), description.vocabulary_size, description.eos_token_ids
     )
-    service = ExecutorService(own_identity, engine, retention, tracing=tracing, grammars=grammars)
+    service = ExecutorService(
+        own_identity, engine, retention, tracing=tracing, grammars=grammars, adapters=loaded.adapters
+    )
     server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     http = HttpPort(Starlette(routes=[metrics_route(executor_metrics(service))])) if settings.http_listen else None
@@ -410,6 +444,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         kv_cache_dtype=loaded.model.kv_cache_dtype_name,
         device=str(loaded.model.device),
         host_blocks=limits.num_host_blocks,
+        num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
     )
     targets = InterTokenTargets(
         settings.inter_token_target_interactive_ms,
@@ -418,7 +453,14 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
     )
     eos_token_ids = frozenset(model.eos_token_ids)
     max_drafts = 0 if settings.speculation == "off" else settings.speculation_max_drafts
-    submission = SubmissionLimits(limits.context_length, model.vocabulary_size, eos_token_ids, targets, max_drafts)
+    submission = SubmissionLimits(
+        limits.context_length,
+        model.vocabulary_size,
+        eos_token_ids,
+        targets,
+        max_drafts,
+        description.num_adapter_slots,
+    )
     return Identity(description, submission)
 
 

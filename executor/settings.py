@@ -56,6 +56,17 @@ class ExecutorSettings(ProcessSettings):
     cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "native"] = Field(
         "auto", description="instruction set of the CPU kernels; auto: the best that the processor supports"
     )
+    adapter_folder: Path | None = Field(
+        None,
+        description="folder of LoRA adapters: each sub-folder with adapter_config.json and adapter_model.safetensors "
+        "is one, named by the sub-folder; read again when files change; CPU only; empty: none",
+    )
+    max_adapters: int = Field(
+        8, ge=1, le=1024, description="adapters in memory at once, for each of which a slot is reserved at the start"
+    )
+    max_adapter_rank: int = Field(
+        64, ge=1, le=512, description="maximum rank of an adapter, which decides the size of a slot"
+    )
     batching: Literal["inflight", "static"] = Field(
         "inflight",
         description="inflight: sequences join and leave the batch at every step; static: a new batch starts when "

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
 from executor.cpu.logits import NativeRows, address
@@ -129,6 +130,23 @@ class NativeDecoder:
             seconds.append(time.perf_counter() - began)
         return num_bytes / min(seconds)
 
+    def adapter_slot_bytes(self, max_rank: int) -> int:
+        """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
+        return int(self._calls.inflight_decoder_adapter_slot_bytes(self._decoder, max_rank))
+
+    def reserve_adapters(self, num_slots: int, max_rank: int) -> None:
+        """Makes the adapter slots, once."""
+        if self._calls.inflight_decoder_reserve_adapters(self._decoder, num_slots, max_rank):
+            raise MemoryError(f"not enough memory for {num_slots} adapter slots")
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """Packs an adapter into a slot. Steps may run meanwhile, but none of a sequence whose adapter was in this
+        slot."""
+        matrices = [_adapter_matrix(matrix, self.form.dtype) for layer in weights.layers for matrix in layer]
+        entries = (_AdapterMatrix * len(matrices))(*(entry for entry, _ in matrices))
+        if self._calls.inflight_decoder_load_adapter(self._decoder, slot, ctypes.addressof(entries)):
+            raise ValueError(f"an adapter of rank {weights.rank} does not fit a slot")
+
     def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
         """Computes the logits `[R, vocabulary]` float32 of the rows that yield a token."""
         logits = torch.empty((batch.logit_rows.shape[0], self.form.shape.vocabulary_size))
@@ -170,6 +188,7 @@ class NativeDecoder:
             keys=(c_void_p * count)(*(layer.keys.data_ptr() for layer in kv)),
             values=(c_void_p * count)(*(layer.values.data_ptr() for layer in kv)),
             is_int8=(c_int64 * count)(*(layer.is_int8 for layer in kv)),
+            adapter_slots=None if batch.adapter_slots is None else batch.adapter_slots.data_ptr(),
             part_seconds=self.part_seconds.ctypes.data,
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
@@ -243,6 +262,14 @@ def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
                 yield index, part, tensor
 
 
+def _adapter_matrix(matrix: AdapterMatrix | None, dtype: torch.dtype) -> tuple[_AdapterMatrix, tuple[Tensor, ...]]:
+    """Returns a matrix as C++ takes it, and the tensors that it points to."""
+    if matrix is None:
+        return _AdapterMatrix(None, None, 0, 0.0, 0.0), ()
+    a, b = matrix.a.to(dtype).contiguous(), matrix.b.to(dtype).contiguous()
+    return _AdapterMatrix(a.data_ptr(), b.data_ptr(), matrix.rank, matrix.scale, 0.0), (a, b)
+
+
 _SHAPE_SIZES = (
     "num_layers",
     "hidden_size",
@@ -266,6 +293,12 @@ class _Shape(ctypes.Structure):
     )
 
 
+class _AdapterMatrix(ctypes.Structure):
+    """`AdapterMatrix` of adapters.h."""
+
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("rank", c_int64), ("scale", c_float), ("padding", c_float))
+
+
 class _Step(ctypes.Structure):
     """`DecoderStep` of decoder.h."""
 
@@ -275,7 +308,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
         ("is_int8", ctypes.POINTER(c_int64)),
         *((name, c_void_p) for name in ("logits", "greedy_ids", "processed", "banned_ids", "banned_starts")),
-        ("part_seconds", c_void_p),
+        *((name, c_void_p) for name in ("adapter_slots", "part_seconds")),
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
     )
 
@@ -287,6 +320,12 @@ def _declared(library: Any) -> Any:
     library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
     library.inflight_decoder_matrix_bytes.restype = c_int64
     library.inflight_decoder_matrix_bytes.argtypes = (c_void_p,)
+    library.inflight_decoder_adapter_slot_bytes.restype = c_int64
+    library.inflight_decoder_adapter_slot_bytes.argtypes = (c_void_p, c_int64)
+    library.inflight_decoder_reserve_adapters.restype = c_int64
+    library.inflight_decoder_reserve_adapters.argtypes = (c_void_p, c_int64, c_int64)
+    library.inflight_decoder_load_adapter.restype = c_int64
+    library.inflight_decoder_load_adapter.argtypes = (c_void_p, c_int64, c_void_p)
     library.inflight_read_memory.restype = c_int64
     library.inflight_read_memory.argtypes = (c_void_p, c_void_p, c_int64)
     library.inflight_decoder_step.restype = c_int64

@@ -1,5 +1,6 @@
 #include "decoder.h"
 
+#include "adapters.h"
 #include "decoder_weights.h"
 #include "greedy.h"
 #include "row_ops.h"
@@ -12,6 +13,9 @@ class Decoder {
     virtual int64_t matrix_bytes() const = 0;
     virtual void pack(int64_t layer, int64_t part, const void* numbers) = 0;
     virtual void step(Pool& pool, const DecoderStep& step) = 0;
+    virtual int64_t adapter_slot_bytes(int64_t max_rank) const = 0;
+    virtual void reserve_adapters(int64_t num_slots, int64_t max_rank) = 0;
+    virtual bool load_adapter(int64_t slot, const AdapterMatrix* matrices) = 0;
 };
 
 template <class Element, class Factor = Element>
@@ -23,7 +27,8 @@ class DecoderOf final : public Decoder {
         : shape_(shape),
           windows_(shape.sliding_windows, shape.sliding_windows + shape.num_layers),
           frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.head_dim / 2),
-          weights_(shape, stream) {}
+          weights_(shape, stream),
+          adapters_(shape) {}
 
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
@@ -31,6 +36,7 @@ class DecoderOf final : public Decoder {
 
     void step(Pool& pool, const DecoderStep& step) override {
         activations_.reserve(shape_, step.num_tokens);
+        adapted_.begin(shape_, adapters_, step.adapter_slots, step.query_starts, step.num_sequences);
         const auto items =
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
@@ -41,6 +47,12 @@ class DecoderOf final : public Decoder {
             Run(*this, step, items, team).through_layers();
         });
     }
+
+    int64_t adapter_slot_bytes(int64_t max_rank) const override { return adapters_.slot_bytes(max_rank); }
+
+    void reserve_adapters(int64_t num_slots, int64_t max_rank) override { adapters_.reserve(num_slots, max_rank); }
+
+    bool load_adapter(int64_t slot, const AdapterMatrix* matrices) override { return adapters_.load(slot, matrices); }
 
   private:
     static_assert(ProductScratch::TILE_NUMBERS >= TILE_ROWS * MAX_DIM);
@@ -57,6 +69,7 @@ class DecoderOf final : public Decoder {
             : decoder_(decoder),
               shape_(decoder.shape_),
               activations_(decoder.activations_),
+              adapted_(decoder.adapted_),
               step_(step),
               items_(items),
               team_(team),
@@ -70,13 +83,18 @@ class DecoderOf final : public Decoder {
                 const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
                                  step_.is_int8[index] != 0};
                 norm(layer.input_norm, &kv);
-                project_qkv(layer, kv);
+                shrink(QKV, QKV_PRODUCT, index, normed_elements());
+                project_qkv(layer, kv, index);
                 attend_all(kv, decoder_.windows_[index]);
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
-                add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, &layer.gate_up);
+                shrink(OUTPUT, OUTPUT_PRODUCT, index, activations_.attended);
+                add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, ADAPT_OUTPUT, index,
+                            &layer.gate_up);
                 norm(layer.post_attention_norm, nullptr);
-                gate_up(layer);
-                add_product(DOWN, layer.down, activations_.hidden, nullptr,
+                shrink(GATE_UP, GATE_UP_PRODUCT, index, normed_elements());
+                gate_up(layer, index);
+                shrink(DOWN, DOWN_PRODUCT, index, hidden_elements());
+                add_product(DOWN, layer.down, activations_.hidden, nullptr, ADAPT_DOWN, index,
                             index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
                                                           : &decoder_.weights_.head);
             }
@@ -113,6 +131,40 @@ class DecoderOf final : public Decoder {
             phase(part, product.num_tasks, [&](int64_t task) { product.compute(task, scratch_.product, finish); });
         }
 
+        bool has_adapter(int64_t row) const { return !adapted_.is_empty() && adapted_.slot_of(row) >= 0; }
+
+        const AdapterLayer<Element>& adapter_layer(int32_t slot, int64_t index) const {
+            return decoder_.adapters_[slot].layers[index];
+        }
+
+        const Rows<Element>& normed_elements() const {
+            if constexpr (std::is_same_v<Element, Factor>) return activations_.normed;
+            else return adapted_.normed;
+        }
+
+        const Rows<Element>& hidden_elements() const {
+            if constexpr (std::is_same_v<Element, Factor>) return activations_.hidden;
+            else return adapted_.hidden;
+        }
+
+        // Computes x · Aᵀ · scale of the rows that have an adapter, for the product that follows.
+        void shrink(Part part, AdaptedProduct product, int64_t index, const Rows<Element>& rows) {
+            if (adapted_.is_empty()) return;
+            phase(part, adapted_.num_tasks(product), [&](int64_t task) {
+                const auto& group = adapted_.group(product, task);
+                const auto& shrink = adapter_layer(group.slot, index).shrinks[product];
+                const int64_t panel = adapted_.panel(product, task);
+                if (panel < shrink.num_panels)
+                    shrink_group<Element>(shrink, panel, rows, adapted_.rows(group), group.count, adapted_.low);
+            });
+        }
+
+        // Adds the adapter's part of `count` columns of a matrix, from column `first` on, to a row's sums.
+        void add_adapter(int64_t row, int64_t index, int matrix, int64_t first, int64_t count, float* sums) {
+            const auto& expand = adapter_layer(adapted_.slot_of(row), index).expands[matrix];
+            add_expanded<Element>(expand, first / LANES, count / LANES, adapted_.low.row(row), sums);
+        }
+
         void embed() {
             const int64_t half = shape_.head_dim / 2, hidden = shape_.hidden_size;
             each_row(EMBED, step_.num_tokens, [&](int64_t row) {
@@ -131,6 +183,8 @@ class DecoderOf final : public Decoder {
         void norm(const float* weight, const LayerKv* kv) {
             each_row(NORM, step_.num_tokens, [&](int64_t row) {
                 norm_residual(activations_.normed, row, weight, row);
+                if constexpr (!std::is_same_v<Element, Factor>)
+                    if (has_adapter(row)) adapted_.normed.put(row, 0, scratch_.product.tile, activations_.width);
                 if (kv != nullptr && step_.slots[row] % LANES == 0) clear_values<Element>(*kv, step_.slots[row]);
             });
         }
@@ -143,13 +197,25 @@ class DecoderOf final : public Decoder {
             to.put(to_row, 0, normed, activations_.width);
         }
 
-        void project_qkv(const Layer<Factor>& layer, const LayerKv& kv) {
+        void project_qkv(const Layer<Factor>& layer, const LayerKv& kv, int64_t index) {
             const int64_t blocks = decoder_.weights_.head_blocks, stride = blocks * BLOCK_COLUMNS;
             product(QKV, layer.qkv, activations_.normed, step_.num_tokens, &layer.output,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                        for (int i = 0; i < num_rows; ++i)
+                        for (int i = 0; i < num_rows; ++i) {
+                            if (has_adapter(row + i)) adapt_head(index, block / blocks, row + i, tile + i * stride);
                             finish_head(layer, kv, block / blocks, row + i, tile + i * stride);
+                        }
                     });
+        }
+
+        void adapt_head(int64_t index, int64_t head, int64_t row, float* sums) {
+            const int64_t dim = shape_.head_dim, kv_head = head - shape_.num_heads;
+            if (kv_head < 0)
+                add_adapter(row, index, ADAPT_QUERY, head * dim, dim, sums);
+            else if (kv_head < shape_.num_kv_heads)
+                add_adapter(row, index, ADAPT_KEY, kv_head * dim, dim, sums);
+            else
+                add_adapter(row, index, ADAPT_VALUE, (kv_head - shape_.num_kv_heads) * dim, dim, sums);
         }
 
         // Adds bias, norm and rotation to a new query, key or value, and stores it.
@@ -213,12 +279,14 @@ class DecoderOf final : public Decoder {
 
         // residual += rows · matrix + bias
         void add_product(Part part, const Matrix<Factor>& matrix, const Rows<Factor>& rows, const float* bias,
-                         const Blocks* after) {
+                         AdaptedMatrix adapted, int64_t index, const Blocks* after) {
             const int64_t num_tokens = step_.num_tokens;
             product(part, matrix, rows, num_tokens, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
                 const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
                 for (int i = 0; i < num_rows; ++i) {
+                    if (has_adapter(row + i))
+                        add_adapter(row + i, index, adapted, first, BLOCK_COLUMNS, tile + i * BLOCK_COLUMNS);
                     float* to = activations_.residual + (row + i) * activations_.width + first;
                     for (int64_t c = 0; c < columns; c += WIDTH) {
                         Floats sum = load(to + c) + load(tile + i * BLOCK_COLUMNS + c);
@@ -229,20 +297,33 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        void gate_up(const Layer<Factor>& layer) {
+        void gate_up(const Layer<Factor>& layer, int64_t index) {
             constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
             product(GATE_UP, layer.gate_up, activations_.normed, step_.num_tokens, &layer.down,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows; ++i) {
                             alignas(64) float hidden[COLUMNS];
-                            const float* gate = tile + i * 2 * COLUMNS;
+                            float* const gate = tile + i * 2 * COLUMNS;
+                            const bool is_adapted = has_adapter(row + i);
+                            if (is_adapted) adapt_gate_up(index, block / 2 * BLOCK_COLUMNS, COLUMNS, row + i, gate);
                             for (int c = 0; c < COLUMNS; c += WIDTH) {
                                 const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
                                 store(hidden + c, gated<Element>(load(both), load(both + BLOCK_COLUMNS)));
                             }
                             activations_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
+                            if constexpr (!std::is_same_v<Element, Factor>)
+                                if (is_adapted)
+                                    adapted_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
                         }
                     });
+        }
+
+        // `sums` are blocks of the gate and of the up projection in turn, from column `first` of both on.
+        void adapt_gate_up(int64_t index, int64_t first, int64_t count, int64_t row, float* sums) {
+            for (int64_t c = 0; c < count; c += BLOCK_COLUMNS, sums += 2 * BLOCK_COLUMNS) {
+                add_adapter(row, index, ADAPT_GATE, first + c, BLOCK_COLUMNS, sums);
+                add_adapter(row, index, ADAPT_UP, first + c, BLOCK_COLUMNS, sums + BLOCK_COLUMNS);
+            }
         }
 
         void head() {
@@ -272,6 +353,7 @@ class DecoderOf final : public Decoder {
         DecoderOf& decoder_;
         const DecoderShape& shape_;
         const Activations<Element, Factor>& activations_;
+        const AdaptedRows<Element, Factor>& adapted_;
         const DecoderStep& step_;
         const std::vector<Item>& items_;
         Team& team_;
@@ -283,7 +365,9 @@ class DecoderOf final : public Decoder {
     const std::vector<int64_t> windows_;
     const std::vector<float> frequencies_;
     PackedWeights<Element, Factor> weights_;
+    AdapterSlots<Element> adapters_;
     Activations<Element, Factor> activations_;
+    AdaptedRows<Element, Factor> adapted_;
     GreedyChoice choice_;
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };
@@ -319,6 +403,23 @@ void inflight_decoder_pack(void* decoder, int64_t layer, int64_t part, const voi
 // Returns the bytes of the weights that a step multiplies with.
 int64_t inflight_decoder_matrix_bytes(void* decoder) {
     return static_cast<inflight::Decoder*>(decoder)->matrix_bytes();
+}
+
+// Returns the bytes of an adapter slot for ranks up to `max_rank`.
+int64_t inflight_decoder_adapter_slot_bytes(void* decoder, int64_t max_rank) {
+    return static_cast<inflight::Decoder*>(decoder)->adapter_slot_bytes(max_rank);
+}
+
+// Makes the adapter slots, once. Returns 0, or 1 if there is not enough memory.
+int64_t inflight_decoder_reserve_adapters(void* decoder, int64_t num_slots, int64_t max_rank) {
+    return inflight::or_out_of_memory(
+        [&] { static_cast<inflight::Decoder*>(decoder)->reserve_adapters(num_slots, max_rank); });
+}
+
+// Loads an adapter into a slot that no step uses: a matrix for each layer and adapted matrix. Returns 0, or 1 if it does
+// not fit the slot. Other slots may be in use meanwhile.
+int64_t inflight_decoder_load_adapter(void* decoder, int64_t slot, const inflight::AdapterMatrix* matrices) {
+    return static_cast<inflight::Decoder*>(decoder)->load_adapter(slot, matrices) ? 0 : 1;
 }
 
 // Returns 0, or 1 if there is not enough memory for the step's tokens.

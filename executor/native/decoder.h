@@ -43,6 +43,7 @@ struct DecoderStep {
     int64_t* greedy_ids;                           // [num_logits], or null; one of the two is not
     const LogitsRow* const* processed;             // [num_logits], for a greedy step; or null, each and all
     const int32_t *banned_ids, *banned_starts;     // of row i: [banned_starts[i], banned_starts[i + 1]); or null
+    const int32_t* adapter_slots;                  // [num_sequences], -1: no adapter; or null, none has one
     double* part_seconds;                          // [NUM_PARTS], added to, or null
     int64_t num_tokens, num_sequences, num_logits, table_stride, block_size;
 };

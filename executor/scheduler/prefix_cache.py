@@ -1,8 +1,8 @@
 """Reuse of KV between sequences with a common prefix, and the prefixes that are being computed.
 
-A full block is identified by a hash over its tokens and all tokens before it, rooted in the sequence's salt. Equal
-hashes mean equal KV. Without the salt a client cannot compute a hash, and so can neither read a block nor probe for it.
-A sequence without a salt takes no part.
+A full block is identified by a hash over its tokens and all tokens before it, rooted in the sequence's salt and the
+content of its adapter. Equal hashes mean equal KV. Without the salt a client cannot compute a hash, and so can neither
+read a block nor probe for it. A sequence without a salt takes no part.
 
 A sequence whose prefix another one is computing waits for the blocks instead of computing them as well. Hashes of
 different salts never match, so a client cannot learn from its own wait what another client computes.
@@ -25,9 +25,9 @@ HASH_BYTES = 32
 LEAST_BLOCKS = 2
 
 
-def root_hash(salt: bytes) -> bytes:
-    """Returns the parent hash of a sequence's first block."""
-    return hashlib.blake2b(salt, digest_size=HASH_BYTES).digest()
+def root_hash(salt: bytes, adapter_hash: bytes = b"") -> bytes:
+    """Returns the parent hash of a sequence's first block. `adapter_hash` is empty without an adapter."""
+    return hashlib.blake2b(salt, key=adapter_hash, digest_size=HASH_BYTES).digest()
 
 
 def block_hash(parent: bytes, token_ids: ReadOnlyList[int]) -> bytes:
@@ -37,11 +37,15 @@ def block_hash(parent: bytes, token_ids: ReadOnlyList[int]) -> bytes:
 
 
 def chain_hashes(
-    token_ids: ReadOnlyList[int], block_size: int, salt: bytes, known: ReadOnlyList[bytes] = ()
+    token_ids: ReadOnlyList[int],
+    block_size: int,
+    salt: bytes,
+    known: ReadOnlyList[bytes] = (),
+    adapter_hash: bytes = b"",
 ) -> list[bytes]:
     """Returns the hashes of all full blocks of `token_ids`. `known` are the first of them, if computed before."""
     hashes = list(known)
-    parent = hashes[-1] if hashes else root_hash(salt)
+    parent = hashes[-1] if hashes else root_hash(salt, adapter_hash)
     for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
         parent = block_hash(parent, token_ids[end - block_size : end])
         hashes.append(parent)
@@ -84,9 +88,14 @@ class PrefixCache:
     def name_blocks(self, sequence: Sequence) -> list[bytes]:
         """Returns the hashes of all full blocks of a sequence that shares. Hashes computed before are reused."""
         assert sequence.cache_salt is not None
-        hashes = chain_hashes(sequence.token_ids, self._pool.block_size, sequence.cache_salt, sequence.block_hashes)
-        sequence.block_hashes = hashes
-        return hashes
+        sequence.block_hashes = chain_hashes(
+            sequence.token_ids,
+            self._pool.block_size,
+            sequence.cache_salt,
+            sequence.block_hashes,
+            sequence.adapter_hash,
+        )
+        return sequence.block_hashes
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Publishes the blocks that computing `[start, end)` has filled. The step must be retired: otherwise a reader
@@ -97,7 +106,8 @@ class PrefixCache:
             return
         for index in range(first, last):
             if index == len(sequence.block_hashes):
-                parent = sequence.block_hashes[-1] if index else root_hash(sequence.cache_salt)
+                root = root_hash(sequence.cache_salt, sequence.adapter_hash)
+                parent = sequence.block_hashes[-1] if index else root
                 filled = sequence.token_ids[index * block_size : (index + 1) * block_size]
                 sequence.block_hashes.append(block_hash(parent, filled))
             self._pool.publish(sequence.block_table[index], sequence.block_hashes[index])

@@ -157,6 +157,9 @@ class Sequence:
     rows and the ones in flight; at least `min(num_computed, num_prompt_tokens - 1)` where the prompt is scored.
 
     A step verifies at most `max_drafts` drafted tokens of it, which its `proposer` drafts.
+
+    `adapter_hash` is the content hash of its LoRA adapter, empty for the base model, and `adapter_slot` the slot that
+    the adapter is in, None until it is loaded. The adapter stays there until the sequence has ended.
     """
 
     request_id: str
@@ -194,11 +197,14 @@ class Sequence:
     constraint: Constraint | None = None
     max_drafts: int = 0
     proposer: Proposer | None = None
+    adapter_hash: bytes = b""
+    adapter_slot: int | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may board: its grammar, if it has one, is compiled."""
-        return self.constraint is None or self.constraint.compiled is not None
+        """Whether it may board: its grammar is compiled and its adapter loaded, as far as it has them."""
+        is_compiled = self.constraint is None or self.constraint.compiled is not None
+        return is_compiled and (not self.adapter_hash or self.adapter_slot is not None)
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,8 @@ import grpc.aio
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from common.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from common.telemetry.tracing import NO_TRACING, Tracing
+from executor.adapters.peft_files import AdapterError
+from executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
 from executor.logits.grammar import GrammarCompiler, GrammarError
@@ -44,6 +46,8 @@ HELLO_TIMEOUT_S = 10.0
 ENTRIES_PER_TURN = 100
 # The router has compiled the grammar before, within its own limit. This one also bounds the wait behind other grammars.
 COMPILE_TIMEOUT_S = 10.0
+# Adapters are loaded one after the other, each in well under a second unless the disk is slow.
+LOAD_TIMEOUT_S = 60.0
 CANCEL_REASONS = {wire: reason for reason, wire in FINISH_REASON_PROTO.items()}
 
 T = TypeVar("T")
@@ -69,10 +73,12 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         tracing: Tracing = NO_TRACING,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self._identity = identity
         self._grammars = grammars
-        # Sequences whose grammar is being compiled.
+        self._adapters = adapters
+        # Sequences whose grammar is being compiled or whose adapter is being loaded.
         self._preparing: dict[Sequence, asyncio.Task[None]] = {}
         self._hello_timeout_s = hello_timeout_s
         self._engine = engine
@@ -80,6 +86,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._placements = PlacementTable(retention or RetentionPolicy(), engine.cancel, time.monotonic, trace=trace)
         self._sessions: set[Session] = set()
         self._reporter = Reporter(self._send_report)
+        if adapters is not None:
+            adapters.on_change = self._reporter.send_now
         self._rates = RecentRates()
         self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)
         # The newest status of the engine.
@@ -100,7 +108,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has something to do. It has not while all sequences wait for their grammars."""
+        """Whether the engine has something to do. It has not while all sequences wait for their grammars or
+        adapters."""
         only_prepares = bool(self.num_held) and self.num_held <= len(self._preparing)
         return self._placements.has_work and not only_prepares
 
@@ -266,17 +275,19 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             sequence = sequence_from_submit(submit, self._identity.limits)
             self._find_grammar(sequence)
+            self._hold_adapter(sequence)
         except SubmissionError as error:
             session.reject(submit.request_id, submit.attempt, error.reason, str(error))
             return
         if not self._placements.offer(sequence, submit, session):
+            self._release_adapters((sequence,))
             stale = executor_pb2.REJECT_REASON_STALE_ATTEMPT
             session.reject(submit.request_id, submit.attempt, stale, "this attempt or a newer one is known")
             return
         self._all_gone.clear()
         self._engine.submit(sequence, submit.deadline_ms if submit.HasField("deadline_ms") else None)
         if not sequence.is_ready:
-            task = asyncio.create_task(self._prepare(sequence), name=f"grammar of {sequence.request_id}")
+            task = asyncio.create_task(self._prepare(sequence), name=f"prepare {sequence.request_id}")
             self._preparing[sequence] = task
             task.add_done_callback(lambda _: self._preparing.pop(sequence, None))
 
@@ -288,10 +299,34 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, "constraint: this executor compiles none")
         sequence.constraint.compiled = self._grammars.find(sequence.constraint.key)
 
+    def _hold_adapter(self, sequence: Sequence) -> None:
+        """Makes the sequence hold its adapter until its end."""
+        if not sequence.adapter_hash or self._adapters is None:
+            return
+        try:
+            self._adapters.hold(sequence)
+        except UnknownAdapterError:
+            text = f"adapter_hash: this executor has no adapter {sequence.adapter_hash.hex()}"
+            raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text) from None
+        except NoSlotError:
+            text = f"sequences hold {self._adapters.num_slots} other adapters, as many as there are slots"
+            raise SubmissionError(executor_pb2.REJECT_REASON_NO_CAPACITY, text) from None
+
+    def _release_adapters(self, ended: Iterable[Sequence]) -> None:
+        if self._adapters is not None:
+            self._adapters.release(ended)
+
     async def _prepare(self, sequence: Sequence) -> None:
-        """Compiles the grammar of a sequence and lets it board; without a grammar it ends with an error."""
-        assert sequence.constraint is not None and self._grammars is not None
-        error = ""
+        """Compiles the grammar of a sequence, loads its adapter and lets it board; without one of them it ends with an
+        error."""
+        errors = await asyncio.gather(self._compile_grammar(sequence), self._load_adapter(sequence))
+        self._engine.prepared(sequence, next(filter(None, errors), ""))
+
+    async def _compile_grammar(self, sequence: Sequence) -> str:
+        """Returns the reason if the grammar cannot be compiled."""
+        if sequence.constraint is None or sequence.constraint.compiled is not None:
+            return ""
+        assert self._grammars is not None
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 compiling = asyncio.wrap_future(self._grammars.compile(sequence.constraint))
@@ -300,13 +335,30 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
                 # Other sequences may wait for the same result.
                 sequence.constraint.compiled = await asyncio.shield(compiling)
         except GrammarError as failure:
-            error = str(failure)
+            return str(failure)
         except TimeoutError:
-            error = f"the grammar of the constraint was not compiled within {COMPILE_TIMEOUT_S:g} s"
+            return f"the grammar of the constraint was not compiled within {COMPILE_TIMEOUT_S:g} s"
         except Exception:
             log.exception("the grammar of %s cannot be compiled", sequence.request_id)
-            error = "the grammar of the constraint cannot be compiled"
-        self._engine.prepared(sequence, error)
+            return "the grammar of the constraint cannot be compiled"
+        return ""
+
+    async def _load_adapter(self, sequence: Sequence) -> str:
+        """Returns the reason if the adapter cannot be loaded."""
+        if not sequence.adapter_hash or sequence.adapter_slot is not None:
+            return ""
+        assert self._adapters is not None
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await self._adapters.load(sequence)
+        except AdapterError as failure:
+            return str(failure)
+        except TimeoutError:
+            return f"the adapter was not loaded within {LOAD_TIMEOUT_S:g} s"
+        except Exception:
+            log.exception("the adapter of %s cannot be loaded", sequence.request_id)
+            return "the adapter cannot be loaded"
+        return ""
 
     def _attach(self, attach: executor_pb2.Attach, session: Session) -> None:
         if session.knows_attach:
@@ -336,6 +388,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     def on_output(self, output: EngineOutput) -> None:
         """Processes the output of one engine iteration. Runs on the event loop's thread."""
         self._placements.publish(output)
+        self._release_adapters(
+            [*(event.sequence for event in output.finished), *(sequence for sequence, _ in output.rejected)]
+        )
         for session in self._sessions:
             session.end_step(output.step)
         if output.finished and self._timer is None:
@@ -352,6 +407,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     def _send_report(self, seq: int, status: EngineStatus) -> None:
         report = report_of(seq, status, self._placements.reported(status.held), self._rates.per_second())
         report.draining = report.draining or not self.takes_work
+        for one in [] if self._adapters is None else self._adapters.states():
+            report.adapters.add(name=one.name, hash=one.hash, rank=one.rank, resident=one.is_resident)
         for session in self._sessions:
             session.report(report)
 

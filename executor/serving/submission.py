@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
@@ -40,6 +41,8 @@ MAX_REQUEST_ID_CHARACTERS = 512
 # Rounded as the protocol's values are.
 MIN_TEMPERATURE = float(np.float32(1e-5))
 
+ADAPTER_HASH = re.compile(r"[0-9a-f]{64}")
+
 # Fields that are not implemented yet must have the value that changes nothing.
 NEUTRAL_SAMPLING = {"typical_p": 1.0}
 
@@ -53,6 +56,7 @@ class SubmissionLimits:
     eos_token_ids: frozenset[int]
     inter_token_targets: InterTokenTargets = field(default_factory=InterTokenTargets)
     max_drafts: int = 0
+    num_adapter_slots: int = 0
 
 
 class SubmissionError(Exception):
@@ -107,7 +111,19 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         processors=_processors(submit.sampling, limits.vocabulary_size),
         constraint=_constraint(submit, limits.eos_token_ids),
         max_drafts=_max_drafts(submit, limits.max_drafts),
+        adapter_hash=_adapter_hash(submit.adapter_hash, limits.num_adapter_slots),
     )
+
+
+def _adapter_hash(digits: str, num_slots: int) -> bytes:
+    if not digits:
+        return b""
+    if not ADAPTER_HASH.fullmatch(digits):
+        raise _invalid("adapter_hash must have 64 lower-case hexadecimal digits")
+    if not num_slots:
+        text = "adapter_hash: this executor serves no adapters"
+        raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text)
+    return bytes.fromhex(digits)
 
 
 def _max_drafts(submit: executor_pb2.Submit, most: int) -> int:

@@ -46,6 +46,8 @@ class StepBatch:
 
     `token_ids[carried_rows[i]]` is not known on the host: it is token `carried_from[i]` of those that the previous step
     sampled (both int64). Until `resolve` it is 0.
+
+    `adapter_slots[S]` int32 are the slots of the sequences' adapters, -1 for none; None if no sequence has one.
     """
 
     token_ids: Tensor
@@ -61,6 +63,7 @@ class StepBatch:
     num_decodes: int
     block_size: int
     target_ids: Tensor = NO_TARGETS
+    adapter_slots: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -102,6 +105,7 @@ class _Rows:
     seats: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int64]
     num_decodes: int
+    adapter_slots: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,14 +184,18 @@ class StepPacker:
             num_decodes=_num_leading_ones(plan),
             block_size=self._block_size,
             target_ids=torch.tensor([i for one in plan.scored for i in one.target_ids]) if plan.scored else NO_TARGETS,
+            adapter_slots=rows.adapter_slots,
         )
 
     def _rows(self, plan: StepPlan) -> _Rows:
         newest = self._newest
         if plan.num_decodes == plan.num_rows == newest.num_decodes and plan.sequences == newest.sequences:
-            return _Rows(plan.sequences, newest.seats, newest.starts + 1, plan.num_decodes)
+            return _Rows(
+                plan.sequences, newest.seats, newest.starts + 1, plan.num_decodes, adapter_slots=newest.adapter_slots
+            )
         seats = np.array([sequence.seat for sequence in plan.sequences], np.int32)
-        return _Rows(plan.sequences, seats, np.array(plan.starts, np.int64), plan.num_decodes)
+        starts = np.array(plan.starts, np.int64)
+        return _Rows(plan.sequences, seats, starts, plan.num_decodes, adapter_slots=_adapter_slots(plan.sequences))
 
     def _carried(self, plan: StepPlan, rows: _Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Returns the rows whose input token the previous step yields, and its index there. Decodes are first: row i is
@@ -231,6 +239,13 @@ def _token_ids(plan: StepPlan, num_carried: int) -> npt.NDArray[np.int64]:
             token_ids += sequence.token_ids[start : start + length]
             token_ids += plan.drafts.get(row, ())
     return np.array(token_ids, np.int64)
+
+
+def _adapter_slots(sequences: list[Sequence]) -> Tensor | None:
+    slots = [sequence.adapter_slot for sequence in sequences]
+    if not any(slot is not None for slot in slots):
+        return None
+    return torch.tensor([-1 if slot is None else slot for slot in slots], dtype=torch.int32)
 
 
 def _num_leading_ones(plan: StepPlan) -> int:

@@ -1,0 +1,80 @@
+"""The folder that adapters are served from: each sub-folder with the files of an adapter is one, named by the folder.
+
+An adapter is read when its files appear or change. One that cannot be served is logged once and left out. While the
+folder itself cannot be read, its adapters stay known.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.followed import FileVersion, version_of
+from executor.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError, parse, read_files
+from executor.adapters.weights import AdapterLimits, AdapterWeights
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+Versions = tuple[FileVersion | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAdapter:
+    """An adapter in the folder, whose files were whole and right when they were read."""
+
+    name: str
+    hash: str
+    rank: int
+    folder: Path
+
+
+class AdapterFolder:
+    """The adapters for one model. `look` and `read` may be slow; one call of `look` at a time."""
+
+    def __init__(self, folder: Path, limits: AdapterLimits) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._known: dict[str, tuple[Versions, KnownAdapter | None]] = {}
+        self._is_readable = True
+
+    def look(self) -> tuple[KnownAdapter, ...]:
+        """Reads what is new or has changed, and returns all adapters by name."""
+        try:
+            folders = sorted(path for path in self._folder.iterdir() if (path / CONFIG_FILE).is_file())
+        except OSError as error:
+            if self._is_readable:
+                log.warning("the adapter folder cannot be read: %s", error)
+            self._is_readable = False
+        else:
+            self._is_readable = True
+            self._known = {path.name: self._look_at(path) for path in folders if not path.name.startswith(".")}
+        return tuple(adapter for _, adapter in self._known.values() if adapter is not None)
+
+    def read(self, adapter: KnownAdapter) -> AdapterWeights:
+        """Reads the weights of an adapter. Raises `AdapterError`, also if its files have changed since."""
+        files = read_files(adapter.folder)
+        if files.hash != adapter.hash:
+            raise AdapterError("its files have changed")
+        return parse(files, self._limits)
+
+    def _look_at(self, folder: Path) -> tuple[Versions, KnownAdapter | None]:
+        versions = tuple(version_of(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+        known = self._known.get(folder.name)
+        if known is not None and known[0] == versions:
+            return known
+        return versions, self._examine(folder)
+
+    def _examine(self, folder: Path) -> KnownAdapter | None:
+        try:
+            if not NAME.fullmatch(folder.name):
+                raise AdapterError("its name may have letters, digits, '.', '_' and '-', and at most 128 of them")
+            files = read_files(folder)
+            adapter = KnownAdapter(folder.name, files.hash, parse(files, self._limits).rank, folder)
+        except AdapterError as error:
+            log.warning("adapter %r is left out: %s", folder.name, error)
+            return None
+        log.info("adapter %s of rank %d: %s", adapter.name, adapter.rank, adapter.hash)
+        return adapter

@@ -1,0 +1,71 @@
+"""The weights of a LoRA adapter, by layer and matrix, and the shapes that they must have.
+
+An adapter changes a weight W to `W + scale * B @ A`, with A `[rank, inputs]` and B `[outputs, rank]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from executor.checkpoint.decoder_weights import DecoderShape
+
+# The names of the matrices in a layer, in the order of adapters.h.
+MATRICES = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterMatrix:
+    """The change of one weight: `a[rank, inputs]` and `b[outputs, rank]`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """For each layer the change of each of MATRICES; None where the adapter has none."""
+
+    layers: tuple[tuple[AdapterMatrix | None, ...], ...]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max((matrix.rank for layer in self.layers for matrix in layer if matrix is not None), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """The model that adapters must be made for, and the largest rank."""
+
+    shape: DecoderShape
+    max_rank: int
+
+    def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yields the module names of the matrices, layer by layer in the order of MATRICES, and the shape
+        `(outputs, inputs)` of each."""
+        shape = self.shape
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        sizes = (
+            *((attention, hidden), (kv, hidden), (kv, hidden), (hidden, attention)),
+            *((inner, hidden), (inner, hidden), (hidden, inner)),
+        )
+        for layer in range(shape.num_layers):
+            for name, size in zip(MATRICES, sizes, strict=True):
+                yield f"model.layers.{layer}.{name}", size

@@ -77,7 +77,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     ) -> None:
         self._identity = identity
         self._grammars = grammars
-        self._adapters = adapters
+        self.adapters = adapters
         # Sequences whose grammar is being compiled or whose adapter is being loaded.
         self._preparing: dict[Sequence, asyncio.Task[None]] = {}
         self._hello_timeout_s = hello_timeout_s
@@ -301,20 +301,20 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     def _hold_adapter(self, sequence: Sequence) -> None:
         """Makes the sequence hold its adapter until its end."""
-        if not sequence.adapter_hash or self._adapters is None:
+        if not sequence.adapter_hash or self.adapters is None:
             return
         try:
-            self._adapters.hold(sequence)
+            self.adapters.hold(sequence)
         except UnknownAdapterError:
             text = f"adapter_hash: this executor has no adapter {sequence.adapter_hash.hex()}"
             raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text) from None
         except NoSlotError:
-            text = f"sequences hold {self._adapters.num_slots} other adapters, as many as there are slots"
+            text = f"sequences hold {self.adapters.num_slots} other adapters, as many as there are slots"
             raise SubmissionError(executor_pb2.REJECT_REASON_NO_CAPACITY, text) from None
 
     def _release_adapters(self, ended: Iterable[Sequence]) -> None:
-        if self._adapters is not None:
-            self._adapters.release(ended)
+        if self.adapters is not None:
+            self.adapters.release(ended)
 
     async def _prepare(self, sequence: Sequence) -> None:
         """Compiles the grammar of a sequence, loads its adapter and lets it board; without one of them it ends with an
@@ -347,10 +347,10 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """Returns the reason if the adapter cannot be loaded."""
         if not sequence.adapter_hash or sequence.adapter_slot is not None:
             return ""
-        assert self._adapters is not None
+        assert self.adapters is not None
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await self._adapters.load(sequence)
+                await self.adapters.load(sequence)
         except AdapterError as failure:
             return str(failure)
         except TimeoutError:
@@ -407,7 +407,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     def _send_report(self, seq: int, status: EngineStatus) -> None:
         report = report_of(seq, status, self._placements.reported(status.held), self._rates.per_second())
         report.draining = report.draining or not self.takes_work
-        for one in [] if self._adapters is None else self._adapters.states():
+        for one in [] if self.adapters is None else self.adapters.states():
             report.adapters.add(name=one.name, hash=one.hash, rank=one.rank, resident=one.is_resident)
         for session in self._sessions:
             session.report(report)

@@ -1,5 +1,5 @@
-"""A row's logits are the same bits alone, behind drafts, in a chunk and in a batch, so that a token does not depend on
-how many others its step computes."""
+"""A row's logits are the same bits alone, behind drafts, in a chunk and in a batch, with an adapter among rows of others
+or none, so that a token does not depend on how many others its step computes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from common.model_source import resolve_model
+from executor.adapters.peft_files import parse, read_files
 from executor.model.model import PagedModel
 from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
 from executor.scheduler.sequence import Sequence as Request
 from executor.step.batch import pack
+from tests.adapter_files import LIMITS, TARGETS, save_adapter, tensors
 from tests.examples import examples
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
-
+NUM_ADAPTERS, MAX_RANK = 3, 16
 
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype_name": "float32"},
@@ -40,10 +42,21 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         loaded = PagedModel.load(resolve_model(str(folder)), device_name="cpu", **FORMS[request.param])
         assert loaded.native is not None
         loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        loaded.native.reserve_adapters(NUM_ADAPTERS, MAX_RANK)
+        for slot in range(NUM_ADAPTERS):
+            # Of different ranks, and one without some of the matrices
+            targets = TARGETS[: 5 + slot]
+            files = save_adapter(
+                folder.parent / f"adapter{slot}",
+                rank=3 + 5 * slot,
+                weights=tensors(slot, 3 + 5 * slot, targets),
+                target_modules=list(targets),
+            )
+            loaded.native.load_adapter(slot, parse(read_files(files), LIMITS))
         yield loaded
 
 
-def sequence_of(number: int, token_ids: Sequence[int], first_block: int) -> Request:
+def sequence_of(number: int, token_ids: Sequence[int], first_block: int, adapter_slot: int | None) -> Request:
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     made = Request(
         f"r{number}",
@@ -55,13 +68,14 @@ def sequence_of(number: int, token_ids: Sequence[int], first_block: int) -> Requ
         num_blocks,
         None,
     )
+    made.adapter_slot = adapter_slot
     made.block_table = list(range(first_block, first_block + num_blocks))
     return made
 
 
-def one_by_one(model: PagedModel, ids: Sequence[int], first_block: int) -> Tensor:
+def one_by_one(model: PagedModel, ids: Sequence[int], first_block: int, adapter_slot: int | None) -> Tensor:
     """Logits `[len(ids), vocabulary]`, each position in a step of its own."""
-    sequence = sequence_of(0, ids, first_block)
+    sequence = sequence_of(0, ids, first_block, adapter_slot)
     return torch.cat([model.forward(pack(plan_of(sequence, i, 1), BLOCK_SIZE)) for i in range(len(ids))])
 
 
@@ -73,20 +87,21 @@ def plan_of(sequence: Request, start: int, num_tokens: int) -> StepPlan:
 @given(
     texts=st.lists(st.lists(st.integers(0, VOCABULARY_SIZE - 1), min_size=2, max_size=60), min_size=1, max_size=5),
     numbers=st.lists(st.integers(0, 8), min_size=5, max_size=5),
+    slots=st.lists(st.sampled_from([None, *range(NUM_ADAPTERS)]), min_size=5, max_size=5),
 )
 def test_row_has_the_same_logits_alone_with_drafts_and_in_a_batch(
-    model: PagedModel, texts: list[list[int]], numbers: list[int]
+    model: PagedModel, texts: list[list[int]], numbers: list[int], slots: list[int | None]
 ) -> None:
     # Given sequences whose last tokens are drafts
     num_drafts = [min(number, len(ids) - 1) for number, ids in zip(numbers, texts, strict=False)]
-    alone = [one_by_one(model, ids, 1) for ids in texts]
+    alone = [one_by_one(model, ids, 1, slot) for ids, slot in zip(texts, slots, strict=False)]
 
     # When the text before is computed in one step, and the drafts of all in another
     known, verifying = [], []
     for i, (ids, number) in enumerate(zip(texts, num_drafts, strict=True)):
         first = len(ids) - number - 1
-        known.append((sequence_of(i, ids, 1 + 5 * i), first))
-        drafting = sequence_of(i, ids, 1 + 5 * i)
+        known.append((sequence_of(i, ids, 1 + 5 * i, slots[i]), first))
+        drafting = sequence_of(i, ids, 1 + 5 * i, slots[i])
         drafting.token_ids = ids[: first + 1]
         verifying.append(PlanRow(drafting, first, number + 1, True, drafts=tuple(ids[first + 1 :])))
     chunks = [PlanRow(sequence, 0, first, True) for sequence, first in known if first]

@@ -107,7 +107,8 @@ async def test_slot_is_given_on_only_when_no_step_in_flight_has_a_row_of_it(stor
     store.release([])
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not loading.done() and len(slots.loads) == 2
+    assert not loading.done()
+    assert len(slots.loads) == 2
     assert resident(store) == {"a", "b"}
 
     first.num_in_flight = 0

@@ -42,7 +42,7 @@ def config(rank: int = 4, **changes: Any) -> dict[str, Any]:
 def tensors(seed: int, rank: int = 4, targets: tuple[str, ...] = TARGETS) -> dict[str, Tensor]:
     """Returns A and B of the targets in every layer, large enough to change the tokens."""
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    made: dict[str, Tensor] = {}
     for module, (outputs, inputs) in LIMITS.modules():
         if module.rpartition(".")[2] in targets:
             a, b = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)

@@ -70,7 +70,11 @@ class AdapterStore:
     async def follow(self) -> None:
         """Polls the folder until cancelled."""
         loop = asyncio.get_running_loop()
-        await poll(lambda: loop.call_soon_threadsafe(self._know, self._folder.look()) and None)
+
+        def look() -> None:
+            loop.call_soon_threadsafe(self._know, self._folder.look())
+
+        await poll(look)
 
     def look(self) -> None:
         """Looks for adapters that came, changed or went."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from common.settings import SettingError
 from executor.engine.gc import GarbageCollection
 from executor.main import Parts, build_executor, load_model
 from executor.settings import ExecutorSettings
@@ -105,7 +106,7 @@ async def test_replaced_files_serve_no_old_kv(base: Path, tmp_path: Path) -> Non
         # The same prompt again takes the blocks of the adapter, and of no other
         assert await outputs(router, submit_with("again", old_hash)) == [old]
         assert parts.service.status is not None
-        num_hits = parts.service.status.kv.num_hit_tokens
+        num_hits = parts.service.status.kv.hit_tokens
         assert num_hits > 0
         (plain,) = await outputs(router, submit_with("plain"))
         save_adapter(tmp_path / "a", seed=2)
@@ -113,7 +114,7 @@ async def test_replaced_files_serve_no_old_kv(base: Path, tmp_path: Path) -> Non
         parts.service.adapters.look()
         await router.until(lambda: hashes(router)["a"] != old_hash)
         (new,) = await outputs(router, submit_with("new", hashes(router)["a"]))
-        assert parts.service.status.kv.num_hit_tokens == num_hits
+        assert parts.service.status.kv.hit_tokens == num_hits
         assert len({tuple(old), tuple(plain), tuple(new)}) == 3
     async with serving(base, tmp_path) as (_, router):
         assert await outputs(router, submit_with("fresh", hashes(router)["a"])) == [new]
@@ -133,7 +134,8 @@ async def test_unknown_adapter_is_rejected_and_one_that_is_gone_ends_with_an_err
         router.send(submits=[submit_with("gone", hashes(router)["a"])])
         await router.until(lambda: router.of("gone") and router.of("gone")[0].end)
         end = router.of("gone")[0].end
-        assert end is not None and "adapter a cannot be loaded" in end.error
+        assert end is not None
+        assert "adapter a cannot be loaded" in end.error
         assert len((await outputs(router, submit_with("base")))[0]) == LENGTH
 
 
@@ -143,3 +145,9 @@ async def test_executor_without_adapters_rejects_them(base: Path) -> None:
         router.send(submits=[submit_with("a", "0" * 64)])
         await router.until(lambda: router.rejected)
         assert router.rejected[0].detail == "adapter_hash: this executor serves no adapters"
+
+
+def test_forward_pass_of_transformers_refuses_an_adapter_folder(base: Path, tmp_path: Path) -> None:
+    settings = ExecutorSettings(model=str(base), device="cpu", forward="transformers", adapter_folder=tmp_path)
+    with torch_threads(2), pytest.raises(SettingError, match="needs the native forward pass on a CPU"):
+        load_model(settings)

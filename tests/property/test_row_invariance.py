@@ -1,5 +1,5 @@
-"""A row's logits are the same bits alone, behind drafts, in a chunk and in a batch, with an adapter among rows of others
-or none, so that a token does not depend on how many others its step computes."""
+"""A row's logits are the same bits alone, behind drafts, in a chunk and in a batch, with an adapter among rows of other
+adapters or none, so that a token does not depend on how many others its step computes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ MODELS: dict[str, PretrainedConfig] = {
 
 
 # Model, adapter and the forms of the weights.
-CASES = (("llama", "all", sorted(FORMS)), ("llama", "regex", ["float32"]), ("qwen3", "patterns", sorted(FORMS)))
+CASES = (("llama", "all", ["float32"]), ("llama", "regex", ["float32"]), ("qwen3", "patterns", sorted(FORMS)))
 
 
 @pytest.fixture

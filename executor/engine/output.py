@@ -22,6 +22,7 @@ class ReportedSequence:
     attempt: int
     reserved_blocks: int
     phase: SequencePhase | None = None
+    adapter_hash: bytes = b""
 
 
 class HeldSequences:
@@ -58,7 +59,7 @@ class HeldSequences:
     def _note(self, sequence: Sequence) -> None:
         phase = self._seating.waiting_phase(sequence)
         self._reported[sequence] = ReportedSequence(
-            sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, phase
+            sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, phase, sequence.adapter_hash
         )
         self._all = None
 

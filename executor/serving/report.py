@@ -193,5 +193,6 @@ def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], 
             attempt=one.attempt,
             reserved_blocks=one.reserved_blocks,
             phase=None if one.phase is None else PHASE_PROTO[one.phase],
+            adapter_hash=one.adapter_hash.hex(),
         )
     return report

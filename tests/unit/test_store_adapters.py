@@ -139,7 +139,7 @@ async def test_request_without_a_slot_is_passed_and_then_gets_an_executor_for_it
     assert await a.placed() == ["other"]
 
 
-async def test_pins_are_restored_from_reports_after_redis_lost_its_data(store_pool: StorePool) -> None:
+async def test_pins_are_restored_from_reports_after_redis_was_emptied(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     held = (HeldSequence("base", 1, 1), HeldSequence("adapted", 3, 1, A))
     await a.store.report(serving(store_pool, held=held))

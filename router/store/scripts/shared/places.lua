@@ -157,6 +157,7 @@ end
 
 -- As `choose_open`, for a request with an adapter. `lowest` is the rank of `best` by `loading_rank`.
 local function choose_with_adapter(request)
+  --@nest
   local best, reserved, lowest
   for _, most in ipairs({MAX_CANDIDATES, MAX_ADAPTER_CANDIDATES}) do
     local roomiest_load

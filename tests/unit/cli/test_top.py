@@ -108,7 +108,8 @@ def test_executor_that_drafts_shows_the_tokens_of_a_draft() -> None:
     assert "tokens/draft" not in drawn(Screen.of(message(plain)))
     shown = drawn(Screen.of(message(drafting)))
     assert "3.5 tokens/draft" in shown
-    assert "25 of 60 drafted tokens accepted, in 10 drafts" in shown
+    selected = drawn(Screen.of(message(drafting)).pressed(DOWN))
+    assert "25 of 60 drafted tokens accepted, in 10 drafts" in selected
 
 
 def test_many_seats_wrap_and_very_many_are_a_bar() -> None:

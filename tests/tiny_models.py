@@ -37,6 +37,6 @@ def save_model(config: PretrainedConfig, folder: Path, seed: int = 0, *, has_ran
         network: Any = AutoModelForCausalLM.from_config(config)
         if has_random_vectors:
             for vector in (weight for weight in network.parameters() if weight.ndim == 1):
-                vector.data += 0.2 * torch.randn_like(vector)
+                vector.requires_grad_(False).add_(0.2 * torch.randn_like(vector))
     network.save_pretrained(str(folder))
     return folder

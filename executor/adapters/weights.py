@@ -58,7 +58,7 @@ class AdapterLimits:
 
     def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Yields the module names of the matrices, layer by layer in the order of MATRICES, and the shape
-        `(outputs, inputs)` of each."""
+        `(outputs, inputs)` of each. Experts have no adapters."""
         shape = self.shape
         hidden, inner = shape.hidden_size, shape.intermediate_size
         attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -68,4 +68,6 @@ class AdapterLimits:
         )
         for layer in range(shape.num_layers):
             for name, size in zip(MATRICES, sizes, strict=True):
+                if shape.num_experts and name.startswith("mlp."):
+                    continue
                 yield f"model.layers.{layer}.{name}", size

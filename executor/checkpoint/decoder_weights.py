@@ -54,10 +54,12 @@ FAMILIES = {
     "GraniteForCausalLM": Family(has_multipliers=True),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
+    "MixtralForCausalLM": Family(),
     "Olmo2ForCausalLM": Family(AFTER),
     "Phi3ForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(),
     "Qwen3ForCausalLM": Family(),
+    "Qwen3MoeForCausalLM": Family(),
 }
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
@@ -76,6 +78,9 @@ class Rope:
 class DecoderShape:
     """Sizes and constants. A window of None is the whole context. `layer_ropes` are indices in `ropes`, which are of
     the same size.
+
+    `intermediate_size` is that of an expert if there are experts. Their weights are the softmax of the router's scores
+    over all experts, or with `normalizes_experts` over those that a token chooses.
 
     A soft cap c makes `c * tanh(x / c)` of scores and logits x; None leaves them. `logit_scale` is applied before.
     """
@@ -98,6 +103,9 @@ class DecoderShape:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    normalizes_experts: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -113,6 +121,9 @@ class LayerWeights:
     `attention_output_norm` and `feed_forward_output_norm` to what they yield. The norms of queries and keys are those
     of one head or, as long as all heads together, of all. `qkv_parts` are the projections of queries, keys and values,
     and `gate_up_parts` those of gate and up: separate, or one that is fused.
+
+    With experts there is a router `[num_experts, hidden_size]`, and `gate_up` and `down` have one dimension more, the
+    experts, in front.
     """
 
     input_norm: Tensor | None
@@ -126,6 +137,7 @@ class LayerWeights:
     gate_up_parts: tuple[Tensor, ...]
     down: Tensor
     feed_forward_output_norm: Tensor | None
+    router: Tensor | None = None
 
     @property
     def qkv(self) -> Tensor:
@@ -195,6 +207,7 @@ def read_decoder(network: PreTrainedModel, layers: Sequence[Layer]) -> DecoderWe
             activation=ACTIVATIONS[getattr(config, family.activation_name)],
             softcap=layers[0].scoring.softcap,
             **_scales(config, family, body),
+            **_experts(body.layers[0].mlp),
         ),
         embedding=body.embed_tokens.weight,
         layers=read,
@@ -212,7 +225,9 @@ def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, la
         return "the soft cap of its scores differs between layers"
     if any(layer.scoring.scale != layers[0].scoring.scale for layer in layers):
         return "the scale of its scores differs between layers"
-    if any(module.mlp.down_proj.bias is not None for module in body.layers):
+    if len({hasattr(module.mlp, "experts") for module in body.layers}) > 1:
+        return "some of its layers have experts and others have not"
+    if any(getattr(_feed_forward(module).down_proj, "bias", None) is not None for module in body.layers):
         return "its feed-forward layers have biases"
     return None if head.bias is None else "its output layer has a bias"
 
@@ -233,6 +248,22 @@ def _scales(config: PretrainedConfig, family: Family, body: Any) -> dict[str, An
     return scales
 
 
+def _experts(mlp: Any) -> dict[str, Any]:
+    """Returns how many experts a layer has, how many of them a token uses, and how they are weighted."""
+    if not hasattr(mlp, "experts"):
+        return {}
+    return {
+        "num_experts": mlp.gate.num_experts,
+        "num_experts_per_token": mlp.gate.top_k,
+        "normalizes_experts": getattr(mlp.gate, "norm_topk_prob", True),
+    }
+
+
+def _feed_forward(module: Any) -> Any:
+    """Returns the module with the weights of a layer's feed-forward layer, or of its experts."""
+    return getattr(module.mlp, "experts", module.mlp)
+
+
 def _read_ropes(rotary: Any, config: PretrainedConfig) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """Returns the rotary embeddings, and which of them each layer uses."""
     if hasattr(rotary, "inv_freq"):
@@ -247,9 +278,8 @@ def _read_rope(rotary: Any, prefix: str) -> Rope:
 
 
 def _read_layer(module: Any, family: Family) -> LayerWeights:
-    attention, mlp, norms = module.self_attn, module.mlp, family.norms
+    attention, feed_forward, norms = module.self_attn, _feed_forward(module), family.norms
     fused = getattr(attention, "qkv_proj", None)
-    gate_up = getattr(mlp, "gate_up_proj", None)
     return LayerWeights(
         input_norm=_norm_weight(module, norms.attention_input, family),
         qkv_parts=(attention.q_proj, attention.k_proj, attention.v_proj) if fused is None else (fused,),
@@ -259,10 +289,21 @@ def _read_layer(module: Any, family: Family) -> LayerWeights:
         output_bias=attention.o_proj.bias,
         attention_output_norm=_norm_weight(module, norms.attention_output, family),
         post_attention_norm=_norm_weight(module, norms.feed_forward_input, family),
-        gate_up_parts=(mlp.gate_proj.weight, mlp.up_proj.weight) if gate_up is None else (gate_up.weight,),
-        down=mlp.down_proj.weight,
+        gate_up_parts=_gate_up_parts(feed_forward),
+        down=_weight(feed_forward.down_proj),
         feed_forward_output_norm=_norm_weight(module, norms.feed_forward_output, family),
+        router=module.mlp.gate.weight if hasattr(module.mlp, "experts") else None,
     )
+
+
+def _gate_up_parts(feed_forward: Any) -> tuple[Tensor, ...]:
+    fused = getattr(feed_forward, "gate_up_proj", None)
+    return (feed_forward.gate_proj.weight, feed_forward.up_proj.weight) if fused is None else (_weight(fused),)
+
+
+def _weight(linear: Any) -> Any:
+    """Returns the weight of a linear layer, or the weights of all experts, which are a parameter themselves."""
+    return getattr(linear, "weight", linear)
 
 
 def _norm_weight(module: Any, name: str | None, family: Family) -> Tensor | None:

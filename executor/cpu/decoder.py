@@ -55,9 +55,23 @@ class Packed(IntEnum):
     OUTPUT_BIAS = 12
     ATTENTION_OUTPUT_NORM = 13
     FEED_FORWARD_OUTPUT_NORM = 14
+    ROUTER = 15
+    EXPERT_GATE_UP = 16
+    EXPERT_DOWN = 17
 
 
-MATRICES = frozenset({Packed.EMBEDDING, Packed.HEAD, Packed.QKV, Packed.OUTPUT, Packed.GATE_UP, Packed.DOWN})
+MATRICES = frozenset(
+    {
+        Packed.EMBEDDING,
+        Packed.HEAD,
+        Packed.QKV,
+        Packed.OUTPUT,
+        Packed.GATE_UP,
+        Packed.DOWN,
+        Packed.EXPERT_GATE_UP,
+        Packed.EXPERT_DOWN,
+    }
+)
 
 
 class HeadNorms(IntEnum):
@@ -126,7 +140,7 @@ class NativeDecoder:
 
     @property
     def num_matrix_bytes(self) -> int:
-        """Memory of the weights that a step reads: everything but the embedding."""
+        """Memory of the weights that a step reads if it uses all experts: everything but the embedding."""
         return int(self._calls.inflight_decoder_matrix_bytes(self._decoder))
 
     def read_bytes_per_s(self, num_bytes: int, num_tries: int = 5) -> float:
@@ -265,7 +279,8 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
 
 
 def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
-    """Yields everything that is packed: layer, part, numbers. Fused weights are made one at a time."""
+    """Yields everything that is packed: layer (for a matrix of an expert, its index among those of all layers), part,
+    numbers. Fused weights are made one at a time."""
     yield 0, Packed.EMBEDDING, weights.embedding
     yield 0, Packed.HEAD, weights.head
     yield 0, Packed.FINAL_NORM, weights.final_norm
@@ -273,8 +288,6 @@ def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
         optional = (
             (Packed.QKV, layer.qkv),
             (Packed.OUTPUT, layer.output),
-            (Packed.GATE_UP, layer.gate_up),
-            (Packed.DOWN, layer.down),
             (Packed.INPUT_NORM, layer.input_norm),
             (Packed.POST_ATTENTION_NORM, layer.post_attention_norm),
             (Packed.QUERY_NORM, layer.query_norm),
@@ -283,10 +296,18 @@ def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
             (Packed.OUTPUT_BIAS, layer.output_bias),
             (Packed.ATTENTION_OUTPUT_NORM, layer.attention_output_norm),
             (Packed.FEED_FORWARD_OUTPUT_NORM, layer.feed_forward_output_norm),
+            (Packed.ROUTER, layer.router),
         )
         for part, tensor in optional:
             if tensor is not None:
                 yield index, part, tensor
+        if layer.router is None:
+            yield index, Packed.GATE_UP, layer.gate_up
+            yield index, Packed.DOWN, layer.down
+            continue
+        for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
+            yield index * weights.shape.num_experts + expert, Packed.EXPERT_GATE_UP, gate_up
+            yield index * weights.shape.num_experts + expert, Packed.EXPERT_DOWN, down
 
 
 def _adapter_matrix(matrix: AdapterMatrix | None, dtype: torch.dtype) -> tuple[_AdapterMatrix, tuple[Tensor, ...]]:
@@ -306,6 +327,9 @@ _SHAPE_SIZES = (
     "intermediate_size",
     "vocabulary_size",
     "rotary_dim",
+    "num_experts",
+    "num_experts_per_token",
+    "normalizes_experts",
 )
 _FORM_FLAGS = ("has_qkv_bias", "has_output_bias", "has_input_norms", "has_output_norms")
 _SHAPE_FACTORS = (

@@ -43,6 +43,8 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
     """Returns why this forward pass cannot run a model of this shape; None if it can."""
     if shape.rotary_dim != shape.head_dim:
         return "its rotary embedding covers a part of each head"
+    if shape.num_experts:
+        return "it has experts"
     return None
 
 

@@ -146,6 +146,7 @@ class PagedModel:
                 dtype,
                 has_int8_weights=weight_dtype == "int8",
                 has_int8_kv=has_int8_kv,
+                routes_by_itself=native.native is not None and native.native.form.shape.num_experts > 0,
             )
         model.free_kv()
         return model

@@ -31,6 +31,8 @@ TOLERANCE_OF_HALF = 0.25
 TOLERANCE_OF_INT8 = 0.5
 # Rounding of keys and values is added. Measured on SmolLM2: 0.04 in float32.
 TOLERANCE_OF_INT8_KV = 0.15
+# Rounding makes routers choose other experts where two are nearly equal. Measured on a model of 2 layers: 0.29.
+TOLERANCE_OF_ROUTING = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,17 @@ def compare(
     *,
     has_int8_weights: bool = False,
     has_int8_kv: bool = False,
+    routes_by_itself: bool = False,
 ) -> None:
-    """Raises `ModelError` if `forward`, with `NUM_BLOCKS` blocks of `BLOCK_SIZE`, yields other logits."""
+    """Raises `ModelError` if `forward`, with `NUM_BLOCKS` blocks of `BLOCK_SIZE`, yields other logits.
+
+    `routes_by_itself`: it does not use the routers of transformers for its experts.
+    """
     long, short = (_sequence(prompt) for prompt in expectation.prompts)
     long.block_table, short.block_table = [3, 1], [2]
     tolerance = TOLERANCE_OF_INT8 if has_int8_weights else TOLERANCE.get(dtype, TOLERANCE_OF_HALF)
     tolerance += TOLERANCE_OF_INT8_KV if has_int8_kv else 0.0
+    tolerance += TOLERANCE_OF_ROUTING if routes_by_itself and dtype != torch.float32 else 0.0
     steps = (
         ((long, 0, CHUNK_TOKENS), (short, 0, SHORT_TOKENS - 1)),
         ((short, SHORT_TOKENS - 1, SHORT_TOKENS), (long, CHUNK_TOKENS, LONG_TOKENS)),

@@ -7,6 +7,8 @@
 
 namespace inflight {
 
+constexpr int64_t NO_LAYER = -1;
+
 class Decoder {
   public:
     virtual ~Decoder() = default;
@@ -31,7 +33,10 @@ class DecoderOf final : public Decoder {
                        shape.inverse_frequencies + shape.num_ropes * shape.rotary_dim / 2),
           rope_scalings_(shape.rope_scalings, shape.rope_scalings + shape.num_ropes),
           weights_(shape, stream),
-          adapters_(shape) {}
+          adapters_(shape),
+          next_places_(shape.num_experts) {
+        groups_.reserve(shape.num_experts);
+    }
 
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
@@ -43,7 +48,7 @@ class DecoderOf final : public Decoder {
         const auto items =
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
-        while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>());
+        while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>(shape_));
         if (step.greedy_ids != nullptr) choice_.begin(step, shape_.vocabulary_size, pool.num_threads());
         pool.run([&](Team& team) {
             const TilesInUse tiles;
@@ -61,8 +66,16 @@ class DecoderOf final : public Decoder {
     static_assert(ProductScratch::TILE_NUMBERS >= TILE_ROWS * MAX_DIM);
 
     struct Scratch {
+        explicit Scratch(const DecoderShape& shape) : scores(shape.num_experts) {
+            products.reserve(shape.num_experts);
+            last_tasks.reserve(shape.num_experts);
+        }
+
         Workspace<Element> attention;
         ProductScratch product;
+        std::vector<float> scores;               // of the experts for a row
+        std::vector<Product<Factor>> products;   // of the experts that have rows, and the end of each one's tasks
+        std::vector<int64_t> last_tasks;
     };
 
     // One thread's part of a step.
@@ -92,8 +105,12 @@ class DecoderOf final : public Decoder {
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
                 shrink(OUTPUT, OUTPUT_PRODUCT, index, activations_.attended);
                 add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
-                            ADAPT_OUTPUT, index, &layer.gate_up);
-                norm(layer.post_attention_norm, nullptr);
+                            ADAPT_OUTPUT, index, layer.router == nullptr ? &layer.gate_up : nullptr);
+                norm(layer.post_attention_norm, nullptr, layer.router);
+                if (layer.router != nullptr) {
+                    add_experts(layer);
+                    continue;
+                }
                 shrink(GATE_UP, GATE_UP_PRODUCT, index, normed_elements());
                 gate_up(layer, index);
                 shrink(DOWN, DOWN_PRODUCT, index, hidden_elements());
@@ -191,10 +208,19 @@ class DecoderOf final : public Decoder {
             return (rope * activations_.capacity + row) * shape_.rotary_dim / 2;
         }
 
-        // Adds to the residual what the last sublayer left in `delta`, normed.
+        // Adds to the residual what the last sublayer left in `delta`: normed, or of all experts of the row.
         void settle(int64_t row) {
-            if (delta_norm_ == nullptr) return;
             float* residual = activations_.residual + row * activations_.width;
+            if (has_expert_rows_) {
+                const Routing& routing = activations_.routing;
+                for (int64_t i = row * routing.num_choices; i < (row + 1) * routing.num_choices; ++i) {
+                    const float* delta = activations_.delta + routing.places[i] * activations_.width;
+                    const float weight = routing.weights[i] * shape_.residual_scale;
+                    for (int64_t c = 0; c < activations_.width; c += WIDTH)
+                        store(residual + c, load(residual + c) + load(delta + c) * weight);
+                }
+            }
+            if (delta_norm_ == nullptr) return;
             norm_row(activations_.delta + row * activations_.width, delta_norm_, shape_.hidden_size,
                      shape_.norm_epsilon, [&](int64_t i, Floats x) {
                          store(residual + i, load(residual + i) + x * shape_.residual_scale);
@@ -202,12 +228,16 @@ class DecoderOf final : public Decoder {
         }
 
         // Norms the residual. Before keys and values are written, clears the groups that begin in this step.
-        void norm(const float* weight, const LayerKv* kv) {
+        // Chooses experts if there is a router.
+        void norm(const float* weight, const LayerKv* kv, const float* router = nullptr) {
             each_row(NORM, step_.num_tokens, [&](int64_t row) {
                 settle(row);
                 norm_residual(activations_.normed, row, weight, row);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (has_adapter(row)) adapted_.normed.put(row, 0, scratch_.product.tile, activations_.width);
+                if (router != nullptr)
+                    activations_.routing.choose(row, scratch_.product.tile, router, activations_.width,
+                                                scratch_.scores, shape_.normalizes_experts);
                 if (kv != nullptr && step_.slots[row] % LANES == 0) clear_values<Element>(*kv, step_.slots[row]);
             });
         }
@@ -335,6 +365,7 @@ class DecoderOf final : public Decoder {
             const int64_t num_tokens = step_.num_tokens;
             const float scale = norm == nullptr ? shape_.residual_scale : 1.0f;
             delta_norm_ = norm;
+            has_expert_rows_ = false;
             product(part, matrix, rows, num_tokens, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
                 const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
@@ -354,32 +385,85 @@ class DecoderOf final : public Decoder {
         }
 
         void gate_up(const Layer<Factor>& layer, int64_t index) {
+            product(GATE_UP, layer.gate_up, activations_.normed, step_.num_tokens, &layer.down,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        activate(index, block, row, num_rows, tile);
+                    });
+        }
+
+        // `index` is the layer whose adapters apply to the rows, or NO_LAYER.
+        void activate(int64_t index, int64_t block, int64_t row, int num_rows, float* tile) {
             if (shape_.has_gelu)
-                gate_up<true>(layer, index);
+                activate<true>(index, block, row, num_rows, tile);
             else
-                gate_up<false>(layer, index);
+                activate<false>(index, block, row, num_rows, tile);
         }
 
         template <bool HAS_GELU>
-        void gate_up(const Layer<Factor>& layer, int64_t index) {
+        void activate(int64_t index, int64_t block, int64_t row, int num_rows, float* tile) {
             constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
-            product(GATE_UP, layer.gate_up, activations_.normed, step_.num_tokens, &layer.down,
-                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                        for (int i = 0; i < num_rows; ++i) {
-                            alignas(64) float hidden[COLUMNS];
-                            float* const gate = tile + i * 2 * COLUMNS;
-                            const bool is_adapted = has_adapter(row + i);
-                            if (is_adapted) adapt_gate_up(index, block / 2 * BLOCK_COLUMNS, COLUMNS, row + i, gate);
-                            for (int c = 0; c < COLUMNS; c += WIDTH) {
-                                const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
-                                store(hidden + c, gated<Element, HAS_GELU>(load(both), load(both + BLOCK_COLUMNS)));
-                            }
-                            activations_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
-                            if constexpr (!std::is_same_v<Element, Factor>)
-                                if (is_adapted)
-                                    adapted_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
-                        }
-                    });
+            for (int i = 0; i < num_rows; ++i) {
+                alignas(64) float hidden[COLUMNS];
+                float* const gate = tile + i * 2 * COLUMNS;
+                const bool is_adapted = index != NO_LAYER && has_adapter(row + i);
+                if (is_adapted) adapt_gate_up(index, block / 2 * BLOCK_COLUMNS, COLUMNS, row + i, gate);
+                for (int c = 0; c < COLUMNS; c += WIDTH) {
+                    const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
+                    store(hidden + c, gated<Element, HAS_GELU>(load(both), load(both + BLOCK_COLUMNS)));
+                }
+                activations_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
+                if constexpr (!std::is_same_v<Element, Factor>)
+                    if (is_adapted) adapted_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
+            }
+        }
+
+        // Leaves in `delta` what each row's experts yield.
+        void add_experts(const Layer<Factor>& layer) {
+            const Routing& routing = activations_.routing;
+            phase(GATE_UP, 1,
+                  [&](int64_t) { routing.group(step_.num_tokens, decoder_.groups_, decoder_.next_places_); });
+            each_row(GATE_UP, step_.num_tokens * routing.num_choices, [&](int64_t i) {
+                activations_.gathered.copy_row(routing.places[i], activations_.normed, i / routing.num_choices);
+            });
+            each_expert(GATE_UP, layer, &FeedForward<Factor>::gate_up, activations_.gathered,
+                        [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                            activate(NO_LAYER, block, row, num_rows, tile);
+                        });
+            each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.hidden,
+                        [&](int64_t block, int64_t row, int num_rows, const float* tile) {
+                            const int64_t first = block * BLOCK_COLUMNS;
+                            const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
+                            for (int i = 0; i < num_rows; ++i)
+                                std::memcpy(activations_.delta + (row + i) * activations_.width + first,
+                                            tile + i * BLOCK_COLUMNS, columns * sizeof *tile);
+                        });
+            delta_norm_ = nullptr;
+            has_expert_rows_ = true;
+        }
+
+        // rows of each expert · its matrix. A task is some blocks of one expert.
+        template <class Finish>
+        void each_expert(Part part, const Layer<Factor>& layer, Matrix<Factor> FeedForward<Factor>::*matrix,
+                         const Rows<Factor>& rows, const Finish& finish) {
+            const auto& groups = decoder_.groups_;
+            auto& products = scratch_.products;
+            auto& last_tasks = scratch_.last_tasks;
+            products.clear();
+            last_tasks.clear();
+            for (const ExpertRows& group : groups) {
+                const Blocks* after = &group == &groups.back() ? nullptr : &(layer.experts[(&group)[1].expert].*matrix);
+                products.emplace_back(layer.experts[group.expert].*matrix, rows.from(group.first, 0), group.num_rows,
+                                      team_.num_threads, decoder_.weights_.stream, after);
+                last_tasks.push_back(products.back().num_tasks + (last_tasks.empty() ? 0 : last_tasks.back()));
+            }
+            phase(part, last_tasks.back(), [&](int64_t task) {
+                const auto index = std::upper_bound(last_tasks.begin(), last_tasks.end(), task) - last_tasks.begin();
+                const int64_t first_task = index == 0 ? 0 : last_tasks[index - 1], first_row = groups[index].first;
+                products[index].compute(task - first_task, scratch_.product,
+                                        [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                                            finish(block, first_row + row, num_rows, tile);
+                                        });
+            });
         }
 
         // `sums` are blocks of the gate and of the up projection in turn, from column `first` of both on.
@@ -393,7 +477,8 @@ class DecoderOf final : public Decoder {
         void head() {
             GreedyChoice* const choice = step_.greedy_ids == nullptr ? nullptr : &decoder_.choice_;
             // Not with the norms below, because a row may yield more than one row of logits.
-            if (delta_norm_ != nullptr) each_row(NORM, step_.num_tokens, [&](int64_t row) { settle(row); });
+            if (delta_norm_ != nullptr || has_expert_rows_)
+                each_row(NORM, step_.num_tokens, [&](int64_t row) { settle(row); });
             each_row(NORM, step_.num_logits, [&](int64_t row) {
                 norm_residual(activations_.last, step_.logit_rows[row], decoder_.weights_.final_norm, row);
                 if (choice != nullptr) choice->mark(team_.thread, row);
@@ -433,7 +518,9 @@ class DecoderOf final : public Decoder {
         Team& team_;
         Scratch& scratch_;
         Clock::time_point last_;
-        const float* delta_norm_ = nullptr;  // of what the last sublayer left in `delta`; null if it left nothing
+        // The norm of what the last sublayer left in `delta`, or whether experts left it; null and false if it is empty.
+        const float* delta_norm_ = nullptr;
+        bool has_expert_rows_ = false;
     };
 
     const DecoderShape shape_;
@@ -444,6 +531,8 @@ class DecoderOf final : public Decoder {
     Activations<Element, Factor> activations_;
     AdaptedRows<Element, Factor> adapted_;
     GreedyChoice choice_;
+    std::vector<ExpertRows> groups_;     // experts that have rows in the current layer
+    std::vector<int64_t> next_places_;   // of each expert
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };
 
@@ -475,7 +564,7 @@ void inflight_decoder_pack(void* decoder, int64_t layer, int64_t part, const voi
     static_cast<inflight::Decoder*>(decoder)->pack(layer, part, numbers);
 }
 
-// Returns the bytes of the weights that a step multiplies with.
+// Returns the bytes of the weights that a step multiplies with, if it uses all experts.
 int64_t inflight_decoder_matrix_bytes(void* decoder) {
     return static_cast<inflight::Decoder*>(decoder)->matrix_bytes();
 }

@@ -15,6 +15,7 @@
 
 #include "arena.h"
 #include "attention.h"
+#include "experts.h"
 #include "logits.h"
 #include "matmul.h"
 #include "pool.h"
@@ -30,7 +31,7 @@ enum HeadNorms { NO_HEAD_NORMS, NORMS_OF_ONE_HEAD, NORMS_OF_ALL_HEADS };
 // decoder.py's `_Shape`, in the same order.
 struct DecoderShape {
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary_size;
-    int64_t rotary_dim, num_ropes;
+    int64_t rotary_dim, num_experts, num_experts_per_token, normalizes_experts, num_ropes;
     int64_t has_qkv_bias, has_output_bias, has_input_norms, has_output_norms, has_gelu;
     int64_t head_norms;                 // HeadNorms
     float norm_epsilon, attention_scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
@@ -70,11 +71,15 @@ struct Activations {
     std::unique_ptr<Arena> arena;
     int64_t width = 0;          // of the residual
     float* residual = nullptr;  // [capacity, width]
-    float* delta = nullptr;     // [capacity, width], what a sublayer yields before its norm; null without such norms
+    // [capacity, width], what a sublayer yields before its norm; or [capacity * num_experts_per_token, width], what
+    // experts yield; or null
+    float* delta = nullptr;
     float *cosines = nullptr, *sines = nullptr;  // [num_ropes, capacity, rotary_dim / 2]
     float* unnormed = nullptr;  // [capacity, (num_heads + num_kv_heads) * head_dim], with norms of all heads
     Rows<Element> queries, attended, last;  // `last` are the rows that yield logits
     Rows<Factor> normed, heads, hidden;  // `heads` are `attended` as factors
+    Routing routing;
+    Rows<Factor> gathered;  // `normed` by expert, as is `hidden` then
 
     void reserve(const DecoderShape& shape, int64_t num_tokens) {
         if (num_tokens <= capacity) return;
@@ -91,7 +96,9 @@ struct Activations {
         const int64_t attention_depth = shape.num_heads * shape.head_dim;
         width = round_up(shape.hidden_size, LANES);
         residual = cursor.take<float>(capacity * width);
-        delta = shape.has_output_norms ? cursor.take<float>(capacity * width) : nullptr;
+        const int64_t num_hidden = capacity * std::max<int64_t>(1, shape.num_experts_per_token);
+        const bool keeps_delta = shape.has_output_norms || shape.num_experts > 0;
+        delta = keeps_delta ? cursor.take<float>(num_hidden * width) : nullptr;
         cosines = cursor.take<float>(shape.num_ropes * capacity * shape.rotary_dim / 2);
         sines = cursor.take<float>(shape.num_ropes * capacity * shape.rotary_dim / 2);
         if (shape.head_norms == NORMS_OF_ALL_HEADS)
@@ -106,7 +113,10 @@ struct Activations {
             heads = take_rows<Factor>(cursor, capacity, attention_depth);
             last = take_rows<Element>(cursor, capacity, shape.hidden_size);
         }
-        hidden = take_rows<Factor>(cursor, capacity, shape.intermediate_size);
+        hidden = take_rows<Factor>(cursor, num_hidden, shape.intermediate_size);
+        if (shape.num_experts == 0) return;
+        gathered = take_rows<Factor>(cursor, num_hidden, shape.hidden_size);
+        routing.place(cursor, capacity, shape.num_experts_per_token);
     }
 };
 

@@ -29,13 +29,24 @@ enum Packed {
     PACK_OUTPUT_BIAS,
     PACK_ATTENTION_OUTPUT_NORM,
     PACK_FEED_FORWARD_OUTPUT_NORM,
+    PACK_ROUTER,
+    PACK_EXPERT_GATE_UP,  // of the expert `layer % num_experts` of a layer, `layer / num_experts`
+    PACK_EXPERT_DOWN,
 };
 
-// Vectors that a model has not are null. The norms are those before and after attention, and before and after the
+template <class Factor>
+struct FeedForward {
+    Matrix<Factor> gate_up, down;
+};
+
+// Vectors that a model has not are null, and matrices empty: a layer has a feed-forward layer, or a router
+// `[num_experts, width]` and experts. The norms are those before and after attention, and before and after the
 // feed-forward layer.
 template <class Factor>
-struct Layer {
-    Matrix<Factor> qkv, output, gate_up, down;
+struct Layer : FeedForward<Factor> {
+    Matrix<Factor> qkv, output;
+    std::vector<FeedForward<Factor>> experts;
+    float* router = nullptr;
     float *input_norm, *attention_output_norm, *post_attention_norm, *feed_forward_output_norm;
     float *query_norm, *key_norm, *qkv_bias, *output_bias;
 };
@@ -65,9 +76,11 @@ class PackedWeights {
 
     int64_t matrix_bytes() const {
         int64_t num_bytes = head.num_blocks * head.block_bytes;
-        for (const Layer<Factor>& layer : layers)
-            for (const Matrix<Factor>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-                num_bytes += matrix->num_blocks * matrix->block_bytes;
+        auto add = [&](const Matrix<Factor>& matrix) { num_bytes += matrix.num_blocks * matrix.block_bytes; };
+        for (const Layer<Factor>& layer : layers) {
+            for (const Matrix<Factor>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) add(*matrix);
+            for (const FeedForward<Factor>& expert : layer.experts) add(expert.gate_up), add(expert.down);
+        }
         return num_bytes;
     }
 
@@ -89,14 +102,15 @@ class PackedWeights {
             case PACK_OUTPUT:
                 pack_matrix(layers[layer].output, numbers, hidden, shape_.num_heads * dim, plain);
                 break;
-            case PACK_GATE_UP:
-                // Blocks of the gate and of the up projection alternate.
-                pack_matrix(layers[layer].gate_up, numbers, 2 * inner, hidden, [&](int64_t column) {
-                    const int64_t index = column % inner;
-                    return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
-                });
-                break;
+            case PACK_GATE_UP: pack_gate_up(layers[layer].gate_up, numbers); break;
             case PACK_DOWN: pack_matrix(layers[layer].down, numbers, hidden, inner, plain); break;
+            case PACK_ROUTER:
+                for (int64_t expert = 0; expert < shape_.num_experts; ++expert)
+                    std::memcpy(layers[layer].router + expert * round_up(hidden, LANES),
+                                static_cast<const float*>(numbers) + expert * hidden, hidden * sizeof(float));
+                break;
+            case PACK_EXPERT_GATE_UP: pack_gate_up(expert_of(layer).gate_up, numbers); break;
+            case PACK_EXPERT_DOWN: pack_matrix(expert_of(layer).down, numbers, hidden, inner, plain); break;
             default: {
                 const auto [vector, size] = vector_of(layer, part);
                 std::memcpy(vector, numbers, size * sizeof(float));
@@ -114,16 +128,16 @@ class PackedWeights {
   private:
     void place(Cursor& cursor) {
         const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
-        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads, inner = shape_.intermediate_size;
+        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads;
         embedding = cursor.take<Number>(shape_.vocabulary_size * hidden);
         head = take_matrix<Element>(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS, stream.panels());
         final_norm = cursor.take<float>(width);
         for (Layer<Factor>& layer : layers) {
             layer.qkv = place_matrix(cursor, heads * head_blocks * BLOCK_COLUMNS, hidden, head_blocks);
             layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
-            layer.gate_up = place_matrix(cursor, 2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
-                                         2 * GATE_BLOCKS<Factor>);
-            layer.down = place_matrix(cursor, hidden, inner);
+            layer.experts.resize(shape_.num_experts);
+            for (FeedForward<Factor>& expert : layer.experts) place_feed_forward(cursor, expert);
+            if (shape_.num_experts == 0) place_feed_forward(cursor, layer);
             auto vector = [&](bool has, int64_t size) { return has ? cursor.take<float>(size) : nullptr; };
             layer.input_norm = vector(shape_.has_input_norms, width);
             layer.attention_output_norm = vector(shape_.has_output_norms, width);
@@ -133,6 +147,7 @@ class PackedWeights {
             layer.key_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_kv_heads));
             layer.qkv_bias = vector(shape_.has_qkv_bias, heads * dim);
             layer.output_bias = vector(shape_.has_output_bias, width);
+            layer.router = vector(shape_.num_experts > 0, shape_.num_experts * round_up(hidden, LANES));
         }
     }
 
@@ -142,6 +157,26 @@ class PackedWeights {
 
     Matrix<Factor> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
         return take_matrix<Factor>(cursor, columns, depth, blocks_at_once, stream.panels());
+    }
+
+    void place_feed_forward(Cursor& cursor, FeedForward<Factor>& layer) {
+        const int64_t hidden = shape_.hidden_size, inner = shape_.intermediate_size;
+        layer.gate_up = place_matrix(cursor, 2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
+                                     2 * GATE_BLOCKS<Factor>);
+        layer.down = place_matrix(cursor, hidden, inner);
+    }
+
+    const FeedForward<Factor>& expert_of(int64_t index) const {
+        return layers[index / shape_.num_experts].experts[index % shape_.num_experts];
+    }
+
+    // Blocks of the gate and of the up projection alternate.
+    void pack_gate_up(const Matrix<Factor>& matrix, const void* numbers) {
+        const int64_t inner = shape_.intermediate_size;
+        pack_matrix(matrix, numbers, 2 * inner, shape_.hidden_size, [&](int64_t column) {
+            const int64_t index = column % inner;
+            return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
+        });
     }
 
     template <class Product, class Place>

@@ -56,6 +56,14 @@ struct Rows {
         return {row(first) + step * STEP_DEPTH<Element>, stride, of_step};
     }
 
+    // Copies a whole row of rows of the same depth.
+    void copy_row(int64_t index, const Rows& from, int64_t from_index) const {
+        std::memcpy(row(index), from.row(from_index), row_bytes());
+        if constexpr (IS_INT8<Element>)
+            std::memcpy(scales + index * scale_stride(), from.scales + from_index * scale_stride(),
+                        scale_stride() * sizeof *scales);
+    }
+
     // Writes `count` numbers of a row, a multiple of 16, from the begin of a step on.
     void put(int64_t index, int64_t first, const float* from, int64_t count) const {
         typename Element::Number* to = row(index) + first;

@@ -118,7 +118,7 @@ class Product {
     }
 
     const Matrix<Element>& matrix_;
-    const Rows<Element>& rows_;
+    const Rows<Element> rows_;
     const int64_t blocks_at_once_, stride_, num_rows_, rows_of_task_, num_columns_;
     const int num_threads_;
     const bool prefetches_;

@@ -14,6 +14,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -77,6 +78,17 @@ def test_logits_in_chunks_and_decodes_are_those_of_transformers(tmp_path: Path, 
     assert load(save_model(LOADED[name], tmp_path / name, has_random_vectors=True)).gpu_decoder is not None
 
 
-def test_rotation_of_a_part_of_heads_is_left_to_transformers(tmp_path: Path) -> None:
-    folder = save_model(Phi3Config(**sizes(num_hidden_layers=1, partial_rotary_factor=0.5)), tmp_path / "phi3")
-    assert load(folder).gpu_decoder is None
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Phi3Config(**sizes(num_hidden_layers=1, partial_rotary_factor=0.5)), "its rotary embedding covers a part"),
+        (MixtralConfig(**sizes(num_hidden_layers=1, num_local_experts=4)), "it has experts"),
+    ],
+    ids=["partial-rotary", "experts"],
+)
+def test_other_forms_of_the_families_are_left_to_transformers_with_the_reason(
+    tmp_path: Path, config: PretrainedConfig, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert load(save_model(config, tmp_path / "tiny")).gpu_decoder is None
+    assert f"using the forward pass of transformers, because {reason}" in caplog.text

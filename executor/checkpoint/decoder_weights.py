@@ -312,7 +312,8 @@ def _norm_weight(module: Any, name: str | None, family: Family) -> Tensor | None
     norm = None if name is None else getattr(module, name, None)
     if norm is None:
         return None
-    return norm.weight.float() + family.norm_offset if family.norm_offset else norm.weight
+    weight: Tensor = norm.weight
+    return weight.float() + family.norm_offset if family.norm_offset else weight
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

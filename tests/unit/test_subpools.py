@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from common.errors import Reason, RequestError
-from router.store.connection import Turns, unavailable
+from router.store.connection import unavailable
 from router.store.keys import PoolKeys
+from router.store.ledgers import Ledgers
 from router.store.types import (
     Adopted,
     Attempt,
@@ -67,12 +69,13 @@ class TwoSubPools:
     """Two sub-pools on a real Redis, with one executor each, and routers that share them."""
 
     pools: list[StorePool]
+    server: Ledgers
     sides: dict[str, SubPoolSide] = field(default_factory=dict)
 
     def router(self, name: str) -> SubPoolSide:
         if name not in self.sides:
-            redis, events = self.pools[0].routers_redis, list[StoreEvent]()
-            claims = Claims([(redis, Turns(SETTINGS), pool.keys) for pool in self.pools], name, SETTINGS)
+            events = list[StoreEvent]()
+            claims = Claims([(self.server, pool.keys) for pool in self.pools], name, SETTINGS)
             sides = [pool.router(name) for pool in self.pools]
             store = SubPoolStore(
                 NUM_SUBPOOLS, lambda number, _: sides[number].store, claims, events.append, SubPoolChoice(NUM_SUBPOOLS)
@@ -102,13 +105,14 @@ class TwoSubPools:
 
 
 @pytest.fixture
-async def two(store_pool: StorePool) -> TwoSubPools:
+async def two(store_pool: StorePool, redis_url: str) -> AsyncIterator[TwoSubPools]:
     pools = [replace(store_pool, keys=PoolKeys(f"{store_pool.keys.pool}#{k}"), routers={}) for k in range(NUM_SUBPOOLS)]
     for pool in pools:
         await pool.set_clock(store_pool.now_ms)
-    two = TwoSubPools(pools)
+    two = TwoSubPools(pools, Ledgers(redis_url, "", SETTINGS))
     two.router("a"), two.router("b")
-    return two
+    yield two
+    await two.server.aclose()
 
 
 def demand(request_id: str, **fields: object) -> Demand:
@@ -409,6 +413,60 @@ async def test_ends_for_a_subpool_that_is_away_are_settled_later_and_others_now(
     a.stores[0].settle = settle  # type: ignore[method-assign]
     a.choice.loads[0].is_away = False
     assert await a.settle([]) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_order_of_calls_leaves_each_request_in_one_ledger_and_ends_it_once(
+    two: TwoSubPools, seed: int
+) -> None:
+    chance, placed, ended = random.Random(seed), dict[str, Placement](), Counter[str]()
+    owners: dict[str, str] = {}
+    await two.report(0, sequences=2)
+    await two.report(1, sequences=2)
+
+    async def read_events() -> None:
+        for name, side in two.sides.items():
+            for event in await side.told():
+                if isinstance(event, Placement) and owners.get(event.request_id) == name:
+                    placed[event.request_id] = event
+
+    for number in range(60):
+        name = chance.choice("ab")
+        store = two.router(name).store
+        waiting = [one for one in owners if one not in placed]
+        match chance.choice(("submit", "submit", "repeat", "move", "move", "settle", "cancel")):
+            case "submit" | "repeat" as kind:
+                request_id = chance.choice(waiting) if kind == "repeat" and waiting else f"r{number}"
+                outcome = await store.submit(demand(request_id))
+                owners[request_id] = name
+                if isinstance(outcome, Placement):
+                    placed[request_id] = outcome
+                elif isinstance(outcome, Adopted):
+                    placed[request_id] = outcome.placement
+            case "move" if waiting:
+                request_id = chance.choice(waiting)
+                own = two.router(owners[request_id]).store
+                if await own.take_out(demand(request_id), chance.randrange(2)):
+                    outcome = await own.submit(demand(request_id, is_served=True))
+                    assert not isinstance(outcome, Duplicate)
+                    if isinstance(outcome, Placement):
+                        placed[request_id] = outcome
+            case "settle" if placed:
+                request_id, placement = placed.popitem()
+                ended[request_id] += await two.router(owners.pop(request_id)).store.settle(
+                    [Ending(request_id, placement.attempt, 1, 1)]
+                )
+            case "cancel" if waiting:
+                request_id = chance.choice(waiting)
+                if (await store.cancel(request_id)).state is LedgerState.WAITING:
+                    del owners[request_id]
+                    ended[request_id] += 1
+        await read_events()
+        for request_id in owners:
+            states = await two.places(request_id)
+            assert states.count(None) == 1, (number, request_id, states)
+    assert set(ended.values()) <= {1}
+    assert len(ended) > 5
 
 
 # Assignment and choice, without Redis.

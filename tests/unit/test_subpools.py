@@ -410,9 +410,12 @@ async def test_ends_for_a_subpool_that_is_away_are_settled_later_and_others_now(
         [LedgerState.PLACED, None],
         [None, LedgerState.ENDED],
     )
+    with pytest.raises(RequestError, match="earlier end"):
+        await a.submit(demand("r0"))
     a.stores[0].settle = settle  # type: ignore[method-assign]
     a.choice.loads[0].is_away = False
     assert await a.settle([]) == 1
+    assert isinstance(await a.submit(demand("r0")), Adopted)
 
 
 @pytest.mark.parametrize("seed", range(3))

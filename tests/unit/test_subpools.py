@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -115,7 +116,7 @@ async def two(store_pool: StorePool, redis_url: str) -> AsyncIterator[TwoSubPool
     await two.server.aclose()
 
 
-def demand(request_id: str, **fields: object) -> Demand:
+def demand(request_id: str, **fields: Any) -> Demand:
     return replace(Demand(request_id, 2, 1, digest=DIGEST), **fields)
 
 

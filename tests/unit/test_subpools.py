@@ -7,12 +7,14 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import Reason, RequestError
-from router.store.connection import unavailable
+from inflight.local.redis_server import PrivateRedis
+from router.store.connection import close, connect, unavailable
 from router.store.keys import PoolKeys
 from router.store.ledgers import Ledgers
 from router.store.types import (
@@ -35,6 +37,7 @@ from router.store.types import (
 from router.subpools.assignment import home_of, open_to, ranked, share_of_limits
 from router.subpools.choice import SubPoolChoice
 from router.subpools.claims import Claims
+from router.subpools.ledgers import SubPoolLedgers
 from router.subpools.store import SubPoolStore
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
@@ -417,6 +420,21 @@ async def test_ends_for_a_subpool_that_is_away_are_settled_later_and_others_now(
     a.choice.loads[0].is_away = False
     assert await a.settle([]) == 1
     assert isinstance(await a.submit(demand("r0")), Adopted)
+
+
+async def test_subpools_are_on_the_servers_in_turn(redis_server: PrivateRedis, pool: str, tmp_path: Path) -> None:
+    with PrivateRedis.start(tmp_path / "redis.log") as second:
+        servers = (redis_server, second)
+        ledgers = SubPoolLedgers([server.url for server in servers], 3, "a", SETTINGS, lambda call: None)
+        for store in ledgers.open(pool, lambda event: None).stores:
+            await store.renew()
+        found: list[set[str]] = []
+        for server in servers:
+            redis = connect(server.admin_url, SETTINGS)
+            found.append({key.split("}")[0].rpartition("#")[2] for key in await redis.keys(f"*{{{pool}#*")})
+            await close(redis)
+        await ledgers.aclose()
+    assert found == [{"0", "2"}, {"1"}]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -431,7 +431,7 @@ async def test_subpools_are_on_the_servers_in_turn(redis_server: PrivateRedis, p
         found: list[set[str]] = []
         for server in servers:
             redis = connect(server.admin_url, SETTINGS)
-            found.append({key.split("}")[0].rpartition("#")[2] for key in await redis.keys(f"*{{{pool}#*")})
+            found.append({str(key).split("}")[0].rpartition("#")[2] for key in await redis.keys(f"*{{{pool}#*")})
             await close(redis)
         await ledgers.aclose()
     assert found == [{"0", "2"}, {"1"}]

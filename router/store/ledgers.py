@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 from redis.asyncio import Redis
 
 from router.store.connection import Turns, answered, close, connect, unavailable
+from router.store.script_calls import run_source
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import StoreCall, StoreEvent
@@ -54,21 +56,27 @@ class Ledgers:
     of a script."""
 
     def __init__(self, url: str, router_id: str, settings: StoreSettings, on_call: OnCall = lambda call: None) -> None:
-        self.redis = connect(url, settings)
+        self._redis = connect(url, settings)
         self._router_id = router_id
         self._settings = settings
         self._on_call = on_call
-        self.turns = Turns(settings)
+        self._turns = Turns(settings)
 
     def open(self, pool: str, on_event: OnEvent) -> AdmissionStore:
         """Returns the store of a pool."""
         return AdmissionStore(
-            self.redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self.turns
+            self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
         )
 
+    async def run_source(self, kind: str, source: str, key: str, *args: str | int) -> Any:
+        """Runs a script of one key that belongs to no pool, in its turn. Raises `RequestError` if Redis does not
+        answer."""
+        async with self._turns.turn(kind):
+            return await answered(run_source(self._redis, source, key, args), self._settings)
+
     async def learn_secret(self, own: bytes | None) -> bytes:
-        return await learn_secret(self.redis, self._settings, own)
+        return await learn_secret(self._redis, self._settings, own)
 
     async def aclose(self) -> None:
         """Closes the connection. The stores cannot be used afterwards."""
-        await close(self.redis)
+        await close(self._redis)

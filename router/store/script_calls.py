@@ -12,11 +12,13 @@ Routers of another version have another library. A router that loads one removes
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
 from router.store.cluster import ClusterClient
 from router.store.lua import LIBRARY_PREFIX, Argument, Library, Script, ScriptCaller
@@ -113,3 +115,16 @@ def _has_no_code(error: ResponseError) -> bool:
     """Whether the reply is a plain error, which redis-py returns without its ERR: the library itself is refused. Other
     codes (READONLY, OOM, MISCONF, …) are states of the server."""
     return type(error) is ResponseError and not str(error).partition(" ")[0].isupper()
+
+
+async def run_source(redis: ScriptCaller, source: str, key: str, args: Sequence[Argument]) -> Any:
+    """Runs a script that needs nothing but its key and arguments."""
+    try:
+        return await redis.execute_command("EVALSHA", _sha(source), 1, key, *args)
+    except NoScriptError:
+        return await redis.execute_command("EVAL", source, 1, key, *args)
+
+
+@functools.cache
+def _sha(source: str) -> str:
+    return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()

@@ -312,7 +312,8 @@ class AdmissionStore:
         has_changed, self._peers = peers != self._peers, peers
         if has_changed and self._listener is not None:
             self._listener.on_routers(peers)
-        self.load = PoolLoad(*reply.values[1:], num_routers=len(peers) + 1)
+        num_waiting, num_executors, num_with_room = reply.values[1:]
+        self.load = PoolLoad(num_waiting, num_executors, num_with_room, len(peers) + 1)
 
     async def reap(self) -> None:
         """Removes executors and routers whose lease has lapsed, a bounded number; the next call continues."""

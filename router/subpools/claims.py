@@ -13,16 +13,11 @@ request where the other has taken it from. A claim outlives the ledger's memory 
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
-
-from router.store.connection import Turns, answered
 from router.store.keys import PoolKeys
+from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
 from router.subpools.assignment import home_of
 
@@ -51,18 +46,18 @@ KEPT_TIMES = 3
 
 
 class Claims:
-    """The claims of one model by one router. `homes` are the sub-pools' Redis clients, their turns and keys."""
+    """The claims of one model by one router. `homes` are the servers and keys of the sub-pools."""
 
-    def __init__(self, homes: Sequence[tuple[Redis, Turns, PoolKeys]], router_id: str, settings: StoreSettings) -> None:
+    def __init__(self, homes: Sequence[tuple[Ledgers, PoolKeys]], router_id: str, settings: StoreSettings) -> None:
         self._homes = homes
         self._router_id = router_id
-        self._settings = settings
-        self._kept_ms = KEPT_TIMES * settings.remember_ended_ms
+        self._remember_ms = settings.remember_ended_ms
+        self._kept_ms = KEPT_TIMES * self._remember_ms
 
     @property
     def renew_after_s(self) -> float:
         """Seconds after which the claim of a request that is still served is written again."""
-        return self._settings.remember_ended_ms / 1000
+        return self._remember_ms / 1000
 
     async def claim(self, request_id: str, subpool: int, *, takes_over: bool) -> int:
         """Returns the sub-pool of an earlier claim; else claims the id for this one and returns it. `takes_over`: an
@@ -82,18 +77,5 @@ class Claims:
         return None if found is None else int(found)
 
     async def _call(self, request_id: str, script: str, *args: str | int) -> Any:
-        redis, turns, keys = self._homes[home_of(request_id, len(self._homes))]
-        async with turns.turn("claim"):
-            return await answered(_run(redis, script, keys.key(f"claim:{request_id}"), args), self._settings)
-
-
-async def _run(redis: Redis, script: str, key: str, args: Sequence[str | int]) -> Any:
-    try:
-        return await redis.execute_command("EVALSHA", _sha(script), 1, key, *args)  # type: ignore[no-untyped-call]
-    except NoScriptError:
-        return await redis.execute_command("EVAL", script, 1, key, *args)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _sha(script: str) -> str:
-    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        ledgers, keys = self._homes[home_of(request_id, len(self._homes))]
+        return await ledgers.run_source("claim", script, keys.key(f"claim:{request_id}"), *args)

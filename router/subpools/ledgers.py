@@ -37,8 +37,7 @@ class SubPoolLedgers:
             return self._server_of(number).open(subpool_name(model, number), on_event)
 
         homes = [
-            (self._server_of(number).redis, self._server_of(number).turns, PoolKeys(subpool_name(model, number)))
-            for number in range(self._num_subpools)
+            (self._server_of(number), PoolKeys(subpool_name(model, number))) for number in range(self._num_subpools)
         ]
         claims = Claims(homes, self._router_id, self._settings)
         return SubPoolStore(self._num_subpools, open_store, claims, on_event)

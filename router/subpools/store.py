@@ -64,6 +64,7 @@ T = TypeVar("T")
 # Requests whose sub-pool this router remembers. It asks for those that are forgotten.
 MAX_REMEMBERED = 200_000
 RETRY_S = 0.5
+RETRY_AFTER_MS = 1_000
 # Between the two steps of a move, if Redis answers.
 MOVE_S = 0.05
 RENEW_CLAIMS_S = 5.0
@@ -109,6 +110,9 @@ class SubPoolStore:
         # Own claims, with the time at which each was written.
         self._claimed_s: OrderedDict[str, float] = OrderedDict()
         self._unsettled: defaultdict[int, list[Attempt | Ending]] = defaultdict(list)
+        # Requests with ends that a sub-pool does not know yet because it is away, and the calls that tell it.
+        self._late: set[str] = set()
+        self._settling_late: set[asyncio.Task[int]] = set()
         self._reporting: dict[int, asyncio.Task[list[ReportOutcome]]] = {}
 
     async def run(self) -> None:
@@ -128,6 +132,9 @@ class SubPoolStore:
     async def submit(self, demand: Demand) -> SubmitOutcome:
         """Submits to the sub-pool that has the request, else to the chosen one, and to others if that one refuses."""
         await self._moved(demand.request_id)
+        if demand.request_id in self._late:  # it could get the placement that is about to end
+            text = "an earlier end of this request is not known to the admission store yet"
+            raise RequestError(Reason.STORE_UNAVAILABLE, text, retry_after_ms=RETRY_AFTER_MS)
         allowed = self.open_to(demand)
         order = await self._order(demand, allowed)
         asked = replace(demand, limits=without_bounds(demand.limits), num_choices=0) if demand.is_served else demand
@@ -195,24 +202,24 @@ class SubPoolStore:
 
     async def _settle_at(self, number: int) -> int:
         endings = self._unsettled.pop(number, [])
-        settling = asyncio.ensure_future(self._heard(number, self.stores[number].settle(endings)))
+        settling = asyncio.create_task(self._settle_or_keep(number, endings))
         if self.choice.loads[number].is_away:
-            settling.add_done_callback(partial(self._settled_late, number, endings))
+            self._settling_late.add(settling)
+            settling.add_done_callback(self._settling_late.discard)
+            self._late.update(ending.request_id for ending in endings)
             return 0
+        return await settling
+
+    async def _settle_or_keep(self, number: int, endings: list[Attempt | Ending]) -> int:
         try:
-            return await settling
+            num_settled = await self._heard(number, self.stores[number].settle(endings))
         except RequestError as error:
-            self._settle_later(number, endings, error)
+            logger.debug("%d ends cannot be settled in sub-pool %d yet: %s", len(endings), number, error)
+            self._unsettled[number] = endings + self._unsettled[number]
+            self._late.update(ending.request_id for ending in endings)
             return 0
-
-    def _settled_late(self, number: int, endings: list[Attempt | Ending], settling: asyncio.Future[int]) -> None:
-        error = None if settling.cancelled() else settling.exception()
-        if isinstance(error, RequestError):
-            self._settle_later(number, endings, error)
-
-    def _settle_later(self, number: int, endings: list[Attempt | Ending], error: RequestError) -> None:
-        logger.debug("%d ends cannot be settled in sub-pool %d yet: %s", len(endings), number, error)
-        self._unsettled[number] = endings + self._unsettled[number]
+        self._late.difference_update(ending.request_id for ending in endings)
+        return num_settled
 
     async def _settle_again(self) -> None:
         while True:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.errors import Reason, RequestError
-from router.store.connection import Turns, unavailable
+from inflight.local.redis_server import PrivateRedis
+from router.store.connection import close, connect, unavailable
 from router.store.keys import PoolKeys
+from router.store.ledgers import Ledgers
 from router.store.types import (
     Adopted,
     Attempt,
@@ -32,6 +37,7 @@ from router.store.types import (
 from router.subpools.assignment import home_of, open_to, ranked, share_of_limits
 from router.subpools.choice import SubPoolChoice
 from router.subpools.claims import Claims
+from router.subpools.ledgers import SubPoolLedgers
 from router.subpools.store import SubPoolStore
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
@@ -67,12 +73,13 @@ class TwoSubPools:
     """Two sub-pools on a real Redis, with one executor each, and routers that share them."""
 
     pools: list[StorePool]
+    server: Ledgers
     sides: dict[str, SubPoolSide] = field(default_factory=dict)
 
     def router(self, name: str) -> SubPoolSide:
         if name not in self.sides:
-            redis, events = self.pools[0].routers_redis, list[StoreEvent]()
-            claims = Claims([(redis, Turns(SETTINGS), pool.keys) for pool in self.pools], name, SETTINGS)
+            events = list[StoreEvent]()
+            claims = Claims([(self.server, pool.keys) for pool in self.pools], name, SETTINGS)
             sides = [pool.router(name) for pool in self.pools]
             store = SubPoolStore(
                 NUM_SUBPOOLS, lambda number, _: sides[number].store, claims, events.append, SubPoolChoice(NUM_SUBPOOLS)
@@ -102,16 +109,17 @@ class TwoSubPools:
 
 
 @pytest.fixture
-async def two(store_pool: StorePool) -> TwoSubPools:
+async def two(store_pool: StorePool, redis_url: str) -> AsyncIterator[TwoSubPools]:
     pools = [replace(store_pool, keys=PoolKeys(f"{store_pool.keys.pool}#{k}"), routers={}) for k in range(NUM_SUBPOOLS)]
     for pool in pools:
         await pool.set_clock(store_pool.now_ms)
-    two = TwoSubPools(pools)
+    two = TwoSubPools(pools, Ledgers(redis_url, "", SETTINGS))
     two.router("a"), two.router("b")
-    return two
+    yield two
+    await two.server.aclose()
 
 
-def demand(request_id: str, **fields: object) -> Demand:
+def demand(request_id: str, **fields: Any) -> Demand:
     return replace(Demand(request_id, 2, 1, digest=DIGEST), **fields)
 
 
@@ -406,9 +414,81 @@ async def test_ends_for_a_subpool_that_is_away_are_settled_later_and_others_now(
         [LedgerState.PLACED, None],
         [None, LedgerState.ENDED],
     )
+    with pytest.raises(RequestError, match="earlier end"):
+        await a.submit(demand("r0"))
     a.stores[0].settle = settle  # type: ignore[method-assign]
     a.choice.loads[0].is_away = False
     assert await a.settle([]) == 1
+    assert isinstance(await a.submit(demand("r0")), Adopted)
+
+
+async def test_subpools_are_on_the_servers_in_turn(redis_server: PrivateRedis, pool: str, tmp_path: Path) -> None:
+    with PrivateRedis.start(tmp_path / "redis.log") as second:
+        servers = (redis_server, second)
+        ledgers = SubPoolLedgers([server.url for server in servers], 3, "a", SETTINGS, lambda call: None)
+        for store in ledgers.open(pool, lambda event: None).stores:
+            await store.renew()
+        found: list[set[str]] = []
+        for server in servers:
+            redis = connect(server.admin_url, SETTINGS)
+            found.append({str(key).split("}")[0].rpartition("#")[2] for key in await redis.keys(f"*{{{pool}#*")})
+            await close(redis)
+        await ledgers.aclose()
+    assert found == [{"0", "2"}, {"1"}]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_order_of_calls_leaves_each_request_in_one_ledger_and_ends_it_once(
+    two: TwoSubPools, seed: int
+) -> None:
+    chance, placed, ended = random.Random(seed), dict[str, Placement](), Counter[str]()
+    owners: dict[str, str] = {}
+    await two.report(0, sequences=2)
+    await two.report(1, sequences=2)
+
+    async def read_events() -> None:
+        for name, side in two.sides.items():
+            for event in await side.told():
+                if isinstance(event, Placement) and owners.get(event.request_id) == name:
+                    placed[event.request_id] = event
+
+    for number in range(60):
+        name = chance.choice("ab")
+        store = two.router(name).store
+        waiting = [one for one in owners if one not in placed]
+        match chance.choice(("submit", "submit", "repeat", "move", "move", "settle", "cancel")):
+            case "submit" | "repeat" as kind:
+                request_id = chance.choice(waiting) if kind == "repeat" and waiting else f"r{number}"
+                outcome = await store.submit(demand(request_id))
+                owners[request_id] = name
+                if isinstance(outcome, Placement):
+                    placed[request_id] = outcome
+                elif isinstance(outcome, Adopted):
+                    placed[request_id] = outcome.placement
+            case "move" if waiting:
+                request_id = chance.choice(waiting)
+                own = two.router(owners[request_id]).store
+                if await own.take_out(demand(request_id), chance.randrange(2)):
+                    outcome = await own.submit(demand(request_id, is_served=True))
+                    assert not isinstance(outcome, Duplicate)
+                    if isinstance(outcome, Placement):
+                        placed[request_id] = outcome
+            case "settle" if placed:
+                request_id, placement = placed.popitem()
+                ended[request_id] += await two.router(owners.pop(request_id)).store.settle(
+                    [Ending(request_id, placement.attempt, 1, 1)]
+                )
+            case "cancel" if waiting:
+                request_id = chance.choice(waiting)
+                if (await store.cancel(request_id)).state is LedgerState.WAITING:
+                    del owners[request_id]
+                    ended[request_id] += 1
+        await read_events()
+        for request_id in owners:
+            states = await two.places(request_id)
+            assert states.count(None) == 1, (number, request_id, states)
+    assert set(ended.values()) <= {1}
+    assert len(ended) > 5
 
 
 # Assignment and choice, without Redis.

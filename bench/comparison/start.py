@@ -76,9 +76,9 @@ async def _start_ours(
             started.enter(target)
     if ENGINE_MODE in options.modes:
         progress.say(f"starting the {variant.mode(ENGINE_MODE)} alone")
-        target = await opened.enter_async_context(driven(engine_driver(options, variant), options.slo))
-        target.words.update(_words_of(variant))
-        started.enter(target)
+        engine = await opened.enter_async_context(driven(engine_driver(options, variant), options.slo))
+        engine.words.update(_words_of(variant))
+        started.enter(engine)
 
 
 async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExitStack) -> Field:

@@ -62,6 +62,8 @@ class ScriptedStore:
         self.absolved: list[tuple[str, int]] = []
         self.forgotten: frozenset[str] = frozenset()
         self.endings: list[Attempt | Ending] = []
+        self.may_settle = asyncio.Event()
+        self.may_settle.set()
         self.reports: list[ExecutorReport] = []
         self.router_id = "r"
 
@@ -97,6 +99,7 @@ class ScriptedStore:
         self.absolved.append((request_id, attempt))
 
     async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
+        await self.may_settle.wait()
         self.endings.extend(endings)
         return len(endings)
 

@@ -171,11 +171,14 @@ def is_promised_refusal(observed: Observed, manner: Manner) -> bool:
     """Returns whether new work was refused with a retry time, before anything was accepted.
 
     It also covers a duplicate id without a key, after its router died before any event: the ledger knows that the id
-    was used, and not that the request is the same.
+    was used, and not that the request is the same. And a repeat of a request that has ended, if the executor that kept
+    its output died: the client is told that the output is lost.
     """
     error = observed.error
     if error is None or observed.was_accepted or observed.offsets:
         return False
     if manner is Manner.UNKEYED and error.reason == Reason.DUPLICATE_REQUEST_ID.value:
+        return True
+    if manner is Manner.REPEAT and error.reason == Reason.OUTPUT_LOST.value:
         return True
     return error.code is grpc.StatusCode.UNAVAILABLE and error.retry_after_s is not None

@@ -595,6 +595,7 @@ class Dispatcher:
 
     async def _submit_to_ledger(self, life: Lifecycle, *, is_served: bool = False) -> SubmitOutcome:
         try:
+            await self._ledger.settled(life.request_id)
             return await self._store.submit(stream_of(life).demand(is_served=is_served))
         except RequestError as error:
             return error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -33,6 +34,9 @@ class LedgerWriter:
         self._store = store
         self._on_superseded = on_superseded
         self._ended: list[Ending] = []
+        # How many ends of each request are queued or on their way, and the call that tells of the next ones.
+        self._num_unsettled: Counter[str] = Counter()
+        self._settling: asyncio.Future[RequestError | None] | None = None
         self._reports = ReportPacer(store.router_id)
         self._ended_wake = asyncio.Event()
         self._report_wake = asyncio.Event()
@@ -41,7 +45,20 @@ class LedgerWriter:
     def settle(self, ending: Ending) -> None:
         """Queues the end of a placement, which releases its reservation."""
         self._ended.append(ending)
+        self._num_unsettled[ending.request_id] += 1
         self._ended_wake.set()
+
+    async def settled(self, request_id: str) -> None:
+        """Waits until the ledger knows every queued end of the request. Raises `RequestError` if it cannot be told now.
+
+        A request that is submitted again before that could get the placement that is about to end.
+        """
+        while request_id in self._num_unsettled:
+            if self._settling is None:
+                self._settling = asyncio.get_running_loop().create_future()
+            error = await asyncio.shield(self._settling)
+            if error is not None:
+                raise error
 
     def report(self, report: ExecutorReport) -> None:
         """Queues a report of an executor."""
@@ -90,13 +107,19 @@ class LedgerWriter:
     async def settle_now(self) -> bool:
         """Settles all collected ends in one call. Returns False if they must wait for the store."""
         ended, self._ended = self._ended, []
+        failure: RequestError | None = None
         try:
             await self._store.settle(ended)
         except RequestError as error:
             log.debug("%d ends cannot be settled yet: %s", len(ended), error)  # the store logs its outage
             self._ended = ended + self._ended
-            return False
-        return True
+            failure = error
+        else:
+            self._num_unsettled -= Counter(ending.request_id for ending in ended)
+        if self._settling is not None:
+            self._settling.set_result(failure)
+            self._settling = None
+        return failure is None
 
     async def _settle_ends(self) -> None:
         while True:

@@ -121,6 +121,10 @@ def test_only_new_work_may_be_told_to_come_again() -> None:
     assert is_promised_refusal(fresh, Manner.READ)
     assert is_promised_refusal(replace(fresh, error=twice), Manner.UNKEYED)
     assert not is_promised_refusal(replace(fresh, error=twice), Manner.READ)
+    lost = InflightError(grpc.StatusCode.DATA_LOSS, "ended", reason="OUTPUT_LOST")
+    assert is_promised_refusal(replace(fresh, error=lost), Manner.REPEAT)
+    assert not is_promised_refusal(replace(fresh, error=lost), Manner.READ)
+    assert not is_promised_refusal(replace(fresh, error=lost, offsets=[(0, 1)]), Manner.REPEAT)
     for other in (
         replace(fresh, was_accepted=True),
         replace(fresh, offsets=[(0, 1)]),

@@ -290,6 +290,44 @@ async def test_placement_whose_number_is_spent_is_handed_back() -> None:
         assert [submit.attempt for submit in link._outbox.submits] == [2]
 
 
+async def test_request_that_is_repeated_waits_until_the_end_of_its_placement_before_is_settled() -> None:
+    """Otherwise the ledger would answer with the placement that is about to end."""
+    router = ScriptedRouter("m")
+    router.link("e0", "m")
+    store, dispatcher = router.stores["m"], router.pools.find("m").dispatcher
+    async with router.running():
+        store.may_settle.clear()
+        store.tell(placement())  # for a call whose client has gone
+        await settled()
+        repeated = asyncio.create_task(dispatcher.submit(new_stream()))
+        other = asyncio.create_task(dispatcher.submit(new_stream(request_id="s")))
+        await settled()
+        assert [demand.request_id for demand in store.demands] == ["s"]
+        assert other.done()
+        store.answers.append(placement(2))
+        store.may_settle.set()
+        await settled()
+        assert repeated.result() == placement(2)
+        assert [(ending.request_id, ending.attempt) for ending in store.endings] == [("r", 1)]
+
+
+async def test_request_whose_placement_before_cannot_be_settled_is_not_submitted() -> None:
+    router = ScriptedRouter("m")
+    store, dispatcher = router.stores["m"], router.pools.find("m").dispatcher
+    away = RequestError(Reason.STORE_UNAVAILABLE, "away")
+    store.settle = lambda endings: _raises(away)  # type: ignore[method-assign]
+    async with router.running():
+        store.tell(placement())
+        with pytest.raises(RequestError) as refused:
+            await dispatcher.submit(new_stream())
+        assert refused.value is away
+        assert store.demands == []
+
+
+async def _raises(error: RequestError) -> int:
+    raise error
+
+
 async def test_executor_that_has_rejected_has_its_next_report_relayed_at_once() -> None:
     router, stream = ScriptedRouter("m"), new_stream()
     link = router.link("e0", "m")

@@ -265,7 +265,7 @@ STREAMS = (
     Mutation(
         "text that was held back as a possible stop text is missing at the end",
         "router/stream/relay.py",
-        "            text += self._unread(rest.text)\n",
+        "            self._unsent_text += self._unread(self._text.finish().text)\n",
         "",
         ("tests/property/test_resumed_text.py",),
     ),

@@ -124,9 +124,10 @@ $(CLIENTS)/%/.installed: $(CLIENT_LISTS)/%.txt
 test: setup clients
 	@HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not lint" $(PYTEST_ARGS)
 
-# All cases of BFCL instead of a sample: about half an hour on two cores.
+# All cases of BFCL instead of a sample: about half an hour on two cores. ARGS="--go-on" continues a run.
 bfcl: setup
-	BFCL_ALL=1 $(BIN)/python -m pytest -q -s tests/unit/test_bfcl.py tests/stack/test_bfcl.py
+	BFCL_ALL=1 $(BIN)/python -m pytest -q tests/unit/test_bfcl.py
+	$(BIN)/python -m bench.bfcl.main $(ARGS)
 
 test-all: setup clients
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not lint" $(PYTEST_ARGS)

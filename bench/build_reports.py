@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.bfcl import main as bfcl
 from bench.chaos import report as chaos
 from bench.comparison import pages as comparison
 from bench.engine import quality
@@ -25,7 +26,7 @@ from bench.soak import result as soak
 
 REPORTS = Path("bench/reports")
 PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {
-    kind.KIND: kind.page_of for kind in (chaos, comparison, gpu, ledger, prediction, quality, scheduling, soak)
+    kind.KIND: kind.page_of for kind in (bfcl, chaos, comparison, gpu, ledger, prediction, quality, scheduling, soak)
 }
 
 

@@ -28,6 +28,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 _OTHER_PROPERTIES = frozenset(
     {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"}
 )
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
 NO_REASONING = ReasoningFormat("", "", "")
 # Between reasoning and what follows it.
 MAX_SPACE_AFTER_REASONING = 8
@@ -264,9 +265,12 @@ class _Writer:
     def _parameter(self, rule: str, name: str, schema: Any, defs: Any) -> Iterator[str]:
         head, end = _literal(f"<parameter={name}>\n"), "\n</parameter>\n"
         values = schema.get("enum") if isinstance(schema, dict) else None
-        if isinstance(schema, dict) and schema.get("type") == "string" and values is None:
+        if _takes_text(schema):
+            # Up to the first end tag, which is where the parser ends it.
+            tag = _regex(end.strip())
             yield f"{rule}: {head} {rule}_text"
-            yield f"{rule}_text[lazy]: /(?s:.*){_regex(end)}/"
+            yield f"{rule}_text[lazy]: {rule.upper()}_TEXT"
+            yield f"{rule.upper()}_TEXT: /(?s:.*){_regex(end)}/ & ~/(?s:.*{tag}.*{tag}.*)/"
         elif values and all(isinstance(value, str) and "\n" not in value for value in values):
             yield f"{rule}: {head} ({' | '.join(map(_literal, values))}) {_literal(end)}"
         else:
@@ -294,6 +298,14 @@ def _schema(tool: ToolSchema) -> dict[str, Any]:
         if not tool.is_strict:
             return ANY_OBJECT
         raise ToolSchemaError([f"{tool.name}: parameters {violation}" for violation in error.violations]) from None
+
+
+def _takes_text(schema: Any) -> bool:
+    """Returns whether a parameter is written as text: if it is one, or can be any value, which the parser reads from
+    the text."""
+    if not isinstance(schema, dict) or schema.get("enum") is not None:
+        return False
+    return schema.get("type") == "string" or set(schema) <= _ANNOTATIONS
 
 
 def _literal(text: str) -> str:

@@ -195,7 +195,7 @@ class Function(BaseModel):
     a: str
 
 
-async def test_answers_of_openais_helpers_go_back_as_the_helpers_hold_them() -> None:
+async def test_messages_of_openais_client_go_back_as_it_holds_them() -> None:
     """With parsed arguments, places in the stream and fields that are null."""
     asked: dict[str, Any] = {**CHAT, "tools": [openai.pydantic_function_tool(Function, name="f")]}
     calls = [("f", '{"a": "x"}'), ("f", '{"a": "y"}')]
@@ -212,7 +212,7 @@ async def test_answers_of_openais_helpers_go_back_as_the_helpers_hold_them() -> 
                 await chats.create(**{**asked, "messages": [*CHAT["messages"], turn, *results]})
 
 
-async def test_responses_of_openais_helpers_go_back_as_the_helpers_hold_them() -> None:
+async def test_items_of_openais_client_go_back_as_it_holds_them() -> None:
     tool = {"type": "function", "name": "f", "parameters": Function.model_json_schema(), "strict": True}
     asked: dict[str, Any] = {"model": "smol", "input": CHAT["messages"], "tools": [tool]}
     text = "<think>\nI need f.</think>\n\nHm.\n" + written(BY_NAME["hermes"], [("f", '{"a": "x"}')])

@@ -265,8 +265,8 @@ STREAMS = (
     Mutation(
         "text that was held back as a possible stop text is missing at the end",
         "router/stream/relay.py",
-        "            text += self._unread(rest.text)\n",
-        "",
+        "            self._unsent_text += self._unread(self._text.finish().text)\n",
+        "            pass\n",
         ("tests/property/test_resumed_text.py",),
     ),
     Mutation(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
-from typing import Any
 
-import openai
 import pytest
 import pytest_asyncio
 
+from bench.bfcl.answers import answers
+from bench.bfcl.cases import CATEGORIES, Case, NotFetchedError, fetched_cases
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.bfcl import CATEGORIES, TAKES_ALL, Case, NotFetchedError, fetched_cases
 from tests.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
+# Of each category. `make bfcl` asks all.
 NUM_CASES = 6
 
 
@@ -32,35 +30,14 @@ def some_cases(category: str) -> list[Case]:
         cases = fetched_cases(category)
     except NotFetchedError as error:
         pytest.skip(f"BFCL cannot be fetched: {error}")
-    return cases if TAKES_ALL else cases[:: len(cases) // NUM_CASES][:NUM_CASES]
+    return cases[:: len(cases) // NUM_CASES][:NUM_CASES]
 
 
-async def answer(client: openai.AsyncOpenAI, case: Case, seed: int) -> Any:
-    completion = await client.chat.completions.create(
-        model=MODEL,
-        messages=case.messages,
-        tools=case.tools,
-        tool_choice="required",
-        temperature=0.7,
-        seed=seed,
-        max_completion_tokens=100,
-    )
-    return completion.choices[0]
-
-
-@pytest.mark.parametrize("category", CATEGORIES)
-async def test_every_call_names_a_function_and_its_arguments_are_valid(stack: LocalStack, category: str) -> None:
-    cases = some_cases(category)
+async def test_every_call_names_a_function_and_its_arguments_are_valid(stack: LocalStack) -> None:
+    cases = [case for category in CATEGORIES for case in some_cases(category)]
     async with run_gateway(*stack.router_addresses) as gateway, gateway.openai(max_retries=2) as client:
-        choices = await asyncio.gather(*(answer(client, case, seed) for seed, case in enumerate(cases)))
-    num_valid = 0
-    for case, choice in zip(cases, choices, strict=True):
-        calls = choice.message.tool_calls or []
-        assert choice.finish_reason in ("tool_calls", "length")
-        # What the limit cuts off is a call that is not valid JSON yet, or the beginning of a tag that is not one token.
-        assert choice.message.content is None or choice.finish_reason == "length"
-        for call in calls if choice.finish_reason == "tool_calls" else calls[:-1]:
-            assert case.is_valid(call.function.name, json.loads(call.function.arguments)), (case.name, call)
-            num_valid += 1
-    print(f"{category}: {num_valid} complete calls of {len(cases)} answers are valid")
-    assert num_valid >= len(cases) // 2
+        answered = [answer async for answer in answers(client, MODEL, cases, len(cases))]
+    for answer in answered:
+        assert not answer.invalid, answer
+        assert not answer.problem, answer
+    assert sum(answer.num_calls for answer in answered) >= len(cases) // 2

@@ -209,3 +209,12 @@ def test_budget_holds_before_calls_and_in_channels() -> None:
         text = whole_answer(tools, "xxxx", "", GOOD[:1]).replace("<think>\n", "<think>")
         assert walked(model, rules, text) == text
         assert walked(model, rules, text.replace("xxxx", "xxxxx")) == reasoning.end
+
+
+@pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 3}, {"description": "any value"}])
+def test_text_of_a_parameter_ends_at_the_first_end_tag(schema: dict[str, str]) -> None:
+    """Where the parser ends it. A parameter without a type is written as text, too."""
+    parameters = json.dumps({"type": "object", "properties": {"a": schema}})
+    rules = AnswerRules(AnswerFormat(BY_NAME["qwen3_coder"]), (ToolSchema("f", parameters),), must_call=True)
+    for text, is_accepted in (("my_data", True), ("<b>\n\n12", True), ("", True), ("a</parameter>b", False)):
+        assert accepts(rules, written(BY_NAME["qwen3_coder"], [("f", json.dumps({"a": text}))])) is is_accepted

@@ -6,7 +6,6 @@ Fetched once into `.clients/bfcl`, without installing it. Names of types become 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,13 +18,11 @@ from typing import Any
 from filelock import FileLock
 from jsonschema import Draft202012Validator
 
-FOLDER = Path(__file__).parents[1] / ".clients" / "bfcl"
+FOLDER = Path(__file__).parents[2] / ".clients" / "bfcl"
 PACKAGE = "bfcl-eval==2026.3.23"
 CATEGORIES = ("simple_python", "multiple", "parallel")
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 Schema = dict[str, Any]
-# Set by `make bfcl`: tests take all cases instead of a sample.
-TAKES_ALL = bool(os.environ.get("BFCL_ALL"))
 
 
 class NotFetchedError(Exception):
@@ -34,9 +31,11 @@ class NotFetchedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A question, the functions with their schemas, and the correct calls with their arguments."""
+    """A question, the functions with their schemas, and the correct calls with their arguments. `seed` is its place in
+    its category."""
 
     name: str
+    seed: int
     messages: list[Any]
     functions: Mapping[str, Schema]
     descriptions: Mapping[str, str]
@@ -68,7 +67,9 @@ def fetched_cases(category: str) -> list[Case]:
         [json.loads(line) for line in (FOLDER / "data" / path).read_text(encoding="utf-8").splitlines()]
         for path in (f"BFCL_v4_{category}.json", f"possible_answer/BFCL_v4_{category}.json")
     )
-    return [_case(one, answer["ground_truth"]) for one, answer in zip(asked, correct, strict=True)]
+    return [
+        _case(seed, one, answer["ground_truth"]) for seed, (one, answer) in enumerate(zip(asked, correct, strict=True))
+    ]
 
 
 def _fetch() -> None:
@@ -86,13 +87,13 @@ def _fetch() -> None:
         (Path(folder) / "bfcl_eval" / "data").rename(FOLDER / "data")
 
 
-def _case(asked: dict[str, Any], correct: list[dict[str, Any]]) -> Case:
+def _case(seed: int, asked: dict[str, Any], correct: list[dict[str, Any]]) -> Case:
     functions = {one["name"]: _json_schema(one["parameters"]) for one in asked["function"]}
     calls = [
         (name, dict(_chosen(arguments, functions[name]))) for call in correct for name, arguments in call.items()
     ]  # fmt: skip
     descriptions = {one["name"]: one["description"] for one in asked["function"]}
-    return Case(asked["id"], asked["question"][0], functions, descriptions, calls)
+    return Case(asked["id"], seed, asked["question"][0], functions, descriptions, calls)
 
 
 def _json_schema(schema: Schema) -> Schema:

@@ -56,7 +56,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield loaded
 
 
-def sequence_of(number: int, token_ids: Sequence[int], first_block: int, adapter_slot: int | None) -> Request:
+def sequence_of(number: int, token_ids: Sequence[int], first_block: int, adapter_slot: int | None = None) -> Request:
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     made = Request(
         f"r{number}",
@@ -73,7 +73,7 @@ def sequence_of(number: int, token_ids: Sequence[int], first_block: int, adapter
     return made
 
 
-def one_by_one(model: PagedModel, ids: Sequence[int], first_block: int, adapter_slot: int | None) -> Tensor:
+def one_by_one(model: PagedModel, ids: Sequence[int], first_block: int, adapter_slot: int | None = None) -> Tensor:
     """Logits `[len(ids), vocabulary]`, each position in a step of its own."""
     sequence = sequence_of(0, ids, first_block, adapter_slot)
     return torch.cat([model.forward(pack(plan_of(sequence, i, 1), BLOCK_SIZE)) for i in range(len(ids))])

@@ -221,7 +221,8 @@ async def test_items_of_openais_client_go_back_as_it_holds_them() -> None:
             streamed = await stream.get_final_response()
         for answer in (await client.responses.create(**asked), await client.responses.parse(**asked), streamed):
             assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
-            result = {"type": "function_call_output", "call_id": answer.output[2].call_id, "output": "r"}
+            call: Any = answer.output[2]
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "r"}
             for items in (answer.output, [item.model_dump() for item in answer.output]):
                 await client.responses.create(**{**asked, "input": [*CHAT["messages"], *items, result]})
 

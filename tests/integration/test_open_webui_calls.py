@@ -84,7 +84,8 @@ def _chatting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taken_calls(chunks: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
     """The content, and the calls as Open WebUI adds them up: the first delta of each, to which it appends."""
-    content, calls = "", list[dict[str, Any]]()
+    content = ""
+    calls: list[dict[str, Any]] = []
     for delta in [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]:
         content += delta.get("content") or ""
         for call in delta.get("tool_calls", ()):

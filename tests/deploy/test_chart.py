@@ -346,8 +346,14 @@ def test_version_is_that_of_the_images() -> None:
 
 
 @pytest.mark.slow
-def test_test_pod_runs_commands_that_are_there() -> None:
-    (pod,) = (found for found in template(EVERYTHING) if found["kind"] == "Pod")
+def test_test_pod_runs_commands_that_are_there_on_the_nodes_of_the_others() -> None:
+    placed = {"nodeSelector": {"team": "llm"}, "tolerations": [{"key": "team", "operator": "Exists"}]}
+    objects = template({**EVERYTHING, "defaults": placed})
+    (pod,) = (found for found in objects if found["kind"] == "Pod")
+    assert placed.items() <= pod["spec"].items()
+    for found in objects:
+        if found["kind"] in WORKLOADS:
+            assert placed.items() <= found["spec"]["template"]["spec"].items(), found["metadata"]["name"]
     for container in pod["spec"]["containers"]:
         program, command, *_ = container["command"]
         assert program == "inflight"

@@ -97,8 +97,8 @@ def _normal(value: Any) -> Any:
         result["priorityClassName"] = result["priorityClassName"].removeprefix("inflight.")
     if "volumes" in result:
         result["volumes"].sort(key=lambda volume: volume["name"])
-    for key, empty in (("annotations", {}), ("labels", {}), ("selector", {"matchLabels": {}})):
-        if result.get(key) == empty:
+    for key in ("annotations", "labels", "selector"):
+        if result.get(key) in ({}, {"matchLabels": {}}):
             del result[key]
     return result
 

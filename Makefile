@@ -210,7 +210,8 @@ locks:
 
 # Needs root, buildah, debootstrap, Debian's mirrors and a package index; the first time takes some minutes.
 test-images: setup
-	@INFLIGHT_TEST_IMAGES=1 $(BIN)/python -m pytest -q tests/deploy/test_built_images.py $(PYTEST_ARGS)
+	@INFLIGHT_TEST_IMAGES=1 $(BIN)/python -m pytest -q tests/deploy/test_built_images.py tests/deploy/test_exercise.py \
+		-k "images" $(PYTEST_ARGS)
 
 sbom: setup
 	@python3 -m venv .venv-sbom && .venv-sbom/bin/pip install -q cyclonedx-bom

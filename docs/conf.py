@@ -7,7 +7,11 @@ every warning for an error: a page in no table of contents, a link or an anchor 
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 project = "inflight"
+release = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
 author = "the inflight authors"
 copyright = author
 
@@ -21,7 +25,7 @@ exclude_patterns = [".[a-z]*/**", "build/**", "dist/**", "run/**", "protos/**", 
 myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
 html_theme = "furo"
-html_title = "inflight"
+html_title = f"inflight {release}"
 html_static_path = ["site/static"]
 html_css_files = ["site.css"]
 html_extra_path = ["site/index.html"]  # sends the bare address to the first page

@@ -70,8 +70,23 @@ def _filled(expression: str, interval: str) -> str:
     return re.sub(r"\$(namespace|model)", ".*", expression.replace("$__rate_interval", interval))
 
 
+def selectors_of(expression: str) -> list[dict[str, str]]:
+    """The labels and values that each selector of an expression matches."""
+    selectors, _ = _read(expression)
+    return [{matcher.name: matcher.value for matcher in selector.matchers.matchers} for selector in selectors]
+
+
 def asked_by(query: Query) -> list[Asked]:
     """What a query reads. Labels that it groups by count for every metric in it. Raises ValueError where it is none."""
+    selectors, grouped = _read(query.text)
+    return [
+        Asked(selector.name, frozenset({matcher.name for matcher in selector.matchers.matchers} | grouped))
+        for selector in {str(selector): selector for selector in selectors}.values()
+    ]
+
+
+def _read(expression: str) -> tuple[list[Any], set[str]]:
+    """The selectors of an expression, and the labels that it groups by."""
     selectors: list[Any] = []
     grouped: set[str] = set()
 
@@ -84,11 +99,8 @@ def asked_by(query: Query) -> list[Asked]:
             grouped.update(node.modifier.labels)
         return True
 
-    promql_parser.walk(promql_parser.parse(query.text), visit)
-    return [
-        Asked(selector.name, frozenset({matcher.name for matcher in selector.matchers.matchers} | grouped))
-        for selector in {str(selector): selector for selector in selectors}.values()
-    ]
+    promql_parser.walk(promql_parser.parse(expression), visit)
+    return selectors, grouped
 
 
 def documented() -> dict[str, frozenset[str]]:

@@ -357,7 +357,7 @@ class Container:
     async def end(self, number: int) -> int:
         """Sends a signal to the process, and returns the exit code as a shell says it: 128 more than its signal."""
         assert self.process is not None
-        os.kill(_child_of(self.process.pid), number)
+        os.kill(first_process(self.process.pid), number)
         return await self.process.wait() % 256
 
     async def discard(self) -> None:
@@ -367,6 +367,11 @@ class Container:
             await self.process.wait()
 
 
-def _child_of(pid: int) -> int:
+def first_process(pid: int) -> int:
+    """Returns the process in the image that a process of `Image.command` has started."""
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
+
+
+_REASON = reason_to_skip()
+NEEDS_IMAGES = [pytest.mark.skipif(_REASON is not None, reason=str(_REASON)), pytest.mark.timeout(1800)]

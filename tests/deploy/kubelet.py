@@ -9,6 +9,8 @@ What stands for what, and nothing else differs:
     Secret, ConfigMap, emptyDir     folders of the pod's own; paths in values and in ConfigMaps' files follow
     models on a claim or image      a folder with a tiny model under the name that the overlay gives it
     inflight, valkey-server         this repository; the Redis of this machine
+    an image, where there are any   a root file system of the image, see `images.py`; mounts, user and files' modes as
+                                    the manifest says, and the models of their own image
     cuda                            cpu, one thread, and a KV pool of 16,384 tokens where nothing is set
     period of a probe               as soon as the one before has an answer; failureThreshold counts for running pods
     preStop sleep                   nothing: who calls is told before the pod is deleted, as after such a sleep
@@ -20,6 +22,7 @@ import asyncio
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,6 +36,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.disk_cache import CACHE_VARIABLE, cache_folder
 from inflight.local.guard import guarded
 from inflight.local.redis_server import find_redis_binary
+from tests.deploy.images import Image, Mount, first_process
 from tests.deploy.manifests import Object, Overlay, environment_of, expanded
 from tests.redis_servers import server_for
 
@@ -51,6 +55,7 @@ class Pod:
     address: str
     spec: Object
     log: Path
+    image: Image | None = None
     process: asyncio.subprocess.Process | None = None
 
     @property
@@ -89,7 +94,7 @@ class Pod:
     async def delete(self) -> int:
         """SIGTERM, and its exit code within the pod's grace; its end after that is a failure."""
         assert self.process is not None
-        self.process.terminate()
+        os.kill(self.process.pid if self.image is None else first_process(self.process.pid), signal.SIGTERM)
         try:
             async with asyncio.timeout(self.spec["terminationGracePeriodSeconds"]):
                 return await self.process.wait()
@@ -104,12 +109,14 @@ class Pod:
 
 @dataclass(slots=True)
 class Node:
-    """Starts the pods of one overlay. `names` says which addresses stand for a name with its port, or without one."""
+    """Starts the pods of one overlay. `names` says which addresses stand for a name with its port, or without one.
+    Containers whose images are among `images`, by their targets, run from these."""
 
     overlay: Overlay
     folder: Path
     models: Path
     names: Mapping[str, str]
+    images: Mapping[str, Image] = field(default_factory=dict)
     pods: list[Pod] = field(default_factory=list)
 
     async def start(self, workload: Object, name: str, address: str) -> Pod:
@@ -117,6 +124,7 @@ class Node:
         spec = workload["spec"]["template"]["spec"]
         home = self.folder / name
         pod = Pod(name, address, spec, self.folder / f"{name}.log")
+        pod.image = self._image_of(pod.container)
         volumes = {volume["name"]: self._make(volume, home / volume["name"], pod) for volume in spec.get("volumes", ())}
         for container in spec.get("initContainers", ()):
             process = await self._run(container, pod, volumes)
@@ -133,11 +141,18 @@ class Node:
             assert pod.process is not None
             await pod.process.wait()
 
+    def _image_of(self, container: Object) -> Image | None:
+        found = re.fullmatch(r"inflight/([\w-]+):.*", container["image"])
+        return None if found is None else self.images.get(found[1])
+
     def _make(self, volume: Object, folder: Path, pod: Pod) -> Path:
         """The folder that stands for a volume."""
         if "persistentVolumeClaim" in volume or "image" in volume:
             return self.models
         folder.mkdir(parents=True)
+        if pod.image is not None and "emptyDir" in volume:
+            os.chown(folder, -1, pod.spec["securityContext"]["fsGroup"])
+            folder.chmod(0o2777)
         if "secret" in volume:
             content = self.overlay.content("Secret", volume["secret"]["secretName"])
             wanted = {item["key"]: item["path"] for item in volume["secret"].get("items", ())} or {
@@ -145,12 +160,17 @@ class Node:
             }
             for key, path in wanted.items():
                 (folder / path).write_bytes(content[key])
+                if pod.image is not None:
+                    os.chown(folder / path, -1, pod.spec["securityContext"]["fsGroup"])
+                    (folder / path).chmod(volume["secret"]["defaultMode"])
         elif "configMap" in volume:
             for key, value in self.overlay.content("ConfigMap", volume["configMap"]["name"]).items():
                 (folder / key).write_text(self._mapped(value.decode(), pod))
         return folder
 
     async def _run(self, container: Object, pod: Pod, volumes: Mapping[str, Path]) -> asyncio.subprocess.Process:
+        if (image := self._image_of(container)) is not None:
+            return await self._run_image(image, container, pod, volumes)
         environment = {
             name: self._mapped(value, pod, container, volumes)
             for name, value in environment_of(self.overlay, container, {"metadata.name": pod.name}).items()
@@ -158,15 +178,28 @@ class Node:
         words = [expanded(word, environment) for word in (*container["command"], *container.get("args", ()))]
         program, *arguments = (self._mapped(word, pod, container, volumes) for word in words)
         command = [*REPLACED_WORDS.get(program, (program,)), *arguments]
-        with pod.log.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                *guarded(command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=_image_environment(self.folder) | _of_this_machine(container, environment),
-            )
+        return await _start(command, pod, _image_environment(self.folder) | _of_this_machine(container, environment))
+
+    async def _run_image(
+        self, image: Image, container: Object, pod: Pod, volumes: Mapping[str, Path]
+    ) -> asyncio.subprocess.Process:
+        """Runs a container from its image, with the manifest's user, mounts and paths."""
+        security, names = pod.spec["securityContext"], {**self.names, "0.0.0.0": pod.address}
+        assert image.settings["User"] == f"{security['runAsUser']}:{security['runAsGroup']}"
+        environment = {
+            name: _replaced(value, names)
+            for name, value in environment_of(self.overlay, container, {"metadata.name": pod.name}).items()
+        }
+        words = [
+            _replaced(expanded(word, environment), names)
+            for word in (*container["command"], *container.get("args", ()))
+        ]
+        mounts = [
+            Mount(volumes[mount["name"]], mount["mountPath"], "ro" if mount.get("readOnly") else "rw")
+            for mount in container["volumeMounts"]
+        ]
+        command = image.command(words, _of_this_machine(container, environment), mounts, pod.name)
+        return await _start(command, pod, None)
 
     def _mapped(
         self, text: str, pod: Pod, container: Object | None = None, volumes: Mapping[str, Path] | None = None
@@ -182,10 +215,27 @@ class Node:
             mount["mountPath"] for mount in container["volumeMounts"]
         }:
             replaced["/models"] = str(self.models)  # of the init container's own image
-        longest_first = sorted(replaced, key=len, reverse=True)
-        # Not within a longer word: `/tmp` is not in `/tmpfile`, a Service not in its namesake's name.
-        pattern = "|".join(rf"(?<![\w.-]){re.escape(word)}(?![\w-])" for word in longest_first)
-        return re.sub(pattern, lambda found: replaced[found[0]], text)
+        return _replaced(text, replaced)
+
+
+def _replaced(text: str, replaced: Mapping[str, str]) -> str:
+    """Returns the text with words replaced by others. Not within a longer word: `/tmp` is not in `/tmpfile`, a Service
+    not in its namesake's name."""
+    longest_first = sorted(replaced, key=len, reverse=True)
+    pattern = "|".join(rf"(?<![\w.-]){re.escape(word)}(?![\w-])" for word in longest_first)
+    return re.sub(pattern, lambda found: replaced[found[0]], text)
+
+
+async def _start(command: Sequence[str], pod: Pod, environment: Mapping[str, str] | None) -> asyncio.subprocess.Process:
+    with pod.log.open("ab") as log:
+        return await asyncio.create_subprocess_exec(
+            *guarded(list(command)),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
 
 
 def _image_environment(folder: Path) -> dict[str, str]:

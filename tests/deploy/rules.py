@@ -12,6 +12,8 @@ ALERTS = DEPLOY / "dashboards" / "alerts.yaml"
 DASHBOARD = DEPLOY / "dashboards" / "inflight.json"
 RULES = DEPLOY / "kubernetes" / "components" / "monitoring" / "rules.yaml"
 COPY = RULES.with_name("inflight.json")
+# A metric or a recorded series in an expression.
+METRIC = re.compile(r"(?<!record: )(?<![\w:])((?:inflight|gen_ai_server)_\w+|\w+(?::\w+)+)")
 HEADER = """\
 # Made from deploy/dashboards/alerts.yaml by `python -m tests.deploy.rules`: change it there.
 apiVersion: monitoring.coreos.com/v1
@@ -25,8 +27,8 @@ spec:
 
 
 def rules_of(alerts: str) -> str:
-    """The manifest for a file of alerts; those about absent and silent targets are about the namespace `inflight`."""
-    here = re.sub(r"absent\((\w+)\)", r'absent(\1{namespace="inflight"})', alerts[alerts.index("groups:\n") :])
+    """The manifest for a file of alerts, with every selector on the namespace `inflight`."""
+    here = METRIC.sub(r'\1{namespace="inflight"}', alerts[alerts.index("groups:\n") :]).replace("}{", ",")
     return HEADER + textwrap.indent(here.replace('job=~".*inflight.*"', 'job="inflight/inflight"'), "  ")
 
 

@@ -15,7 +15,7 @@ import secrets
 import signal
 import subprocess
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,23 +31,11 @@ from inflight.aio_stream import AsyncStream
 from inflight.events import Completion, Delta, FinishReason
 from inflight.local.guard import guarded
 from inflight.local.redis_server import find_redis_binary
-from tests.deploy.images import (
-    Container,
-    Image,
-    Mount,
-    build,
-    buildah,
-    image_name,
-    make_base,
-    only_user,
-    reason_to_skip,
-)
+from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, buildah, image_name
 
-REASON = reason_to_skip()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(1800)]
+pytestmark = NEEDS_IMAGES
 
 REPOSITORY = Path(__file__).parents[2]
-BUILT = ("router", "gateway", "executor-cpu", "models")
 SERVERS = ("router", "gateway", "executor-cpu")
 ROUTERS = ("127.3.0.1", "127.3.0.2")
 EXECUTORS = ("127.3.0.3", "127.3.0.4")
@@ -57,23 +45,6 @@ MODEL = "smollm2-135m-instruct"
 MAX_TOKENS = 64
 SAMPLING: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7, "want_token_ids": True}
 TIMEOUT_S = 240.0
-
-
-@pytest.fixture(scope="module")
-def images() -> Iterator[Mapping[str, Image]]:
-    """The images by their targets, built from this working copy."""
-    with only_user():
-        make_base()
-        for target in BUILT:
-            build(target)
-        mounted: dict[str, Image] = {}
-        try:
-            for target in BUILT:
-                mounted[target] = Image.mount(target)
-            yield mounted
-        finally:
-            for image in mounted.values():
-                image.remove()
 
 
 @pytest.mark.parametrize("target", SERVERS)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from inflight.cli.flags import ADDRESS_VARIABLE, API_KEY_VARIABLE, CA_FILE_VARIABLE, SERVER_NAME_VARIABLE
 from inflight.cli.main import COMMANDS
+from tests.dashboards.queries import selectors_of
 from tests.deploy.chart import CHART, FOLDER, run_helm, template
 from tests.deploy.manifests import OVERLAYS, WORKLOADS, Object, matches, needs_kubectl, overlay, pod_labels
 from tests.deploy.test_schemas import NEWEST, check, schemas_read_once
@@ -30,6 +31,7 @@ CLIENT_VARIABLES = {ADDRESS_VARIABLE, API_KEY_VARIABLE, CA_FILE_VARIABLE, SERVER
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 MODEL = {"pools": {"main": {"model": "/models/m"}}}
+MONITORED = {**MODEL, "monitoring": {"enabled": True}}
 EVERYTHING = {
     **MODEL,
     "tls": {"certManager": True},
@@ -47,6 +49,7 @@ EVERYTHING = {
 DROPPED = {
     "namespace",  # helm adds it when it installs
     "app.kubernetes.io/instance",  # names the release
+    "app_kubernetes_io_instance",  # the same of metrics and alerts
     "app.kubernetes.io/managed-by",
     "app.kubernetes.io/part-of",
     "app.kubernetes.io/version",
@@ -94,8 +97,9 @@ def _normal(value: Any) -> Any:
         result["priorityClassName"] = result["priorityClassName"].removeprefix("inflight.")
     if "volumes" in result:
         result["volumes"].sort(key=lambda volume: volume["name"])
-    if result.get("annotations") == {}:
-        del result["annotations"]
+    for key in ("annotations", "labels", "selector"):
+        if result.get(key) in ({}, {"matchLabels": {}}):
+            del result[key]
     return result
 
 
@@ -182,6 +186,34 @@ def test_cluster_wide_names_contain_the_namespace() -> None:
     )
     assert len(first) == len(second) == 2
     assert not first & second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["inflight", "blue"])
+def test_rules_read_and_write_series_of_their_release_only(release: str) -> None:
+    (found,) = (one for one in template(MONITORED, release, "team") if one["kind"] == "PrometheusRule")
+    rules = [rule for group in found["spec"]["groups"] for rule in group["rules"]]
+    assert {rule["labels"]["app_kubernetes_io_instance"] for rule in rules} == {release}
+    job = "team/inflight" if release == "inflight" else f"team/{release}-inflight"
+    for rule in rules:
+        read = list(selectors_of(rule["expr"]))
+        assert read
+        for matchers in read:
+            assert {"namespace": "team", "app_kubernetes_io_instance": release}.items() <= matchers.items() or (
+                matchers == {"job": job}
+            ), rule
+
+
+@pytest.mark.slow
+def test_autoscalers_of_a_release_read_its_own_metrics() -> None:
+    pools = {"main": {"model": "/models/a"}, "b": {"model": "/models/b"}}
+    values = {"pools": pools, "executor": {"autoscaling": {"by": "hpa"}}}
+    scalers = [one for one in template(values, "blue") if one["kind"] == "HorizontalPodAutoscaler"]
+    assert len(scalers) == 2
+    for scaler, model in zip(sorted(scalers, key=lambda one: one["metadata"]["name"]), "ab", strict=True):
+        for metric in scaler["spec"]["metrics"]:
+            wanted = {"app_kubernetes_io_instance": "blue", "model": model}
+            assert metric["external"]["metric"]["selector"] == {"matchLabels": wanted}
 
 
 def selectors(found: Object) -> list[Mapping[str, Any]]:
@@ -314,8 +346,14 @@ def test_version_is_that_of_the_images() -> None:
 
 
 @pytest.mark.slow
-def test_test_pod_runs_commands_that_are_there() -> None:
-    (pod,) = (found for found in template(EVERYTHING) if found["kind"] == "Pod")
+def test_test_pod_runs_commands_that_are_there_on_the_nodes_of_the_others() -> None:
+    placed = {"nodeSelector": {"team": "llm"}, "tolerations": [{"key": "team", "operator": "Exists"}]}
+    objects = template({**EVERYTHING, "defaults": placed})
+    (pod,) = (found for found in objects if found["kind"] == "Pod")
+    assert placed.items() <= pod["spec"].items()
+    for found in objects:
+        if found["kind"] in WORKLOADS:
+            assert placed.items() <= found["spec"]["template"]["spec"].items(), found["metadata"]["name"]
     for container in pod["spec"]["containers"]:
         program, command, *_ = container["command"]
         assert program == "inflight"

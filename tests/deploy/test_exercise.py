@@ -7,15 +7,17 @@ import asyncio
 import json
 import shutil
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from bench.fleet.tiny_model import write_tiny_model
 from inflight import AsyncClient
 from inflight.events import Completion, FinishReason
+from tests.deploy.images import NEEDS_IMAGES, Image
 from tests.deploy.kubelet import Node, Pod, addresses_of
 from tests.deploy.manifests import OVERLAYS, Overlay, environment_of, needs_kubectl, overlay
 
@@ -56,10 +58,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(params=["processes", pytest.param("images", marks=NEEDS_IMAGES)])
+def images_used(request: pytest.FixtureRequest) -> Mapping[str, Image]:
+    """The images from which containers run: none, or all that are ours."""
+    return request.getfixturevalue("images") if request.param == "images" else {}
+
+
 @asynccontextmanager
-async def node(name: str, folder: Path, models: Path) -> AsyncIterator[Node]:
+async def node(
+    name: str, folder: Path, models: Path, images: Mapping[str, Image] = MappingProxyType({})
+) -> AsyncIterator[Node]:
     """A node for an overlay, on which nothing is left at the end."""
-    running = Node(overlay(name), folder, models, names())
+    running = Node(overlay(name), folder, models, names(), images)
     try:
         yield running
     finally:
@@ -196,9 +206,9 @@ async def wait_for_executors(client: AsyncClient, *pods: Pod, has_worked: bool =
 
 
 async def test_cpu_dev_scales_from_one_to_three_and_drains_under_load_without_a_failed_request(
-    tmp_path: Path, models: Path
+    tmp_path: Path, models: Path, images_used: Mapping[str, Image]
 ) -> None:
-    async with node("cpu-dev", tmp_path, models) as on:
+    async with node("cpu-dev", tmp_path, models, images_used) as on:
         # Given the overlay, with two routers as after `kubectl scale`
         executor_workload, router_workload = on.overlay.workload("executor"), on.overlay.workload("router")
         redis = await start_redis(on)

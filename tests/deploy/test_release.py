@@ -80,7 +80,8 @@ def test_images_and_pages_have_the_version_of_the_package() -> None:
     ours = {service["image"].partition(":")[2] for service in services if "build" in service}
     assert ours == {VERSION}
     for page in ("docs/images.md", "docs/kubernetes.md"):
-        named = re.findall(r"inflight/[a-z$-]+:([0-9][\w.]*)", (REPOSITORY / page).read_text())
+        text = (REPOSITORY / page).read_text()
+        named = re.findall(r"(?:inflight/[a-z$-]+:|inflight-|--version )(\d+\.\d+\.\d+)", text)
         assert set(named) == {VERSION}, page
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
+from tests.dashboards.queries import selectors_of
 from tests.deploy.custom_resources import SCHEMAS
 from tests.deploy.manifests import FOLDER, OVERLAYS, Object, needs_kubectl, overlay, pod_labels, rendered
 from tests.deploy.rules import ALERTS, COPY, DASHBOARD, RULES, rules_of
@@ -167,4 +168,8 @@ def test_group_example_is_whole() -> None:
 @pytest.mark.skipif(not ALERTS.exists(), reason="deploy/dashboards/alerts.yaml is not here")
 def test_rule_and_dashboard_are_those_of_deploy_dashboards() -> None:
     assert RULES.read_text() == rules_of(ALERTS.read_text())
+    for group in yaml.safe_load(RULES.read_text())["spec"]["groups"]:
+        for rule in group["rules"]:
+            for matchers in selectors_of(rule["expr"]):
+                assert matchers.get("namespace", matchers.get("job")) in ("inflight", "inflight/inflight"), rule
     assert COPY.read_bytes() == DASHBOARD.read_bytes()

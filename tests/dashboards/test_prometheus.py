@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.parse
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,18 @@ class Prometheus:
         found = await self._ask("query", query=expression)
         result: list[Any] = found["result"]
         return result
+
+    async def answered_panels(self) -> set[str]:
+        """Titles of the panels with samples. Waits for all of them: a rate needs two samples of a series."""
+        wanted, answered = {query.where for query in panel_queries()}, set[str]()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WAIT_S):
+                while answered != wanted:
+                    for query in panel_queries():
+                        if query.where not in answered and await self.query(query.text):
+                            answered.add(query.where)
+                    await asyncio.sleep(0.1)
+        return answered
 
     async def rules(self) -> set[str]:
         """Names of the rules that it evaluates."""
@@ -91,8 +103,7 @@ async def test_prometheus_answers_every_panel_and_a_script_draws_them(watched: W
         await prometheus.until(
             "count_over_time(up[1m])", lambda counts: all(float(one["value"][1]) >= 4 for one in counts)
         )
-        answered = {query.where for query in panel_queries() if await prometheus.query(query.text)}
-        assert answered == {panel["title"] for panel in panels()}
+        assert await prometheus.answered_panels() == {panel["title"] for panel in panels()}
         assert await prometheus.rules() == {rule.get("alert") or rule["record"] for rule in rules()}
         picture = tmp_path / "dashboard.png"
         await asyncio.to_thread(draw, prometheus.address, picture)

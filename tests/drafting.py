@@ -46,6 +46,26 @@ class GuessingProposer:
         return Draft(tuple(ids[len(self._ids) :]), 3)
 
 
+class AnyTokens:
+    """A compiled grammar that forces no token and allows all, and its matcher."""
+
+    @property
+    def matcher(self) -> AnyTokens:
+        return self
+
+    def deep_copy(self) -> AnyTokens:
+        return self
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return True
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        return len(tokens)
+
+
 def token_of_fake_device(ids: Sequence[int], salt: bytes = b"") -> int:
     """What the fake device samples for a greedy request."""
     content = int.from_bytes(b"salt:" + salt, "little")

@@ -20,7 +20,7 @@ from executor.scheduler.sequence import (
     StepResult,
 )
 from executor.scheduler.step_constraint import PrefillAllowance
-from tests.drafting import CHEAP, PROPOSERS, eager
+from tests.drafting import CHEAP, PROPOSERS, AnyTokens, eager
 from tests.fake_device import FakeDevice, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
 from tests.property.scheduler_model import Expectation, Promises, limits_strategy, sequence_strategy
@@ -286,7 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _prepare(self, sequence: Sequence, error: str) -> None:
         assert sequence.constraint is not None
         if not error:
-            sequence.constraint.compiled = object()
+            sequence.constraint.compiled = AnyTokens()
         event = self.scheduler.prepared(sequence, error)
         assert (event is not None) == bool(error)
         self._receive(StepOutcome(NewTokens(), (event,) if event else ()))

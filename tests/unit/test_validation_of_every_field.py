@@ -88,6 +88,7 @@ SUPPORTED = frozenset(
         "priority",
         "inter_token_target_ms",
         "max_drafts",
+        "adapter_id",
         "tenant",
         "deadlines.first_token",
         "deadlines.total",
@@ -199,9 +200,10 @@ def request_for(path: str) -> inference_pb2.GenerateRequest:
 
 
 def meaning(request: inference_pb2.GenerateRequest) -> tuple[object, ...]:
-    """All that the rest of the router sees of a request. A conversation counts by what its template sees."""
+    """All that the rest of the router sees of a request. A conversation counts by what its template sees, and an
+    adapter by its name, which the executors' reports resolve (`test_adapters.py`)."""
     spec: GenerateSpec = validate_generate(request, LIMITS, lambda: 0)
-    others = tuple(getattr(spec, name) for name in spec.__slots__ if name != "prompt")
+    others = (request.adapter_id, *(getattr(spec, name) for name in spec.__slots__ if name != "prompt"))
     if isinstance(spec.prompt, ChatPrompt):
         chat = spec.prompt.chat
         functions = [function.SerializeToString() for function in chat.functions]

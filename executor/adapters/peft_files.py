@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights
+from executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights, module_name
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -97,12 +97,12 @@ def parse(files: AdapterFiles, limits: AdapterLimits) -> AdapterWeights:
     unknown = sorted(set(tensors) - {f"{PREFIX}{name}.lora_{side}.weight" for name in targets for side in "AB"})
     if unknown:
         raise AdapterError(f"{WEIGHTS_FILE} has {unknown[0]}, which is not of a projection that target_modules names")
-    matrices = [
-        _matrix(config, tensors, name, size, limits.max_rank) if name in targets else None
-        for name, size in modules.items()
-    ]
-    starts = range(0, len(matrices), len(MATRICES))
-    return AdapterWeights(tuple(tuple(matrices[start : start + len(MATRICES)]) for start in starts))
+
+    def matrix(name: str) -> AdapterMatrix | None:
+        return _matrix(config, tensors, name, modules[name], limits.max_rank) if name in targets else None
+
+    layers = range(limits.shape.num_layers)
+    return AdapterWeights(tuple(tuple(matrix(module_name(layer, name)) for name in MATRICES) for layer in layers))
 
 
 class _Config:

@@ -24,6 +24,11 @@ MATRICES = (
 )
 
 
+def module_name(layer: int, matrix: str) -> str:
+    """Returns the name of the module that has one of MATRICES of a layer."""
+    return f"model.layers.{layer}.{matrix}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterMatrix:
     """The change of one weight: `a[rank, inputs]` and `b[outputs, rank]`."""
@@ -70,4 +75,4 @@ class AdapterLimits:
             for name, size in zip(MATRICES, sizes, strict=True):
                 if shape.num_experts and name.startswith("mlp."):
                     continue
-                yield f"model.layers.{layer}.{name}", size
+                yield module_name(layer, name), size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,17 @@ def test_folder_follows_its_files_and_leaves_out_what_is_broken(
     assert folder.look() == (half,)
     tmp_path.with_name("moved").rename(tmp_path)
     assert folder.look() == (half,)
+
+
+def test_model_with_experts_has_adapters_of_attention_only(tmp_path: Path) -> None:
+    limits = replace(LIMITS, shape=replace(LIMITS.shape, num_experts=4))
+    everywhere, attention = save_adapter(tmp_path / "all"), ["q_proj", "o_proj"]
+    with pytest.raises(AdapterError, match="target_modules names 'gate_proj'"):
+        parse(read_files(everywhere), limits)
+    folder = save_adapter(tmp_path / "attention", weights=tensors(0, 4, tuple(attention)), target_modules=attention)
+    for layer in parse(read_files(folder), limits).layers:
+        changed = [name for name, matrix in zip(MATRICES, layer, strict=True) if matrix is not None]
+        assert changed == ["self_attn.q_proj", "self_attn.o_proj"]
 
 
 def test_hash_depends_on_both_files(tmp_path: Path) -> None:

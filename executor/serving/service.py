@@ -306,8 +306,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             self.adapters.hold(sequence)
         except UnknownAdapterError:
+            # Its files were replaced or removed after the report that the ledger had. The next report says so.
             text = f"adapter_hash: this executor has no adapter {sequence.adapter_hash.hex()}"
-            raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text) from None
+            raise SubmissionError(executor_pb2.REJECT_REASON_NO_CAPACITY, text) from None
         except NoSlotError:
             text = f"sequences hold {self.adapters.num_slots} other adapters, as many as there are slots"
             raise SubmissionError(executor_pb2.REJECT_REASON_NO_CAPACITY, text) from None

@@ -126,7 +126,7 @@ async def test_unknown_adapter_is_rejected_and_one_that_is_gone_ends_with_an_err
         router.send(submits=[submit_with("unknown", "0" * 64), submit_with("wrong", "x")])
         await router.until(lambda: len(router.rejected) == 2)
         unknown, wrong = router.rejected
-        assert unknown.reason == executor_pb2.REJECT_REASON_UNSUPPORTED
+        assert unknown.reason == executor_pb2.REJECT_REASON_NO_CAPACITY
         assert unknown.detail == f"adapter_hash: this executor has no adapter {'0' * 64}"
         assert wrong.reason == executor_pb2.REJECT_REASON_INVALID
 

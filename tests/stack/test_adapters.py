@@ -17,6 +17,7 @@ from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
 from tests.adapter_files import save_adapter
+from tests.executors_linked import wait_for_executors
 from tests.gateways import run_gateway
 
 MODEL = "tiny"
@@ -47,6 +48,7 @@ async def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
         run_dir=tmp_path_factory.mktemp("run"),
     )
     async with LocalStack(options) as running:
+        await wait_for_executors(running.address, options.executors)
         yield running
 
 

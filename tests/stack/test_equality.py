@@ -24,6 +24,7 @@ from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tests.executors_linked import wait_for_executors
 
 OnToken = Callable[[str], None]
 """Called with the id of the executor for each delta."""
@@ -206,6 +207,13 @@ def differences(answers: list[Answer], expected: list[Answer]) -> dict[int, tupl
     return {k: pair for k, pair in enumerate(zip(answers, expected, strict=True)) if pair[0] != pair[1]}
 
 
+async def started(stacks: AsyncExitStack, options: StackOptions) -> str:
+    """Starts a stack, and returns its address when all its executors take work."""
+    address = (await stacks.enter_async_context(LocalStack(options))).address
+    await wait_for_executors(address, options.executors)
+    return address
+
+
 @pytest.mark.timeout(600)
 async def test_random_requests_get_the_same_tokens_in_every_circumstance(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(14)
@@ -218,7 +226,7 @@ async def test_random_requests_get_the_same_tokens_in_every_circumstance(tiny_mo
                 "executor_args": (*COMMON, *args),
                 "run_dir": tmp_path / name,
             }
-            return (await stacks.enter_async_context(LocalStack(StackOptions(**arguments, **options)))).address
+            return await started(stacks, StackOptions(**arguments, **options))
 
         # Given the tokens of each request alone
         roomy = await start("roomy", "--max-num-sequences", str(BATCH))
@@ -272,9 +280,7 @@ async def test_requests_that_reserve_a_part_at_a_time_get_the_same_tokens(tiny_m
         async def start(name: str, *args: str, **options: Any) -> str:
             run_dir = tmp_path / name
             arguments: dict[str, Any] = {"model": str(tiny_model), "executor_args": (*COMMON, *args)}
-            return (
-                await stacks.enter_async_context(LocalStack(StackOptions(run_dir=run_dir, **arguments, **options)))
-            ).address
+            return await started(stacks, StackOptions(run_dir=run_dir, **arguments, **options))
 
         # Given the tokens of each request alone, with a reservation of the whole context
         whole = ("--default-reservation-tokens", "1024")

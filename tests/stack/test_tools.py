@@ -17,6 +17,7 @@ from inflight import AsyncClient, FinishReason, InflightError, ToolCallPart
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
+from tests.executors_linked import wait_for_executors
 from tests.gateways import run_gateway
 from tests.stack.conftest import EXECUTOR_ARGS
 
@@ -146,6 +147,7 @@ async def test_killed_executor_in_the_middle_of_arguments_changes_nothing(stack:
         whole = await client.complete(**asked)
     options = StackOptions(executors=2, executor_args=EXECUTOR_ARGS, run_dir=tmp_path / "run")
     async with LocalStack(options) as failing, AsyncClient(*failing.router_addresses) as client:
+        await wait_for_executors(failing.address, options.executors)
         stream = client.generate(**asked)
         has_killed = False
         async for delta in stream:

@@ -200,7 +200,7 @@ def _add_targets(add: Callable[..., argparse.Action]) -> None:
         action="append",
         default=[],
         metavar="NAME=FLAGS",
-        help="runs every mode of ours once more with these flags for executors, as MODE-NAME; may be repeated",
+        help="runs every mode of inflight once more with these flags for executors, as MODE-NAME; may be repeated",
     )
     add("--model", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")
     add("--address", metavar="HOST:PORT", help="router to measure instead of starting local stacks")

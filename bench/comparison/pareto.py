@@ -45,7 +45,7 @@ def _part(name: str, sections: Sequence[Section], colours: Mapping[str, int]) ->
 
 
 def _compared(sections: Sequence[Section]) -> Iterator[str]:
-    """Yields the range of the ratio of each mode of ours to each peer over the concurrencies."""
+    """Yields the range of the ratio of each mode of inflight to each peer over the concurrencies."""
     for ours, peer in sections[0].own_against_peers():
         ratios = [value for one in sections if (value := ratio(one.runs, ours, peer)) is not None]
         if ratios:

@@ -20,7 +20,7 @@ BARE_MODE = "engine"
 
 
 def is_own(mode: str) -> bool:
-    """Returns whether a mode is in-flight batching of ours, with whatever flags."""
+    """Returns whether a mode is in-flight batching of inflight, with any flags."""
     return mode.partition("-")[0] in (STACK_MODE, BARE_MODE)
 
 
@@ -52,7 +52,7 @@ class Section:
         return self.workload if self.concurrency is None else f"{self.workload}, {self.concurrency} under way"
 
     def own_against_peers(self) -> list[tuple[str, str]]:
-        """Returns every mode of ours with every engine of others."""
+        """Returns every mode of inflight with every peer."""
         return [(ours, other) for ours in self.modes if is_own(ours) for other in self.modes if not is_own(other)]
 
     def of(self, mode: str) -> tuple[Run, ...]:

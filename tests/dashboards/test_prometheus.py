@@ -69,11 +69,9 @@ class Prometheus:
         """Waits until the samples are enough; before it serves there are none."""
         async with asyncio.timeout(WAIT_S):
             while True:
-                try:
+                with suppress(OSError):
                     if is_enough(await self.query(expression)):
                         return
-                except OSError:
-                    pass
                 await asyncio.sleep(0.1)
 
 

@@ -25,6 +25,10 @@ from executor.speculation.proposer import NO_DRAFT, Draft, Proposer
 # The step waits unless more than this many sequences can go ahead for each one that waits. A sequence that misses the
 # step loses all of its time, the others lose only the time that the host takes between two steps.
 NUM_AHEAD_PER_WAITING = 8
+# Lookups take host time in proportion to the sequences of a step. After `n` steps in a row without a draft, the next
+# `n // STEPS_PER_REST` steps look up nothing. They are at most one step for each SEQUENCES_PER_REST sequences.
+STEPS_PER_REST = 4
+SEQUENCES_PER_REST = 4
 
 
 class Drafting:
@@ -45,6 +49,12 @@ class Drafting:
         self._earlier = EarlierOutputs()
         # What may follow the known tokens.
         self._drafts: dict[Sequence, Draft] = {}
+        # Tokens that the proposer of a sequence has.
+        self._num_read: dict[Sequence, int] = {}
+        self._num_idle_steps = 0
+        self._num_steps_to_rest = 0
+        # Whether sequences wait for the steps in flight, to draft then.
+        self._has_waiting = False
         # Drafted tokens that were verified and accepted.
         self.tally = DraftTally()
 
@@ -54,6 +64,9 @@ class Drafting:
         """Returns the decodes that are not to be in a step before the plans in flight have retired."""
         verifying = {plan.sequences[row] for plan in plans for row in plan.drafts}
         waiting = [sequence for sequence in decodes if sequence in verifying]
+        self._has_waiting = bool(waiting)
+        if self._num_steps_to_rest:
+            return frozenset(waiting)
         drafts = {s: self._draft(s) for s in decodes if s.max_drafts and s.num_pending and s not in verifying}
         # The first id of each is the token in flight.
         drafts = {sequence: draft for sequence, draft in drafts.items() if len(draft.ids) > 1}
@@ -64,17 +77,36 @@ class Drafting:
             time_of_step = terms.with_waits(len(decodes), 2)
             chosen = self._budget.choose([*drafts.values(), *others], len(decodes), time_of_step, num_ids)
             waiting += [sequence for sequence, number in zip(drafts, chosen, strict=False) if number > 1]
+        self._has_waiting = bool(waiting)
         return frozenset(waiting)
 
     def add_drafts(self, step: StepDraft, num_blocks: int, block_size: int, terms: DraftTerms) -> None:
         """Adds drafts to the step that is being planned, with what prompts left of its tokens. They take at most
         `num_blocks` blocks."""
+        if self._num_steps_to_rest:
+            self._num_steps_to_rest -= 1
+            return
+        taken = self._choose(step, num_blocks, block_size, terms)
+        if taken:
+            step.add_drafts(taken)
+        if taken or self._has_waiting:
+            self._num_idle_steps = 0
+        elif step.num_decodes:
+            self._num_idle_steps += 1
+            most = step.num_decodes // SEQUENCES_PER_REST
+            self._num_steps_to_rest = min(self._num_idle_steps // STEPS_PER_REST, most)
+        self._has_waiting = False
+
+    def _choose(
+        self, step: StepDraft, num_blocks: int, block_size: int, terms: DraftTerms
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """Returns the drafts that the step verifies."""
         drafts = {s: self._draft(s) for s in step.known_decodes if s.max_drafts}
         drafts = {s: _within(draft, s.length_limit - len(s.token_ids) - 1) for s, draft in drafts.items() if draft.ids}
         num_wanted = sum(len(draft.ids) for draft in drafts.values())
         num_ids = terms.fitting(step.num_tokens, min(num_wanted, step.num_tokens_left))
         if not num_ids:
-            return
+            return {}
         others = [NO_DRAFT] * (step.num_decodes + len(step.prompts_done) - len(drafts))
         time_of_step = terms.with_waits(step.num_tokens, 1)
         chosen = self._budget.choose([*drafts.values(), *others], step.num_tokens, time_of_step, num_ids)
@@ -85,23 +117,26 @@ class Drafting:
             if ids := draft.ids[: min(number, most)]:
                 taken[sequence] = ids
                 num_blocks -= max(0, -(-(len(sequence.token_ids) + len(ids)) // block_size) - num_held)
-        if taken:
-            step.add_drafts(taken)
+        return taken
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether there are drafts that `follow` has not compared with the tokens that came."""
+        return bool(self._drafts)
 
     def follow(self, sequence: Sequence, new_ids: ReadOnlyList[int]) -> None:
-        """Takes the newest tokens of a sequence, whether or not they were drafted, and learns from them."""
-        if sequence.proposer is None:
-            return
+        """Compares the newest tokens of a sequence with its draft, whether or not they were drafted, and learns from
+        them. While `has_drafts` is false, it need not be called."""
         draft = self._drafts.pop(sequence, NO_DRAFT)
         num_compared = min(len(draft.ids), len(new_ids))
         if num_compared:
             is_equal = [one == other for one, other in zip(draft.ids, new_ids, strict=False)]
             self._budget.observe(draft, num_compared, [*is_equal, False].index(False))
-        sequence.proposer.extend(new_ids)
 
     def forget(self, sequence: Sequence) -> None:
         """Drops what belongs to a sequence that ends, and keeps its output for those that come."""
         self._drafts.pop(sequence, None)
+        self._num_read.pop(sequence, None)
         sequence.proposer = None
         if sequence.max_drafts:
             self._earlier.add(sequence.cache_salt, sequence.token_ids[sequence.num_prompt_tokens :])
@@ -114,6 +149,9 @@ class Drafting:
         if draft is None:
             if sequence.proposer is None:
                 sequence.proposer = self._proposer_of(sequence)
+            elif self._num_read[sequence] < len(sequence.token_ids):
+                sequence.proposer.extend(sequence.token_ids[self._num_read[sequence] :])
+            self._num_read[sequence] = len(sequence.token_ids)
             draft = self._drafts[sequence] = sequence.proposer.propose(sequence.max_drafts)
         return draft
 

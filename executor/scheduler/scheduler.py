@@ -284,7 +284,9 @@ class Scheduler:
             self.prefix_cache.publish_restored(restored)
         assert len(result.sampled_ids) == plan.num_sampled, f"{len(result.sampled_ids)} ids for {plan.num_sampled}"
         tokens, finished = NewTokens(), list(self.take_finished())
-        leaving, is_plain = self._queues.leaving, self._drafting is None and not result.logprobs
+        leaving = self._queues.leaving
+        has_drafts = bool(plan.drafts) or (self._drafting is not None and self._drafting.has_drafts)
+        is_plain = not (has_drafts or result.logprobs)
         num_read = 0
         for row, (sequence, start, length, samples) in enumerate(
             zip(plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
+from executor.scheduler.blocks import BlockPool
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import SchedulerPolicy
 from executor.scheduler.scheduler import Scheduler
@@ -233,3 +236,52 @@ def test_cancelled_row_yields_nothing() -> None:
     assert not outcome.tokens.token_ids
     assert [event.reason for event in outcome.finished] == [FinishReason.CANCELLED]
     scheduler.check_when_idle()
+
+
+class CountingProposer(FixedProposer):
+    """Keeps the tokens with which each lookup of a test began."""
+
+    lookups: ClassVar[list[list[int]]] = []
+
+    def propose(self, limit: int) -> Draft:
+        self.lookups.append(list(self._ids))
+        return super().propose(limit)
+
+
+class SwitchedBudget(EagerBudget):
+    """Takes every draft when it is on, and none otherwise."""
+
+    is_on = False
+
+    def choose(self, drafts: Sequence[Draft], *others: Any) -> list[int]:
+        return super().choose(drafts, *others) if self.is_on else [0] * len(drafts)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["step by step", "one step ahead"])
+def test_steps_rest_from_lookups_where_no_draft_pays(num_ahead: int) -> None:
+    CountingProposer.lookups.clear()
+    limits = replace(WIDE, max_num_sequences=12, max_num_tokens=128, context_length=256)
+    budget = SwitchedBudget()
+    scheduler = Scheduler(limits, BlockPool(1024, BLOCK_SIZE), Drafting(CountingProposer, budget))
+    sequences = {number: offer(scheduler, f"r{number}", [7, number], max_tokens=200) for number in range(12)}
+    launched: deque[StepPlan] = deque()
+
+    def lookups_of_steps(number: int) -> float:
+        """Retires steps and returns the lookups per sequence meanwhile."""
+        before = len(CountingProposer.lookups)
+        for _ in range(number):
+            while len(launched) <= num_ahead and (plan := scheduler.schedule(terms=CHEAP)).rows:
+                launched.append(plan)
+            plan = launched.popleft()
+            retire(scheduler, plan, *[1] * plan.num_sampled)
+        return (len(CountingProposer.lookups) - before) / len(sequences)
+
+    assert lookups_of_steps(4) == pytest.approx(4, abs=1)
+    assert lookups_of_steps(80) < 40
+
+    budget.is_on = True
+    lookups_of_steps(5)
+    assert scheduler.draft_counts.num_accepted > 0
+    ids = CountingProposer.lookups[-1]
+    assert ids == sequences[ids[1]].token_ids[: len(ids)], "what came during the rest is read later"
+    assert lookups_of_steps(4) >= 4

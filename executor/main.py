@@ -325,7 +325,7 @@ def build_executor(
 
     runner = start_runner(settings, loaded)
     engine = Engine(
-        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), _drafting(settings)),
+        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), make_drafting(settings)),
         runner,
         publish,
         on_death,
@@ -387,7 +387,8 @@ def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
     return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer, wire_limits=LINK_WIRE_LIMITS)
 
 
-def _drafting(settings: ExecutorSettings) -> Drafting | None:
+def make_drafting(settings: ExecutorSettings) -> Drafting | None:
+    """Returns what drafts tokens by these settings; None if they turn it off."""
     if settings.speculation == "off":
         return None
     return Drafting(choose_proposer(settings.speculation), DraftBudget())

@@ -104,9 +104,17 @@ class Replay:
     num_accepted: int
 
 
+def edit_messages() -> list[str]:
+    """Returns requests to copy or edit a passage each, all different."""
+    return [f"{EDITS[i % len(EDITS)]}\n\n{passage}" for i, passage in enumerate(_passages())]
+
+
+def _passages() -> list[str]:
+    return [part for part in TEXT.read_text(encoding="utf-8").split("\n\n") if 300 < len(part) < 1000]
+
+
 def messages() -> dict[str, list[str]]:
     """Returns the user messages by kind."""
-    passages = [part for part in TEXT.read_text(encoding="utf-8").split("\n\n") if 300 < len(part) < 1000]
     records = [
         {"id": 100 + i, "name": name, "city": city, "active": i % 2 == 0, "score": round(3.7 * i, 1)}
         for i, (name, city) in enumerate(
@@ -115,10 +123,10 @@ def messages() -> dict[str, list[str]]:
     ]
     lists = [json.dumps(records[: 2 + i % 4], indent=2 if i % 2 else None) for i in range(8)]
     return {
-        "copy and edit": [f"{EDITS[i % len(EDITS)]}\n\n{passage}" for i, passage in enumerate(passages[:8])],
+        "copy and edit": edit_messages()[:8],
         "JSON": [f"{JSON_TASK}\n\n{one}" for one in lists],
         "chat": list(QUESTIONS),
-        "summary": [f"Summarise this text in a few sentences.\n\n{passage}" for passage in passages[8:16]],
+        "summary": [f"Summarise this text in a few sentences.\n\n{passage}" for passage in _passages()[8:16]],
     }
 
 

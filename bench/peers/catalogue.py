@@ -25,7 +25,7 @@ LIBRARY_FOLDERS = tuple(
 KV_CACHE_GIB = 2
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "vllm": ("compiled", "eager"),
+    "vllm": ("compiled", "eager", "ngram"),
     "openvino": ("bf16", "int8"),
     "transformers": ("static-8", "static-32", "continuous"),
 }

@@ -1,4 +1,5 @@
-"""A driver of vLLM, step by step: compiled, greedy, prefix caching at its default. Runs in vLLM's own environment."""
+"""A driver of vLLM, step by step: greedy, prefix caching at its default; compiled, also with drafts by n-grams, or
+eager. Runs in vLLM's own environment."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from vllm.sampling_params import RequestOutputKind
 from bench.peers.driver import Request, Setup, TokenBatch, serve
 
 CONTEXT_STEP_TOKENS = 2048
+# As many drafted tokens as ours by default, looked up by n-grams of the same lengths.
+NGRAM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 
 
 class VllmEngine:
@@ -28,10 +31,11 @@ class VllmEngine:
             max_model_len=context_tokens(setup),
             enforce_eager=eager,
             disable_log_stats=True,
+            speculative_config=NGRAM_DRAFTS if setup.variant == "ngram" else None,
         )
         self._engine = self._llm.llm_engine
-        self._num_steps = 0
-        self._words = {"engine": f"vLLM {vllm_version}", "mode": "eager" if eager else "compiled", "dtype": setup.dtype}
+        self._num_steps = self._num_runs = 0
+        self._words = {"engine": f"vLLM {vllm_version}", "mode": setup.variant, "dtype": setup.dtype}
 
     def describe(self) -> dict[str, str]:
         return self._words
@@ -44,7 +48,9 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._engine.add_request(str(request.id), TokensPrompt(prompt_token_ids=request.prompt_ids), sampling)
+        # No run finds the KV of an earlier one, also where their prompts are the same.
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_ids, cache_salt=str(self._num_runs))
+        self._engine.add_request(str(request.id), prompt, sampling)
 
     def advance(self, wait_s: float | None) -> list[TokenBatch]:
         """Computes one step."""
@@ -56,6 +62,7 @@ class VllmEngine:
 
     def figures(self) -> dict[str, float]:
         num_steps, self._num_steps = self._num_steps, 0
+        self._num_runs += 1
         return {"num_steps": num_steps}
 
 

@@ -18,14 +18,13 @@ from executor.engine.engine import Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
 from executor.engine.prefill_budget import PrefillBudget
-from executor.main import Loaded, load_model, start_runner
+from executor.main import Loaded, load_model, make_drafting, start_runner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sampling, Sequence, Stopping
 from executor.settings import ExecutorSettings
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-CACHE_SALT = b"bench"
 
 
 class _Admission:
@@ -36,6 +35,9 @@ class _Admission:
         self._target_ms = settings.inter_token_target_standard_ms or None
         self._free_blocks = loaded.num_blocks
         self._free_places = loaded.limits.max_num_sequences + loaded.limits.num_standby_sequences
+        self._max_drafts = 0 if settings.speculation == "off" else settings.speculation_max_drafts
+        # No run finds the KV or the answers of an earlier one, also where their prompts are the same.
+        self.cache_salt = b"0"
         self._waiting: deque[Sequence] = deque()
 
     def wait(self, request: Request) -> None:
@@ -50,8 +52,9 @@ class _Admission:
                 sampling=GREEDY,
                 stopping=Stopping(request.output_tokens, 0, frozenset()),
                 num_reserved_blocks=-(-num_tokens // self._block_size),
-                cache_salt=CACHE_SALT,
+                cache_salt=self.cache_salt,
                 inter_token_target_ms=self._target_ms,
+                max_drafts=self._max_drafts,
             )
         )
 
@@ -81,7 +84,10 @@ class OwnEngine:
         self._outputs: queue.SimpleQueue[tuple[float, EngineOutput]] = queue.SimpleQueue()
         self._died: BaseException | None = None
         self._admission = _Admission(loaded, settings)
-        scheduler = Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block))
+        self._num_runs = 0
+        scheduler = Scheduler(
+            loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), make_drafting(settings)
+        )
         garbage = GarbageCollection()
         self._runner = start_runner(settings, loaded)
         self._engine = Engine(
@@ -134,6 +140,8 @@ class OwnEngine:
     def figures(self) -> dict[str, float]:
         """Steps of the run, and what else the engine's status says."""
         before, self._times_before = self._times_before, self._times
+        self._num_runs += 1
+        self._admission.cache_salt = str(self._num_runs).encode()
         return {
             "num_steps": self._times.num_steps - before.num_steps,
             **device_figures(before, self._times),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import bench.workloads
 from bench.drafts.replay import Answer, decode_s, num_equal, replay, speed_up, step_s
+from bench.workloads.trace import read_trace
 from executor.speculation.proposer import NgramProposer
 
 COPY = Answer("copy", (9, 1, 2, 3, 4, 5, 6, 7, 8, 0), (1, 2, 3, 4, 5, 6, 7, 8, 0))
@@ -33,3 +37,9 @@ def test_speed_compares_the_steps_with_and_without_drafts() -> None:
     assert decode_s([NEW], NgramProposer, 0, 1) == pytest.approx(5 * 3 * step_s(1))
     assert speed_up([NEW], NgramProposer, 4, 1) == 1
     assert speed_up([COPY], NgramProposer, 4, 2) > 1.5
+
+
+def test_requests_of_the_trace_of_edits_are_all_different() -> None:
+    trace = Path(bench.workloads.__file__).with_name("edits.jsonl")
+    requests = read_trace(trace, lambda num_tokens: (), scale=1.0)
+    assert len({request.prompt_ids for request in requests}) == len(requests) == 32

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -33,6 +35,16 @@ class AdapterState:
     hash: str
     rank: int
     is_resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """Use of an adapter in the folder: the sequences that hold it now, and its loads since the start."""
+
+    name: str
+    is_resident: bool
+    num_sequences: int
+    num_loads: int
 
 
 class UnknownAdapterError(Exception):
@@ -62,10 +74,22 @@ class AdapterStore:
         self._has_released = asyncio.Event()
         self._loading: dict[str, asyncio.Task[int]] = {}
         self._turn = asyncio.Lock()
+        self._num_loads: Counter[str] = Counter()
+        # Seconds that all loads took.
+        self.load_s = 0.0
 
     def states(self) -> list[AdapterState]:
         """Returns all adapters in the folder."""
         return [AdapterState(one.name, one.hash, one.rank, one.hash in self._slots) for one in self._known]
+
+    def uses(self) -> list[AdapterUse]:
+        """Returns the use of all adapters in the folder."""
+        return [
+            AdapterUse(
+                one.name, one.hash in self._slots, len(self._holders.get(one.hash, ())), self._num_loads[one.name]
+            )
+            for one in self._known
+        ]
 
     async def follow(self) -> None:
         """Polls the folder until cancelled."""
@@ -131,12 +155,15 @@ class AdapterStore:
                 if adapter is None or adapter_hash not in self._holders:
                     raise AdapterError(f"adapter {adapter_hash} is no longer there")
                 slot = await self._take_slot()
+                began = time.monotonic()
                 try:
                     await asyncio.to_thread(self._fill, slot, adapter)
                 except BaseException:
                     self._free.append(slot)
                     raise
                 self._slots[adapter_hash] = slot
+                self._num_loads[adapter.name] += 1
+                self.load_s += time.monotonic() - began
         finally:
             del self._loading[adapter_hash]
             self.on_change()

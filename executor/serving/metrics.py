@@ -6,6 +6,7 @@ thread, so the engine loop does no work for metrics.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -85,6 +86,7 @@ class StandingMetrics(Collector):
         yield from self._split_counters(status)
         yield from self._vllm(status)
         yield from self._drafts(status)
+        yield from self._adapters()
 
     def describe(self) -> Iterator[Metric]:
         """Yields nothing: the registry would scrape the executor before it has a status."""
@@ -186,6 +188,40 @@ class StandingMetrics(Collector):
         )
         config.add_metric([model, str(description.block_size), str(description.total_blocks)], 1)
         yield config
+
+    def _adapters(self) -> Iterator[Metric]:
+        """Yields the use of slots and adapters; nothing where the executor serves none."""
+        store, model = self._service.adapters, self._service.description.model
+        if store is None:
+            return
+        uses = store.uses()
+        for name, text, value in (
+            ("slots", "Slots for LoRA adapters.", store.num_slots),
+            ("slots_used", "Slots with an adapter that is in the folder.", sum(use.is_resident for use in uses)),
+        ):
+            gauge = GaugeMetricFamily(f"inflight_adapter_{name}", text, labels=["model"])
+            gauge.add_metric([model], value)
+            yield gauge
+        seconds = CounterMetricFamily("inflight_adapter_load_seconds", "Seconds that loads took.", labels=["model"])
+        seconds.add_metric([model], store.load_s)
+        yield seconds
+        sequences = GaugeMetricFamily(
+            "inflight_adapter_sequences", "Sequences that hold an adapter.", labels=["model", "adapter"]
+        )
+        loads = CounterMetricFamily("inflight_adapter_loads", "Loads into a slot.", labels=["model", "adapter"])
+        for use in uses:
+            sequences.add_metric([model, use.name], use.num_sequences)
+            loads.add_metric([model, use.name], use.num_loads)
+        yield from (sequences, loads)
+        # Endpoint pickers of the Gateway API choose a replica by it; the newest sample counts.
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters that sequences hold, in labels; the value is the time.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        running = ",".join(use.name for use in uses if use.num_sequences)
+        info.add_metric([str(store.num_slots), "", running], time.time())
+        yield info
 
     def _drafts(self, status: EngineStatus) -> Iterator[Metric]:
         """Yields the counts of drafted tokens: by position under inflight's names, and in all under vLLM's."""

@@ -186,7 +186,7 @@ class RequestPreparation:
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
         allowed = tenant_limits(names.tenant, self._admission.config)
-        adapter_hash = pool.adapter(request.adapter_id).hash if request.adapter_id else ""
+        adapter_hash = self._adapter_hash(request.adapter_id, names.tenant, pool)
         await check_rates(pool, spec, allowed, names.tenant, ledger_id(names.tenant, names.request_id))
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
             prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most_tokens(spec, limits), names.tenant)
@@ -212,6 +212,10 @@ class RequestPreparation:
             for submit in submits
         )
         return PreparedRequest(spec, streams, has_ended=_ends(streams[0], prior_ids, end))
+
+    def _adapter_hash(self, adapter_id: str, tenant: str, pool: ModelBackend) -> str:
+        """Returns the content hash of an adapter that the tenant may use; empty for the base model."""
+        return pool.adapter(adapter_id, self._admission.config.adapters_of(tenant)).hash if adapter_id else ""
 
     def restore(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
         """Rebuilds the stream of a request that another router admitted, from what its executor was told. Its deadline

@@ -46,7 +46,7 @@ from router.request.errors import draining, not_in_the_ledger, unknown_request
 from router.settings import RouterSettings
 from router.stats.capacity import add_capacity, described_model, described_variants
 from router.stats.source import StatsSource
-from router.store.types import NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
+from router.store.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from router.stream.choices import AnyRelay, relay_of, run_all
 from router.stream.relay import TimedWriter, Write, grace_after
 from router.stream.request_stream import RequestStream
@@ -341,6 +341,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         models = [described_model(pool) for pool in self._pools.by_name.values()]
         models += [described_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
         models = [model for model in models if sees_model(caller, model.name)]
+        allowed = self._admission.config.adapters_of(caller.tenant or DEFAULT_TENANT)
+        if allowed is not None:
+            for model in models:
+                seen = [adapter for adapter in model.adapters if adapter.name in allowed]
+                model.ClearField("adapters")
+                model.adapters.extend(seen)
         models.sort(key=lambda model: model.name)
         return inference_pb2.ListModelsResponse(models=models)
 

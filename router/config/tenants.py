@@ -123,7 +123,8 @@ Shares = Annotated[dict[Annotated[str, AfterValidator(_served_model)], Share], A
 
 
 class TenantTable(Table):
-    """`[tenants.NAME]`: the keys are those of `TenantLimits`, and mean the same."""
+    """`[tenants.NAME]`: the keys are those of `TenantLimits`, and mean the same; and the adapters that the tenant may
+    use."""
 
     weight: Weight = NO_LIMITS.weight
     max_running: Count | None = None
@@ -134,6 +135,7 @@ class TenantTable(Table):
     request_burst: Burst = NO_LIMITS.request_burst
     tokens_per_s: Rate | None = None
     token_burst: Burst = NO_LIMITS.token_burst
+    adapters: list[Annotated[str, Field(min_length=1)]] | None = None
 
     @model_validator(mode="after")
     def _check_bursts(self) -> Self:
@@ -144,7 +146,7 @@ class TenantTable(Table):
 
     def limits(self) -> TenantLimits:
         """The limits. A burst that is not given is one second of the rate."""
-        given = self.model_dump(exclude_unset=True)
+        given = self.model_dump(exclude_unset=True, exclude={"adapters"})
         for rate, burst in BURST_OF.items():
             if rate in given:
                 given.setdefault(burst, math.ceil(given[rate]))
@@ -161,11 +163,17 @@ class _File(Table):
 
 @dataclass(frozen=True, slots=True)
 class TenantConfig:
-    """The content of the file. `variants` maps a name to the models that it stands for."""
+    """The content of the file. `variants` maps a name to the models that it stands for, `adapters` a tenant to those
+    that it may use; one without an entry may use all."""
 
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     refuses_unknown_tenants: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
+    adapters: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def adapters_of(self, tenant: str) -> frozenset[str] | None:
+        """Returns the names of the LoRA adapters that the tenant may use; None if it may use all."""
+        return self.adapters.get(tenant if tenant in self.tenants else DEFAULT_TENANT)
 
     def limits_of(self, tenant: str) -> TenantLimits | None:
         """Returns the tenant's limits; None if it is not served."""
@@ -185,7 +193,8 @@ def parse_tenants(source: str, served: frozenset[str]) -> TenantConfig:
         name: tuple(Variant(model, share) for model, share in sorted(shares.items()))
         for name, shares in file.variants.items()
     }
-    return TenantConfig(tenants, file.unknown_tenants == "refuse", variants)
+    adapters = {name: frozenset(table.adapters) for name, table in file.tenants.items() if table.adapters is not None}
+    return TenantConfig(tenants, file.unknown_tenants == "refuse", variants, adapters)
 
 
 class TenantConfigFile:

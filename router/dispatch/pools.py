@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
@@ -55,9 +55,10 @@ class ModelBackend:
         """Its adapters that new requests can use, by name."""
         return adapters_of(link.report for link in self.links if link.report and link.description.num_adapter_slots)
 
-    def adapter(self, name: str) -> Adapter:
-        """Returns the adapter that a name stands for now. Raises `RequestError`."""
-        adapters = self.adapters
+    def adapter(self, name: str, allowed: Collection[str] | None = None) -> Adapter:
+        """Returns the adapter that a name stands for now, one of those that are allowed. Raises `RequestError`, which
+        does not tell whether there are others."""
+        adapters = {one: known for one, known in self.adapters.items() if allowed is None or one in allowed}
         if name not in adapters:
             raise unknown_adapter(self.name, name, adapters)
         return adapters[name]

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from common.settings import SettingError
 from executor.engine.gc import GarbageCollection
 from executor.main import Parts, build_executor, load_model
+from executor.serving.metrics import executor_metrics
 from executor.settings import ExecutorSettings
 from inflight.v1 import executor_pb2
 from tests.adapter_files import save_adapter
@@ -96,6 +97,15 @@ async def test_adapters_and_base_in_one_batch_answer_as_alone(base: Path, tmp_pa
             assert await outputs(router, *batch) == [alone[name] for name in names]
         # The reports say which are in the slots
         await router.until(lambda: {one.name for one in router.reports[-1].adapters if one.resident} == {"a", "c"})
+        samples = {
+            (sample.name, sample.labels.get("adapter")): sample.value
+            for metric in executor_metrics(parts.service).collect()
+            for sample in metric.samples
+        }
+        assert (samples["inflight_adapter_slots", None], samples["inflight_adapter_slots_used", None]) == (NUM_SLOTS, 2)
+        assert [samples["inflight_adapter_loads_total", name] for name in ("a", "b", "c")] == [2, 1, 2]
+        assert samples["inflight_adapter_sequences", "a"] == 0
+        assert samples["vllm:lora_requests_info", None] > 0
 
 
 async def test_replaced_files_serve_no_old_kv(base: Path, tmp_path: Path) -> None:

@@ -189,3 +189,14 @@ async def test_storm_of_loads_and_ends_leaks_no_slot(store: AdapterStore, slots:
     again = [await loaded(store, name) for name in NAMES[:NUM_SLOTS]]
     assert {one.adapter_slot for one in again} == set(range(NUM_SLOTS))
     assert len(resident(store)) == NUM_SLOTS
+
+
+async def test_use_counts_sequences_and_loads_by_adapter(store: AdapterStore) -> None:
+    first = await loaded(store, "a")
+    await loaded(store, "a")
+    store.release([first])
+    await loaded(store, "b")
+    assert [(use.name, use.is_resident, use.num_sequences, use.num_loads) for use in store.uses()] == [
+        ("a", True, 1, 1), ("b", True, 1, 1), ("c", False, 0, 0), ("d", False, 0, 0),
+    ]  # fmt: skip
+    assert store.load_s > 0

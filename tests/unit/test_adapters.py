@@ -11,6 +11,7 @@ from common.errors import Reason, RequestError
 from gateway.answers import model_objects
 from inflight.catalogue import decode_models
 from inflight.v1 import executor_pb2, inference_pb2
+from router.config.tenants import parse_tenants
 from router.dispatch.adapters import Adapter, adapters_of
 from router.executors.frame_checks import check_report
 from router.executors.link import ExecutorLink
@@ -154,6 +155,27 @@ async def test_unknown_adapter_is_not_found_and_the_known_are_named(router: Scri
     assert str(error) == "adapter_id: model m has no adapter 'none'; its adapters: sql, tone"
     assert [violation.field for violation in error.violations] == ["adapter_id"]
     assert not router.stores["m"].demands
+
+
+@pytest.mark.parametrize(("tenant", "seen"), [("acme", ["tone"]), ("other", ["sql", "tone"]), ("base", [])])
+async def test_tenant_uses_and_sees_its_adapters_only(tenant: str, seen: list[str]) -> None:
+    rules = parse_tenants('[tenants.acme]\nadapters = ["tone", "gone"]\n[tenants.base]\nadapters = []', frozenset("m"))
+    for name in ("sql", "tone"):
+        router = ScriptedRouter("m", rules=rules)
+        serve(router.link("e0", "m", num_adapter_slots=2), ("sql", A, True), ("tone", B, False))
+        error = await answered(router, token_request([1], 2, adapter_id=name, tenant=tenant))
+        assert error.reason is (Reason.QUEUE_FULL if name in seen else Reason.UNKNOWN_ADAPTER)
+        if name not in seen:
+            assert str(error).endswith(f"its adapters: {', '.join(seen) or 'none'}"), "it tells of no other adapter"
+
+
+async def test_models_are_listed_with_the_adapters_of_the_tenant() -> None:
+    rules = parse_tenants('[tenants.default]\nadapters = ["tone"]', frozenset("m"))
+    router = ScriptedRouter("m", rules=rules)
+    serve(router.link("e0", "m", num_adapter_slots=2), ("sql", A, True), ("tone", B, False))
+    async with router.running():
+        listed = await router.service.ListModels(inference_pb2.ListModelsRequest(), cast(Any, CallContext()))
+    assert [one.name for one in listed.models[0].adapters] == ["tone"]
 
 
 async def test_name_that_a_model_has_is_not_split() -> None:

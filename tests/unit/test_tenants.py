@@ -76,6 +76,12 @@ def test_unknown_tenant_has_the_limits_of_the_default_or_is_refused() -> None:
     assert TenantConfig({}, refuses_unknown_tenants=True).limits_of("default") is None
 
 
+def test_tenant_may_use_the_adapters_of_its_table_or_of_the_default() -> None:
+    config = parse_tenants('[tenants.default]\nadapters = []\n[tenants.a]\nadapters = ["x"]\n[tenants.b]', SERVED)
+    assert [config.adapters_of(name) for name in ("a", "b", "c")] == [frozenset("x"), None, frozenset()]
+    assert NO_CONFIG.adapters_of("a") is None
+
+
 @pytest.mark.parametrize(
     ("source", "line", "words"),
     [
@@ -94,6 +100,8 @@ def test_unknown_tenant_has_the_limits_of_the_default_or_is_refused() -> None:
         ("[tenants.a]\nmax_running = -1", 2, "from 0"),
         ("[tenants.a]\nrequests_per_s = 0", 2, "tenants.a.requests_per_s"),
         ("[tenants.a]\ntoken_burst = 5", 2, "has no effect without tokens_per_s"),
+        ('[tenants.a]\nadapters = "x"', 2, "tenants.a.adapters"),
+        ('[tenants.a]\nadapters = [""]', 2, "tenants.a.adapters"),
         ("[tenants.a]\nwieght = 1", 2, "tenants.a.wieght: is not known; known: weight"),
         ('[tenants.b]\n[tenants."a b"]\nweight = 0', 3, "tenants.a b.weight"),
         ("[tenants]\ndefault = { weight = 0 }", 2, "tenants.default.weight"),

@@ -60,7 +60,7 @@ help:
 	@echo "make mutations  whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
 	@echo "make bfcl       tool calls by all questions of the Berkeley Function Calling Leaderboard, of which tests take a sample"
 	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
-	@echo "make test-images  build the container images with buildah and run the Compose file's services from them (root)"
+	@echo "make test-images  only the tests of test-all that build and run the container images (root, buildah); CUDA=1"
 	@echo "make sbom    write the bills of materials of the images again, into deploy/sbom (root)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"

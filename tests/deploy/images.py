@@ -54,8 +54,8 @@ LEFT_OUT = (
     "var/lib/apt/lists",
 )
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# Folders of wheels by the locks that fill them. Two builds of torch cannot share one: pip would take the wrong one for the
-# version that is wanted, and refuse its hash.
+# Folders of wheels by the locks that fill them. Two builds of torch cannot share one: pip would take the wrong one
+# for the version that is wanted, and refuse its hash.
 WHEELS = {"wheels": ("build", "front", "executor-cpu", "torch-cpu", "model"), "wheels-cuda": ("build", "executor-cuda")}
 PACKAGES = ("inflight", "common", "router", "executor", "gateway", "bench")
 DOWNLOAD_S = 600

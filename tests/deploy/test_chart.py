@@ -316,7 +316,8 @@ DERIVED = {
 def test_every_setting_of_a_process_can_be_given(role: str) -> None:
     variables = sorted({words.variable for words in words_of(SETTINGS[role])} - DERIVED[role].keys())
     given_values = {name: TYPED[index % len(TYPED)] for index, name in enumerate(variables)}
-    objects = template({**MODEL, role: {"settings": {name: value for name, (value, _) in given_values.items()}}})
+    values = {role: {"settings": {name: value for name, (value, _) in given_values.items()}}}
+    objects = template({**MODEL, "auth": {"enabled": False}, **values})
     (pod,) = (one for one in objects if (one["kind"], one["metadata"]["name"]) == ("Deployment", f"inflight-{role}"))
     (container,) = pod["spec"]["template"]["spec"]["containers"]
     # The last source is the strongest, except for the container's own variables.
@@ -328,13 +329,18 @@ def test_every_setting_of_a_process_can_be_given(role: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["settings", "extraEnv"])
-def test_variable_of_other_values_is_refused_as_a_setting(name: str) -> None:
-    given_twice: Any = {"INFLIGHT_REDIS_URL": "redis://x"}
-    if name == "extraEnv":
-        given_twice = [{"name": "INFLIGHT_REDIS_URL", "value": "redis://x"}]
-    with pytest.raises(AssertionError, match=f"{name}.*INFLIGHT_REDIS_URL: the chart sets"):
-        template({**MODEL, "router": {name: given_twice}})
+@pytest.mark.parametrize(
+    ("given_twice", "variable"),
+    [
+        ({"settings": {"INFLIGHT_REDIS_URL": "redis://x"}}, "INFLIGHT_REDIS_URL"),
+        ({"extraEnv": [{"name": "INFLIGHT_REDIS_URL", "value": "redis://x"}]}, "INFLIGHT_REDIS_URL"),
+        ({"settings": {"INFLIGHT_API_KEYS_FILE": None}}, "INFLIGHT_API_KEYS_FILE"),
+        ({"settings": {"INFLIGHT_NUM_SUBPOOLS": 2}}, "INFLIGHT_NUM_SUBPOOLS"),
+    ],
+)
+def test_variable_of_other_values_is_refused_as_a_setting(given_twice: dict[str, Any], variable: str) -> None:
+    with pytest.raises(AssertionError, match=f"{variable}: the chart sets"):
+        template({**MODEL, "redis": {"subpools": 3}, "router": given_twice})
 
 
 @pytest.mark.slow

@@ -58,8 +58,9 @@ PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # for the version that is wanted, and refuse its hash.
 WHEELS = {"wheels": ("build", "front", "executor-cpu", "torch-cpu", "model"), "wheels-cuda": ("build", "executor-cuda")}
 PACKAGES = ("inflight", "common", "router", "executor", "gateway", "bench")
-DOWNLOAD_S = 600
-BUILD_S = 1500
+# Bounds for a busy machine, not expectations.
+DOWNLOAD_S = 1200
+BUILD_S = 3600
 OFFLINE = re.compile(
     r"Temporary failure resolving|Could not (resolve|connect)|Unable to (connect|fetch)|Network is unreachable"
 )
@@ -396,4 +397,4 @@ def first_process(pid: int) -> int:
 
 
 _REASON = reason_to_skip()
-NEEDS_IMAGES = [pytest.mark.skipif(_REASON is not None, reason=str(_REASON)), pytest.mark.timeout(1800)]
+NEEDS_IMAGES = [pytest.mark.skipif(_REASON is not None, reason=str(_REASON)), pytest.mark.timeout(7200)]

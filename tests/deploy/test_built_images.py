@@ -95,7 +95,7 @@ def test_gpu_executor_starts_up_to_the_gpu_that_it_lacks(images: Mapping[str, Im
     models = [Mount(images["models"].root / "models", "/models")]
     environment = {"INFLIGHT_MODEL": f"/models/{MODEL}", "INFLIGHT_DEVICE": "cuda", "INFLIGHT_INSECURE": "true"}
     started = image.run(*image.settings["Cmd"], environment=environment, mounts=models)
-    assert started.returncode == 1
+    assert started.returncode == 2
     assert started.stderr.splitlines()[-1] == "error: device 'cuda' is requested, but torch finds no GPU"
     found = image.run("inflight", "doctor", "--model", f"/models/{MODEL}", mounts=models)
     assert "torch" in found.stdout

@@ -212,7 +212,7 @@ locks:
 
 # Needs root, buildah, debootstrap, Debian's mirrors and a package index; the first time takes some minutes. CUDA=1 adds the
 # image for GPUs: 20 GB of disk.
-IMAGES = INFLIGHT_TEST_IMAGES=$(if $(CUDA),cuda,1)
+IMAGES = TEST_IMAGES=$(if $(CUDA),cuda,1)
 test-images: setup
 	@$(IMAGES) $(BIN)/python -m pytest -q -rs tests/deploy/test_built_images.py tests/deploy/test_exercise.py \
 		-k "images" $(PYTEST_ARGS)

@@ -39,7 +39,7 @@ from inflight.local.guard import guarded
 REPOSITORY = Path(__file__).parents[2]
 LOCKS = REPOSITORY / "deploy" / "locks"
 # "0" switches these tests off; "cuda" adds the image for GPUs, whose packages are gigabytes.
-SWITCH = "INFLIGHT_TEST_IMAGES"
+SWITCH = "TEST_IMAGES"
 DEBIAN = "bookworm"
 PYTHON = "3.11"
 BASE = f"localhost/inflight-test/python:{PYTHON}-{DEBIAN}"

@@ -25,6 +25,8 @@ SEED ?=
 # Requests in line and executors that report, for bench-admission.
 QUEUED ?= 10000
 EXECUTORS ?= 100
+# Not empty: the images include the one for GPUs.
+CUDA ?=
 
 VENV := .venv
 # Clients of others whose requirements conflict with ours, each in an environment of its own; tests drive them.
@@ -58,7 +60,7 @@ help:
 	@echo "make mutations  whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
 	@echo "make bfcl       tool calls by all questions of the Berkeley Function Calling Leaderboard, of which tests take a sample"
 	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
-	@echo "make test-images  build the container images with buildah and run the Compose file's services from them (root)"
+	@echo "make test-images  only the tests of test-all that build and run the container images (root, buildah); CUDA=1"
 	@echo "make sbom    write the bills of materials of the images again, into deploy/sbom (root)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
@@ -208,14 +210,16 @@ locks:
 	@$(LOCK) $(SERVER) deploy/locks/torch-cpu.in --override deploy/locks/left-out-cpu.txt -o deploy/locks/executor-cpu.txt
 	@$(LOCK) $(SERVER) --override deploy/locks/left-out-cuda.txt -o deploy/locks/executor-cuda.txt
 
-# Needs root, buildah, debootstrap, Debian's mirrors and a package index; the first time takes some minutes.
+# Needs root, buildah, debootstrap, Debian's mirrors and a package index; the first time takes some minutes. CUDA=1 adds the
+# image for GPUs: 20 GB of disk.
+IMAGES = TEST_IMAGES=$(if $(CUDA),cuda,1)
 test-images: setup
-	@INFLIGHT_TEST_IMAGES=1 $(BIN)/python -m pytest -q tests/deploy/test_built_images.py tests/deploy/test_exercise.py \
+	@$(IMAGES) $(BIN)/python -m pytest -q -rs tests/deploy/test_built_images.py tests/deploy/test_exercise.py \
 		-k "images" $(PYTEST_ARGS)
 
 sbom: setup
 	@python3 -m venv .venv-sbom && .venv-sbom/bin/pip install -q cyclonedx-bom
-	@INFLIGHT_TEST_IMAGES=1 $(BIN)/python -m tests.deploy.bills .venv-sbom/bin/cyclonedx-py deploy/sbom
+	@$(IMAGES) $(BIN)/python -m tests.deploy.bills .venv-sbom/bin/cyclonedx-py deploy/sbom
 
 bench-soak: setup
 	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)

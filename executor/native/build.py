@@ -26,7 +26,8 @@ PREBUILT_VARIABLE = "INFLIGHT_KERNELS_DIR"
 COMPILERS = ("g++", "c++", "clang++")
 # -Wno-psabi: vectors wider than the machine's are only passed between functions that are inlined.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-Wno-psabi")
-TIMEOUT_S = 300
+# Of a build at first use, which a process waits for. An image's build has none: a busy machine may take longer.
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,13 @@ def load_library(
         digest = _digest(compiler, (*sources, *headers), flags)
         library = build_once(
             cache_folder() / "kernels" / f"{name}-{digest}.so",
-            lambda target: _compile(compiler, sources, flags, target),
+            lambda target: _compile(compiler, sources, flags, target, TIMEOUT_S),
         )
         return ctypes.CDLL(str(library))
     except subprocess.CalledProcessError as error:
         return BuildFailure(f"{compiler} failed: {_first_error(error.stderr)}")
     except subprocess.TimeoutExpired:
-        return BuildFailure(f"{compiler} took longer than {TIMEOUT_S} s")
+        return BuildFailure(f"{compiler} took longer than {TIMEOUT_S:.0f} s")
     except OSError as error:
         return BuildFailure(f"the library {name!r} cannot be built or loaded: {error}")
 
@@ -75,7 +76,7 @@ def prebuild(folder: Path, name: str, sources: Sequence[Path], headers: Sequence
     if compiler is None:
         raise FileNotFoundError("no C++ compiler (g++) was found")
     target = folder / _prebuilt_name(name, (*sources, *headers), flags)
-    _compile(compiler, sources, (*(flag for flag in FLAGS if flag != "-march=native"), *flags), target)
+    _compile(compiler, sources, (*(flag for flag in FLAGS if flag != "-march=native"), *flags), target, None)
     for left in folder.glob("*.o"):
         left.unlink()
     return target
@@ -102,13 +103,15 @@ def _digest(compiler: str, files: Sequence[Path], flags: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], target: Path) -> None:
+def _compile(
+    compiler: str, sources: Sequence[Path], flags: Sequence[str], target: Path, timeout_s: float | None
+) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     compiled = [str(target.with_name(f"{source.stem}.o")) for source in sources]
     commands = [[compiler, *flags, "-c", str(source), "-o", to] for source, to in zip(sources, compiled, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(_run, commands))
-    _run([compiler, *flags, "-shared", *compiled, "-o", str(target)])
+        list(threads.map(lambda command: _run(command, timeout_s), commands))
+    _run([compiler, *flags, "-shared", *compiled, "-o", str(target)], timeout_s)
 
 
 def _processor() -> str:
@@ -121,8 +124,8 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _run(command: Sequence[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+def _run(command: Sequence[str], timeout_s: float | None = TIMEOUT_S) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s).stdout
 
 
 def _first_error(text: str) -> str:

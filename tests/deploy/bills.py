@@ -1,5 +1,7 @@
 """`python -m tests.deploy.bills CYCLONEDX_PY FOLDER`: a bill of materials of each built image, from what is installed.
 
+Prints the sizes of its layers, too, for docs/images.md.
+
 `cyclonedx-py environment` asks the Python of an environment for its path. That of an image starts only in the image, so
 a script answers for it.
 """
@@ -12,9 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.deploy.images import Image, build, make_base, only_user, reason_to_skip
-
-TARGETS = ("router", "gateway", "executor-cpu")
+from tests.deploy.images import Image, build, layer_sizes, make_base, only_user, reason_to_skip, servers_to_build
 
 
 def write_bill(program: Path, target: str, file: Path) -> None:
@@ -40,9 +40,11 @@ def main(program: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with only_user():
         make_base()
-        for target in TARGETS:
+        for target in servers_to_build():
             build(target)
             write_bill(program, target, folder / f"{target}.cdx.json")
+            layers = layer_sizes(target)
+            print(target, "MB compressed:", round(sum(layers) / 1e6), [round(size / 1e6, 1) for size in layers])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +38,8 @@ from inflight.local.guard import guarded
 
 REPOSITORY = Path(__file__).parents[2]
 LOCKS = REPOSITORY / "deploy" / "locks"
-# Set, images are built, as `make test-images` does.
-ASKED_FOR = "INFLIGHT_TEST_IMAGES"
+# "0" switches these tests off; "cuda" adds the image for GPUs, whose packages are gigabytes.
+SWITCH = "TEST_IMAGES"
 DEBIAN = "bookworm"
 PYTHON = "3.11"
 BASE = f"localhost/inflight-test/python:{PYTHON}-{DEBIAN}"
@@ -51,12 +52,15 @@ LEFT_OUT = (
     "usr/share/info",
     "var/cache/apt",
     "var/lib/apt/lists",
-    "var/log",
 )
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# Folders of wheels by the locks that fill them. Two builds of torch cannot share one: pip would take the wrong one
+# for the version that is wanted, and refuse its hash.
+WHEELS = {"wheels": ("build", "front", "executor-cpu", "torch-cpu", "model"), "wheels-cuda": ("build", "executor-cuda")}
 PACKAGES = ("inflight", "common", "router", "executor", "gateway", "bench")
-DOWNLOAD_S = 600
-BUILD_S = 1500
+# Bounds for a busy machine, not expectations.
+DOWNLOAD_S = 1200
+BUILD_S = 3600
 OFFLINE = re.compile(
     r"Temporary failure resolving|Could not (resolve|connect)|Unable to (connect|fetch)|Network is unreachable"
 )
@@ -87,15 +91,21 @@ exec chroot "$root" setpriv --reuid "${user%:*}" --regid "${user#*:}" --clear-gr
 
 def reason_to_skip() -> str | None:
     """Says why images cannot be built here, or are not to be."""
+    if os.environ.get(SWITCH) == "0":
+        return f"switched off by {SWITCH}=0"
     if sys.platform != "linux" or os.geteuid() != 0:
         return "images are built by root on Linux"
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
         return f"not installed: {', '.join(missing)} (Debian: the package buildah)"
-    if not os.environ.get(ASKED_FOR):
-        return f"takes minutes and gigabytes: run `make test-images`, or set {ASKED_FOR}=1"
     if not _base_archive().exists() and shutil.which("debootstrap") is None:
-        return "not installed: debootstrap"
+        return "not installed: debootstrap (Debian: the package debootstrap)"
     return None
+
+
+def servers_to_build() -> tuple[str, ...]:
+    """The targets of servers that are built here."""
+    servers = ("router", "gateway", "executor-cpu")
+    return (*servers, "executor-cuda") if os.environ.get(SWITCH) == "cuda" else servers
 
 
 def image_name(target: str) -> str:
@@ -128,7 +138,7 @@ def build(target: str) -> None:
     digest = _digest_of_sources(target)
     if built.exists() and built.read_text() == digest and image_name(target) in _image_names():
         return
-    wheels = _wheels()
+    wheels = _wheels("wheels-cuda" if target == "executor-cuda" else "wheels")
     arguments = {"PYTHON_IMAGE": BASE, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheelhouse", "TORCH_INDEX": "none"}
     options = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     options += ["--isolation=chroot", "--network=host", "--format=docker", "--layers", "--pull-never"]
@@ -155,6 +165,16 @@ def _digest_of_sources(target: str) -> str:
     for path in paths:
         digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def layer_sizes(target: str) -> list[int]:
+    """Bytes of the layers of a target's image as a registry stores them, compressed, the base first."""
+    with tempfile.TemporaryDirectory(dir=cache_folder() / "images") as folder:
+        buildah("push", "--quiet", image_name(target), f"oci:{folder}:{target}", timeout_s=BUILD_S)
+        blobs = Path(folder) / "blobs"
+        index = json.loads((Path(folder) / "index.json").read_text())
+        manifest = json.loads((blobs / index["manifests"][0]["digest"].replace(":", "/")).read_text())
+        return [layer["size"] for layer in manifest["layers"]]
 
 
 def _image_names() -> list[str]:
@@ -198,18 +218,21 @@ def _debootstrap(archive: Path) -> None:
         pytest.skip(f"debootstrap: {(ended.stderr or ended.stdout).strip()[-300:]}")
     for folder in LEFT_OUT:
         shutil.rmtree(root / folder, ignore_errors=True)
+    for path in (root / "var/log").rglob("*"):
+        if path.is_file():  # the folders stay: apt fails without its own
+            path.unlink()
     (root / "usr/bin/python").symlink_to("python3")
     with tarfile.open(archive, "w") as tar:
         tar.add(root, ".")
 
 
-def _wheels() -> Path:
-    """The folder with the wheels of the locks, downloaded where the locks have changed."""
-    names = ("build", "front", "executor-cpu", "torch-cpu", "model")
+def _wheels(folder_name: str) -> Path:
+    """A folder of wheels, downloaded where its locks have changed."""
+    names = WHEELS[folder_name]
     text = "".join((LOCKS / f"{name}.txt").read_text() for name in names)
     folder = cache_folder() / "images"
-    target = folder / "wheels"
-    said = folder / "wheels.lock"
+    target = folder / folder_name
+    said = folder / f"{folder_name}.lock"
     if said.exists() and said.read_text() == text:
         return target
     shutil.rmtree(target, ignore_errors=True)
@@ -374,4 +397,4 @@ def first_process(pid: int) -> int:
 
 
 _REASON = reason_to_skip()
-NEEDS_IMAGES = [pytest.mark.skipif(_REASON is not None, reason=str(_REASON)), pytest.mark.timeout(1800)]
+NEEDS_IMAGES = [pytest.mark.skipif(_REASON is not None, reason=str(_REASON)), pytest.mark.timeout(7200)]

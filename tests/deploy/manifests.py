@@ -84,11 +84,11 @@ def rendered(folder: Path) -> tuple[Object, ...]:
 def overlay(name: str) -> Overlay:
     """An overlay by its folder's name."""
     objects = rendered(FOLDER / "overlays" / name)
-    return Overlay(name, (*objects, *_secrets(objects)))
+    return Overlay(name, (*objects, *secrets_beside(objects)))
 
 
-def _secrets(objects: tuple[Object, ...]) -> Iterator[Object]:
-    """Those that `inflight kube-secrets` makes, certificates in the place of cert-manager's, too."""
+def secrets_beside(objects: tuple[Object, ...]) -> Iterator[Object]:
+    """Secrets that `inflight kube-secrets` makes, certificates in the place of cert-manager's, too."""
     made = random_secrets() | api_key_secrets()
     made |= certificate_secrets(NAMESPACE, [f"127.1.0.{last}" for last in range(1, 10)], 1)
     named = {found["spec"]["secretName"] for found in objects if found["kind"] == "Certificate"}

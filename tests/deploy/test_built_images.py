@@ -31,12 +31,15 @@ from inflight.aio_stream import AsyncStream
 from inflight.events import Completion, Delta, FinishReason
 from inflight.local.guard import guarded
 from inflight.local.redis_server import find_redis_binary
-from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, buildah, image_name
+from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, layer_sizes, servers_to_build
 
 pytestmark = NEEDS_IMAGES
 
 REPOSITORY = Path(__file__).parents[2]
-SERVERS = ("router", "gateway", "executor-cpu")
+SERVERS = servers_to_build()
+needs_cuda_image = pytest.mark.skipif(
+    "executor-cuda" not in SERVERS, reason="takes gigabytes: `make test-images CUDA=1`"
+)
 ROUTERS = ("127.3.0.1", "127.3.0.2")
 EXECUTORS = ("127.3.0.3", "127.3.0.4")
 GATEWAY = "127.3.0.5"
@@ -75,15 +78,39 @@ def test_bill_of_materials_names_what_is_installed(images: Mapping[str, Image], 
     )
 
 
-def test_router_image_is_small_to_pull(images: Mapping[str, Image], tmp_path: Path) -> None:
-    buildah("push", "--quiet", image_name("router"), f"oci:{tmp_path}:router")  # compressed, as in a registry
-    assert sum(path.stat().st_size for path in (tmp_path / "blobs").rglob("*")) < 250e6
+@pytest.mark.usefixtures("images")
+def test_router_image_is_small_to_pull() -> None:
+    assert sum(layer_sizes("router")) < 250e6
 
 
 def test_executor_image_has_kernels_and_no_compiler(images: Mapping[str, Image]) -> None:
     root = images["executor-cpu"].root
     assert len(list(root.glob("opt/kernels/*.so"))) == 5
     assert not any(root.glob("usr/bin/*g++*"))
+
+
+@needs_cuda_image
+def test_gpu_executor_starts_up_to_the_gpu_that_it_lacks(images: Mapping[str, Image]) -> None:
+    image = images["executor-cuda"]
+    models = [Mount(images["models"].root / "models", "/models")]
+    environment = {"INFLIGHT_MODEL": f"/models/{MODEL}", "INFLIGHT_DEVICE": "cuda", "INFLIGHT_INSECURE": "true"}
+    started = image.run(*image.settings["Cmd"], environment=environment, mounts=models)
+    assert started.returncode == 2
+    assert started.stderr.splitlines()[-1] == "error: device 'cuda' is requested, but torch finds no GPU"
+    found = image.run("inflight", "doctor", "--model", f"/models/{MODEL}", mounts=models)
+    assert "torch" in found.stdout
+    assert "Traceback" not in found.stdout + found.stderr
+
+
+@needs_cuda_image
+def test_gpu_executor_has_cuda_and_the_compiler_of_tritons_launchers(images: Mapping[str, Image]) -> None:
+    image = images["executor-cuda"]
+    versions = image.run(
+        "python", "-c", "import torch, triton; print(torch.version.cuda, torch.backends.cudnn.version())"
+    )
+    assert versions.returncode == 0, versions.stderr
+    assert "None" not in versions.stdout.split()
+    assert image.run("sh", "-c", "echo 'int main(void) { return 0; }' | gcc -x c -o /tmp/a - && /tmp/a").returncode == 0
 
 
 @dataclass(frozen=True, slots=True)

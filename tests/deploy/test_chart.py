@@ -17,12 +17,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.settings import words_of
 from inflight.cli.flags import ADDRESS_VARIABLE, API_KEY_VARIABLE, CA_FILE_VARIABLE, SERVER_NAME_VARIABLE
 from inflight.cli.main import COMMANDS
 from tests.dashboards.queries import selectors_of
 from tests.deploy.chart import CHART, FOLDER, run_helm, template
 from tests.deploy.manifests import OVERLAYS, WORKLOADS, Object, matches, needs_kubectl, overlay, pod_labels
-from tests.deploy.test_schemas import NEWEST, check, schemas_read_once
+from tests.deploy.test_manifests import SETTINGS
+from tests.deploy.test_schemas import NEWEST, check, overlay_of, schemas_read_once
 from tests.examples import examples
 
 __all__ = ["schemas_read_once"]  # a fixture
@@ -143,6 +145,40 @@ def test_chart_renders_to_the_objects_of_the_overlay(name: str) -> None:
         assert chart[key] == one
 
 
+def claim_of(name: str, **more: bool) -> dict[str, Any]:
+    return {"persistentVolumeClaim": {"claimName": name, **more}}
+
+
+PLAIN: dict[str, Any] = {
+    "auth": {"enabled": False},
+    "podCosts": {"enabled": False},
+    "pools": {"main": {"model": "/models/smollm2-135m-instruct"}},
+}
+
+
+@pytest.mark.slow
+@needs_kubectl
+@pytest.mark.parametrize(
+    ("component", "values"),
+    [
+        ("adapter-pvc", {"executor": {"adapters": {"volume": claim_of("inflight-adapters", readOnly=True)}}}),
+        ("cache-pvc", {"executor": {"cache": {"volume": claim_of("inflight-cache")}}}),
+        ("redis-subpools", {"redis": {"subpools": 4}}),
+        ("external-redis", {"redis": {"mode": "external"}}),
+    ],
+)
+def test_chart_renders_to_the_objects_of_a_component_that_no_overlay_has(
+    component: str, values: dict[str, Any]
+) -> None:
+    with overlay_of("model-pvc", component) as objects:
+        pass
+    chart, kustomize = normal(template(PLAIN | values)), normal(objects)
+    claims = {key for key in kustomize if key[0] == "PersistentVolumeClaim" and key not in chart}
+    assert set(chart) == set(kustomize) - claims  # the chart is told the claims of caches and adapters
+    for key, one in chart.items():
+        assert one == kustomize[key]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_helm_finds_no_fault(name: str) -> None:
@@ -257,11 +293,54 @@ def test_own_secrets_replace_those_of_the_release() -> None:
         ({**MODEL, "ingress": {"enabled": True, "host": "llm.example.org"}}, "tlsSecret"),
         ({**MODEL, "models": {"source": "image", "download": {"enabled": True}}}, "source"),
         ({**MODEL, "executor": {"autoscaling": {"by": "hpa", "minReplicas": 0}}}, "minReplicas"),
+        ({**MODEL, "redis": {"mode": "sentinel", "subpools": 2}}, "subpools"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) -> None:
     with pytest.raises(AssertionError, match=named):
         template(values)
+
+
+# What YAML has, and how a process is to read it.
+TYPED = ((True, "true"), (1_000_000, "1000000"), (0.5, "0.5"), ("a,b=c: #", "a,b=c: #"))
+# Of the processes, what the chart derives from other values.
+DERIVED = {
+    "router": {"INFLIGHT_REDIS_URL": "redis", "INFLIGHT_RESUME_SECRET": "secrets"},
+    "executor": {"INFLIGHT_EXECUTOR_ID": "the pod's name"},
+    "gateway": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", SETTINGS)
+def test_every_setting_of_a_process_can_be_given(role: str) -> None:
+    variables = sorted({words.variable for words in words_of(SETTINGS[role])} - DERIVED[role].keys())
+    given_values = {name: TYPED[index % len(TYPED)] for index, name in enumerate(variables)}
+    values = {role: {"settings": {name: value for name, (value, _) in given_values.items()}}}
+    objects = template({**MODEL, "auth": {"enabled": False}, **values})
+    (pod,) = (one for one in objects if (one["kind"], one["metadata"]["name"]) == ("Deployment", f"inflight-{role}"))
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    # The last source is the strongest, except for the container's own variables.
+    last = container["envFrom"][-1]["configMapRef"]["name"]
+    (found,) = (one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == last)
+    assert {name: found["data"][name] for name in variables} == {name: text for name, (_, text) in given_values.items()}
+    own = {variable["name"] for variable in container.get("env", ())}
+    assert own - {"REDIS_PASSWORD"} == DERIVED[role].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given_twice", "variable"),
+    [
+        ({"settings": {"INFLIGHT_REDIS_URL": "redis://x"}}, "INFLIGHT_REDIS_URL"),
+        ({"extraEnv": [{"name": "INFLIGHT_REDIS_URL", "value": "redis://x"}]}, "INFLIGHT_REDIS_URL"),
+        ({"settings": {"INFLIGHT_API_KEYS_FILE": None}}, "INFLIGHT_API_KEYS_FILE"),
+        ({"settings": {"INFLIGHT_NUM_SUBPOOLS": 2}}, "INFLIGHT_NUM_SUBPOOLS"),
+    ],
+)
+def test_variable_of_other_values_is_refused_as_a_setting(given_twice: dict[str, Any], variable: str) -> None:
+    with pytest.raises(AssertionError, match=f"{variable}: the chart sets"):
+        template({**MODEL, "redis": {"subpools": 3}, "router": given_twice})
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,6 +18,7 @@ import yaml
 from common.settings import ENV_PREFIX
 from inflight.cli.main import COMMANDS
 from inflight.local.redis_server import ACL_RULES, USER
+from tests.deploy import images
 from tests.deploy.test_manifests import SETTINGS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,6 +28,29 @@ TARGETS = ("router", "gateway", "executor-cpu", "executor-cuda", "models")
 REDIS_PASSWORD = "${REDIS_PASSWORD}"
 
 Instruction = tuple[str, str]
+
+
+def test_images_are_built_wherever_root_has_the_programs_unless_switched_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path))  # with no base of an earlier run
+    monkeypatch.delenv(images.SWITCH, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for user, absent, switch, wanted in (
+        (0, "", None, None),
+        (0, "", "1", None),
+        (0, "", "0", f"{images.SWITCH}=0"),
+        (1000, "", None, "root"),
+        (0, "buildah", None, "buildah"),
+        (0, "debootstrap", "1", "debootstrap"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda user=user: user)
+            patch.setattr(shutil, "which", lambda name, absent=absent: None if name == absent else name)
+            if switch is not None:
+                patch.setenv(images.SWITCH, switch)
+            reason = images.reason_to_skip()
+            assert reason is None if wanted is None else wanted in str(reason)
 
 
 def stages() -> dict[str, list[Instruction]]:

@@ -13,10 +13,23 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
+from router.settings import RouterSettings
+from router.store.redis_url import parse_redis_url
 from tests.dashboards.queries import selectors_of
 from tests.deploy.custom_resources import SCHEMAS
-from tests.deploy.manifests import FOLDER, OVERLAYS, Object, needs_kubectl, overlay, pod_labels, rendered
+from tests.deploy.manifests import (
+    FOLDER,
+    OVERLAYS,
+    Object,
+    Overlay,
+    needs_kubectl,
+    overlay,
+    pod_labels,
+    rendered,
+    secrets_beside,
+)
 from tests.deploy.rules import ALERTS, COPY, DASHBOARD, RULES, rules_of
+from tests.deploy.test_manifests import settings_of
 
 # The oldest with `preStop: sleep` on by default; image volumes, which `ha` mounts, came one later.
 OLDEST = {"ha": "1.31"}
@@ -84,6 +97,9 @@ def overlay_of(*components: str) -> Iterator[tuple[Object, ...]]:
         folder.rmdir()
 
 
+OPTIONAL = {"key": "subpool-urls", "optional": True}
+
+
 @needs_kubectl
 def test_external_redis_replaces_ours() -> None:
     with overlay_of("external-redis") as objects:
@@ -94,15 +110,33 @@ def test_external_redis_replaces_ours() -> None:
         variable["name"]: variable for variable in router["spec"]["template"]["spec"]["containers"][0]["env"]
     }
     assert "REDIS_PASSWORD" not in environment
-    reference = {"secretKeyRef": {"name": "inflight-redis", "key": "url"}}
-    assert environment["INFLIGHT_REDIS_URL"] == {"name": "INFLIGHT_REDIS_URL", "valueFrom": reference}
+    for name, key in (("INFLIGHT_REDIS_URL", {"key": "url"}), ("INFLIGHT_SUBPOOL_REDIS_URLS", OPTIONAL)):
+        reference = {"secretKeyRef": {"name": "inflight-redis", **key}}
+        assert environment[name] == {"name": name, "valueFrom": reference}
     for manifest in objects:
         check(manifest, NEWEST)
 
 
 @needs_kubectl
+def test_each_subpool_has_a_redis_server_of_its_own() -> None:
+    with overlay_of("model-pvc", "redis-subpools") as objects:
+        pass
+    for manifest in objects:
+        check(manifest, NEWEST)
+    rendered_overlay = Overlay("redis-subpools", (*objects, *secrets_beside(objects)))
+    redis, router = rendered_overlay.workload("redis"), rendered_overlay.workload("router")
+    (container,) = router["spec"]["template"]["spec"]["containers"]
+    settings = settings_of(rendered_overlay, container)
+    assert isinstance(settings, RouterSettings)
+    urls = [parse_redis_url(url.get_secret_value()) for url in settings.subpool_redis_urls]
+    names = [f"{redis['metadata']['name']}-{index}.{redis['spec']['serviceName']}" for index in range(len(urls))]
+    assert len(urls) == redis["spec"]["replicas"] == settings.num_subpools
+    assert [url.options["host"] for url in urls] == names
+
+
+@needs_kubectl
 def test_claims_are_filled_and_keep_caches() -> None:
-    with overlay_of("model-pvc", "model-download", "cache-pvc") as objects:
+    with overlay_of("model-pvc", "model-download", "cache-pvc", "adapter-pvc") as objects:
         pass
     for manifest in objects:
         check(manifest, NEWEST)
@@ -118,6 +152,8 @@ def test_claims_are_filled_and_keep_caches() -> None:
     mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
     assert caches
     assert all(folder.startswith(mounts["cache"] + "/") for folder in caches.values())
+    (adapters,) = (one["value"] for one in spec["containers"][0]["env"] if one["name"] == "INFLIGHT_ADAPTER_FOLDER")
+    assert adapters == mounts["adapters"]
     # What fetches and what reads name the same folder's parent
     assert container["args"][1].startswith(mounts["models"] + "/")
 

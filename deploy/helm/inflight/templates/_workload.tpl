@@ -63,6 +63,12 @@ changes), `scaled` (another object sets the number of replicas).
 {{- with $values.resources -}}
 {{- $_ := set $container "resources" (mergeOverwrite $container.resources (deepCopy .)) -}}
 {{- end -}}
+{{- /* A variable of the container hides one of its ConfigMaps, and a server-side apply refuses it twice. */ -}}
+{{- range $variable := $container.env | default list -}}
+{{- $refusal := printf "%s: the chart sets this variable of %s itself, from other values" $variable.name $container.name -}}
+{{- if hasKey ($values.settings | default dict) $variable.name }}{{ fail (printf "settings.%s" $refusal) }}{{ end -}}
+{{- range $values.extraEnv }}{{ if eq .name $variable.name }}{{ fail (printf "extraEnv: %s" $refusal) }}{{ end }}{{ end -}}
+{{- end -}}
 {{- range $from, $to := dict "extraEnv" "env" "extraEnvFrom" "envFrom" "extraVolumeMounts" "volumeMounts" -}}
 {{- with get $values $from }}{{ $_ := set $container $to (concat (get $container $to | default list) .) }}{{ end -}}
 {{- end -}}

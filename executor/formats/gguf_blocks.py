@@ -17,6 +17,8 @@ from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 
 # Numbers of a superblock of k-quants.
 SUPERBLOCK = 256
+# Bytes of a file that are decoded at once, which takes some times as much memory.
+PIECE_BYTES = 16 << 20
 # The codes of IQ4_NL and IQ4_XS stand for these numbers.
 NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -44,11 +46,16 @@ class BlockType:
 
 def quantized_weight(kind: BlockType, rows: Tensor) -> QuantizedWeight:
     """Returns the matrix whose rows are blocks, `[out, bytes of a row]` uint8."""
-    num_rows = rows.shape[0]
+    pieces = [_decode_rows(kind, piece) for piece in rows.split(max(1, PIECE_BYTES // rows.shape[1]))]
+    codes, scale, offset = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return QuantizedWeight(codes, scale, offset, kind.bits, kind.group_size)
+
+
+def _decode_rows(kind: BlockType, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns packed codes, scale and offset of some rows."""
     blocks = kind.decode(rows.reshape(-1, kind.num_bytes))
-    codes, scale, offset = (part.reshape(num_rows, -1) for part in (blocks.codes, blocks.scale, blocks.offset))
-    codes = pack_halves(codes) if kind.bits == 4 else codes.contiguous()
-    return QuantizedWeight(codes, scale.contiguous(), offset.contiguous(), kind.bits, kind.group_size)
+    codes, scale, offset = (part.reshape(len(rows), -1) for part in (blocks.codes, blocks.scale, blocks.offset))
+    return pack_halves(codes) if kind.bits == 4 else codes, scale, offset
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
@@ -146,7 +153,7 @@ def _iq4_xs(blocks: Tensor) -> Blocks:
 
 
 def _non_linear(codes: Tensor) -> Tensor:
-    return torch.tensor([number + 128 for number in NON_LINEAR], dtype=torch.uint8)[codes.long()]
+    return torch.tensor([number + 128 for number in NON_LINEAR], dtype=torch.uint8)[codes.int()]
 
 
 # By the number of the type in the file.

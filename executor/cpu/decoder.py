@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
-from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
+from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, joined
+from executor.checkpoint.quantized_weight import Matrix, dense_matrix
 from executor.cpu.logits import address, addresses_of
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
@@ -58,20 +59,6 @@ class Packed(IntEnum):
     ROUTER = 15
     EXPERT_GATE_UP = 16
     EXPERT_DOWN = 17
-
-
-MATRICES = frozenset(
-    {
-        Packed.EMBEDDING,
-        Packed.HEAD,
-        Packed.QKV,
-        Packed.OUTPUT,
-        Packed.GATE_UP,
-        Packed.DOWN,
-        Packed.EXPERT_GATE_UP,
-        Packed.EXPERT_DOWN,
-    }
-)
 
 
 class HeadNorms(IntEnum):
@@ -133,10 +120,16 @@ class NativeDecoder:
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
-        for layer, part, tensor in _parts(weights):
-            dtype = self.form.dtype if part in MATRICES else torch.float32
-            numbers = tensor.detach().to(dtype).contiguous()
+        for layer, part, vector in _vectors(weights):
+            numbers = vector.detach().float().contiguous()
             self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
+        for layer, part, matrices in _matrices(weights):
+            self._pack_matrices(layer, part, matrices)
+
+    def _pack_matrices(self, layer: int, part: Packed, matrices: Sequence[Matrix]) -> None:
+        """Packs matrices, each quantized or not, as one: the rows of the first, then those of the next."""
+        numbers = joined([dense_matrix(matrix, self.form.dtype) for matrix in matrices]).contiguous()
+        self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
 
     @property
     def num_matrix_bytes(self) -> int:
@@ -278,16 +271,11 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
     return layout, (windows, layer_ropes, frequencies, scalings)
 
 
-def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
-    """Yields everything that is packed: layer (for a matrix of an expert, its index among those of all layers), part,
-    numbers. Fused weights are made one at a time."""
-    yield 0, Packed.EMBEDDING, weights.embedding
-    yield 0, Packed.HEAD, weights.head
+def _vectors(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
+    """Yields what is packed in float32: layer, part, numbers."""
     yield 0, Packed.FINAL_NORM, weights.final_norm
     for index, layer in enumerate(weights.layers):
         optional = (
-            (Packed.QKV, layer.qkv),
-            (Packed.OUTPUT, layer.output),
             (Packed.INPUT_NORM, layer.input_norm),
             (Packed.POST_ATTENTION_NORM, layer.post_attention_norm),
             (Packed.QUERY_NORM, layer.query_norm),
@@ -301,13 +289,26 @@ def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
         for part, tensor in optional:
             if tensor is not None:
                 yield index, part, tensor
+
+
+def _matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, tuple[Matrix, ...]]]:
+    """Yields the matrices: layer (for a matrix of an expert, its index among those of all layers), part, and the
+    matrices that are packed as one."""
+    yield 0, Packed.EMBEDDING, (weights.embedding,)
+    yield 0, Packed.HEAD, (weights.head,)
+    for index, layer in enumerate(weights.layers):
+        yield index, Packed.QKV, layer.qkv_matrices
+        yield index, Packed.OUTPUT, (layer.output,)
         if layer.router is None:
-            yield index, Packed.GATE_UP, layer.gate_up
-            yield index, Packed.DOWN, layer.down
+            yield index, Packed.GATE_UP, layer.gate_up_parts
+            yield index, Packed.DOWN, (layer.down,)
             continue
-        for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
-            yield index * weights.shape.num_experts + expert, Packed.EXPERT_GATE_UP, gate_up
-            yield index * weights.shape.num_experts + expert, Packed.EXPERT_DOWN, down
+        (gate_up,), down = layer.gate_up_parts, layer.down
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        for expert in range(weights.shape.num_experts):
+            index_of_all = index * weights.shape.num_experts + expert
+            yield index_of_all, Packed.EXPERT_GATE_UP, (gate_up[expert],)
+            yield index_of_all, Packed.EXPERT_DOWN, (down[expert],)
 
 
 def _adapter_matrix(matrix: AdapterMatrix | None, dtype: torch.dtype) -> tuple[_AdapterMatrix, tuple[Tensor, ...]]:

@@ -3,7 +3,7 @@
 The families differ little: which norms a layer has, biases, parts of heads that are rotated, sliding windows, caps,
 multipliers. All of it is described here as data, and this is all that a native forward pass needs. A model that is not
 known to be computed this way is left to transformers. Tensors are the network's own; a fused weight is a copy, made on
-access.
+access. Matrices of a quantized checkpoint are as `executor.formats` has read them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from executor.attention.transformers_hook import Layer
+from executor.checkpoint.quantized_linear import QuantizedLinear
+from executor.checkpoint.quantized_weight import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. Weights are `[out, in]` as in `nn.Linear`; biases and norms are None where the model has none.
+    """One layer. Weights are `[out, in]` as in `nn.Linear`, and may be quantized, each in its own way; biases and norms
+    are None where the model has none.
 
     `input_norm` and `post_attention_norm` are applied to what attention and the feed-forward layer read, and
     `attention_output_norm` and `feed_forward_output_norm` to what they yield. The norms of queries and keys are those
@@ -127,22 +130,22 @@ class LayerWeights:
     """
 
     input_norm: Tensor | None
-    qkv_parts: tuple[nn.Linear, ...]
+    qkv_parts: tuple[nn.Linear | QuantizedLinear, ...]
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     output_bias: Tensor | None
     attention_output_norm: Tensor | None
     post_attention_norm: Tensor | None
-    gate_up_parts: tuple[Tensor, ...]
-    down: Tensor
+    gate_up_parts: tuple[Matrix, ...]
+    down: Matrix
     feed_forward_output_norm: Tensor | None
     router: Tensor | None = None
 
     @property
-    def qkv(self) -> Tensor:
-        """Weights of queries, keys and values in one: `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`."""
-        return _joined([linear.weight for linear in self.qkv_parts])
+    def qkv_matrices(self) -> tuple[Matrix, ...]:
+        """Weights of queries, keys and values: together `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`."""
+        return tuple(linear.weight for linear in self.qkv_parts)
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -153,23 +156,19 @@ class LayerWeights:
     def qkv_bias(self) -> Tensor | None:
         """The bias of `qkv`."""
         biases: list[Any] = [linear.bias for linear in self.qkv_parts]
-        return _joined(biases) if self.has_qkv_bias else None
-
-    @property
-    def gate_up(self) -> Tensor:
-        """The gate's rows, then those of the up projection: `[2 * intermediate_size, hidden_size]`."""
-        return _joined(self.gate_up_parts)
+        return joined(biases) if self.has_qkv_bias else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """A whole model. `embedding` and `head` are `[vocabulary, hidden_size]` and may be the same tensor."""
+    """A whole model. `embedding` and `head` are `[vocabulary, hidden_size]` and may be the same tensor. The head of a
+    quantized checkpoint may be quantized also where the embedding has the same numbers."""
 
     shape: DecoderShape
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor
+    head: Matrix
 
 
 def read_decoder(network: PreTrainedModel, layers: Sequence[Layer]) -> DecoderWeights | str:
@@ -296,7 +295,7 @@ def _read_layer(module: Any, family: Family) -> LayerWeights:
     )
 
 
-def _gate_up_parts(feed_forward: Any) -> tuple[Tensor, ...]:
+def _gate_up_parts(feed_forward: Any) -> tuple[Matrix, ...]:
     fused = getattr(feed_forward, "gate_up_proj", None)
     return (feed_forward.gate_proj.weight, feed_forward.up_proj.weight) if fused is None else (_weight(fused),)
 
@@ -316,5 +315,6 @@ def _norm_weight(module: Any, name: str | None, family: Family) -> Tensor | None
     return weight.float() + family.norm_offset if family.norm_offset else weight
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Returns matrices or vectors as one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

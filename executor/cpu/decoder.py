@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
+from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
+from executor.cpu.coded_weights import CodedWeight, encode
 from executor.cpu.logits import address, addresses_of
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
@@ -58,20 +60,6 @@ class Packed(IntEnum):
     ROUTER = 15
     EXPERT_GATE_UP = 16
     EXPERT_DOWN = 17
-
-
-MATRICES = frozenset(
-    {
-        Packed.EMBEDDING,
-        Packed.HEAD,
-        Packed.QKV,
-        Packed.OUTPUT,
-        Packed.GATE_UP,
-        Packed.DOWN,
-        Packed.EXPERT_GATE_UP,
-        Packed.EXPERT_DOWN,
-    }
-)
 
 
 class HeadNorms(IntEnum):
@@ -128,15 +116,36 @@ class NativeDecoder:
         )
         del kept
         if not decoder:
-            raise MemoryError("not enough memory for the packed weights")
+            raise MemoryError("not enough memory for the decoder")
         self._calls, self._decoder, self._pool = calls, decoder, pool
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
-        for layer, part, tensor in _parts(weights):
-            dtype = self.form.dtype if part in MATRICES else torch.float32
-            numbers = tensor.detach().to(dtype).contiguous()
-            self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
+        """Packs a model, once. Quantized matrices stay so, except in products of int8."""
+        for layer, part, first, matrix in _matrices(weights):
+            if self._keeps_codes(matrix):
+                coded, kept = _coded_part(matrix, first, self.form.dtype)
+                self._calls.inflight_decoder_declare(self._decoder, layer, part, ctypes.byref(coded))
+                del kept
+        if self._calls.inflight_decoder_allocate(self._decoder):
+            raise MemoryError("not enough memory for the packed weights")
+        for layer, part, vector in _vectors(weights):
+            numbers = vector.detach().float().contiguous()
+            self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr(), 0, numbers.shape[0])
+        for layer, part, first, matrix in _matrices(weights):
+            self._pack_matrix(layer, part, first, matrix)
+
+    def _keeps_codes(self, matrix: Matrix) -> TypeGuard[QuantizedWeight]:
+        return isinstance(matrix, QuantizedWeight) and not self.form.has_int8_weights
+
+    def _pack_matrix(self, layer: int, part: Packed, first: int, matrix: Matrix) -> None:
+        if self._keeps_codes(matrix):
+            coded, kept = _coded_part(matrix, first, self.form.dtype)
+            self._calls.inflight_decoder_pack_codes(self._decoder, layer, part, ctypes.byref(coded))
+            del kept
+            return
+        numbers = dense_matrix(matrix, self.form.dtype).contiguous()
+        self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr(), first, numbers.shape[0])
 
     @property
     def num_matrix_bytes(self) -> int:
@@ -278,16 +287,11 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
     return layout, (windows, layer_ropes, frequencies, scalings)
 
 
-def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
-    """Yields everything that is packed: layer (for a matrix of an expert, its index among those of all layers), part,
-    numbers. Fused weights are made one at a time."""
-    yield 0, Packed.EMBEDDING, weights.embedding
-    yield 0, Packed.HEAD, weights.head
+def _vectors(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
+    """Yields what is packed in float32: layer, part, numbers."""
     yield 0, Packed.FINAL_NORM, weights.final_norm
     for index, layer in enumerate(weights.layers):
         optional = (
-            (Packed.QKV, layer.qkv),
-            (Packed.OUTPUT, layer.output),
             (Packed.INPUT_NORM, layer.input_norm),
             (Packed.POST_ATTENTION_NORM, layer.post_attention_norm),
             (Packed.QUERY_NORM, layer.query_norm),
@@ -301,13 +305,44 @@ def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
         for part, tensor in optional:
             if tensor is not None:
                 yield index, part, tensor
+
+
+def _matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, int, Matrix]]:
+    """Yields the matrices: layer (for a matrix of an expert, its index among those of all layers), part, which of the
+    part's columns is the matrix's first, and the matrix."""
+    for layer, part, matrices in _fused_matrices(weights):
+        first = 0
+        for matrix in matrices:
+            yield layer, part, first, matrix
+            first += matrix.shape[0]
+
+
+def _fused_matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, tuple[Matrix, ...]]]:
+    """Yields layer, part, and the matrices that are one product."""
+    yield 0, Packed.EMBEDDING, (weights.embedding,)
+    yield 0, Packed.HEAD, (weights.head,)
+    for index, layer in enumerate(weights.layers):
+        yield index, Packed.QKV, layer.qkv_matrices
+        yield index, Packed.OUTPUT, (layer.output,)
         if layer.router is None:
-            yield index, Packed.GATE_UP, layer.gate_up
-            yield index, Packed.DOWN, layer.down
+            yield index, Packed.GATE_UP, layer.gate_up_parts
+            yield index, Packed.DOWN, (layer.down,)
             continue
-        for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
-            yield index * weights.shape.num_experts + expert, Packed.EXPERT_GATE_UP, gate_up
-            yield index * weights.shape.num_experts + expert, Packed.EXPERT_DOWN, down
+        (gate_up,), down = layer.gate_up_parts, layer.down
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        for expert in range(weights.shape.num_experts):
+            index_of_all = index * weights.shape.num_experts + expert
+            yield index_of_all, Packed.EXPERT_GATE_UP, (gate_up[expert],)
+            yield index_of_all, Packed.EXPERT_DOWN, (down[expert],)
+
+
+def _coded_part(weight: QuantizedWeight, first: int, dtype: torch.dtype) -> tuple[_CodedPart, CodedWeight]:
+    """Returns a matrix as C++ takes it, and the tensors that it points to."""
+    coded = encode(weight, dtype)
+    shifts, order = (None if tensor is None else tensor.data_ptr() for tensor in (coded.shifts, coded.order))
+    numbers = (coded.codes.data_ptr(), coded.scales.data_ptr(), shifts, coded.factors.data_ptr(), order)
+    sizes = (first, coded.codes.shape[0], coded.depth, coded.bits, coded.group_size, coded.scales.shape[1])
+    return _CodedPart(*numbers, *sizes, coded.center, coded.has_halves), coded
 
 
 def _adapter_matrix(matrix: AdapterMatrix | None, dtype: torch.dtype) -> tuple[_AdapterMatrix, tuple[Tensor, ...]]:
@@ -354,6 +389,16 @@ class _Shape(ctypes.Structure):
     )
 
 
+class _CodedPart(ctypes.Structure):
+    """`CodedPart` of codes.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "shifts", "factors", "order")),
+        *((name, c_int64) for name in ("first_column", "num_columns", "depth", "bits", "group_size", "num_groups")),
+        *((name, c_int64) for name in ("center", "has_halves")),
+    )
+
+
 class _AdapterMatrix(ctypes.Structure):
     """`AdapterMatrix` of adapters.h."""
 
@@ -378,7 +423,11 @@ def _declared(library: Any) -> Any:
     library.inflight_decoder_new.restype = c_void_p
     library.inflight_decoder_new.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64)
     library.inflight_decoder_free.argtypes = (c_void_p,)
-    library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+    library.inflight_decoder_declare.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+    library.inflight_decoder_allocate.restype = c_int64
+    library.inflight_decoder_allocate.argtypes = (c_void_p,)
+    library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64)
+    library.inflight_decoder_pack_codes.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
     library.inflight_decoder_matrix_bytes.restype = c_int64
     library.inflight_decoder_matrix_bytes.argtypes = (c_void_p,)
     library.inflight_decoder_adapter_slot_bytes.restype = c_int64

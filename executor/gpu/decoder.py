@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor.attention.backend import AttentionBackend, LayerKv, Scoring
-from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope
+from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope, joined
+from executor.checkpoint.quantized_weight import Matrix
 from executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
 from executor.step.batch import StepBatch
 
@@ -54,7 +55,7 @@ class GpuDecoder:
     def __init__(self, weights: DecoderWeights, backend: AttentionBackend, context_length: int) -> None:
         self.shape = shape = weights.shape
         self._epsilon = shape.norm_epsilon
-        self._embedding, self._head, self._final_norm = weights.embedding, weights.head, weights.final_norm
+        self._embedding, self._head, self._final_norm = weights.embedding, _dense(weights.head), weights.final_norm
         self._backend = backend
         tables = [_rotations(rope, context_length, self._head.device) for rope in shape.ropes]
         scorings = [Scoring(shape.attention_scale, window, shape.softcap) for window in shape.sliding_windows]
@@ -131,28 +132,35 @@ def _rotations(rope: Rope, context_length: int, device: torch.device) -> Tensor:
 
 
 def _fuse(layer: LayerWeights, scoring: Scoring, rotations: Tensor) -> FusedLayer:
-    qkv, qkv_bias, gate_up = layer.qkv, layer.qkv_bias, layer.gate_up
-    _become_views([linear.weight for linear in layer.qkv_parts], qkv)
-    _become_views(layer.gate_up_parts, gate_up)
+    qkv_parts, gate_up_parts = map(_dense, layer.qkv_matrices), map(_dense, layer.gate_up_parts)
+    qkv, gate_up = _fused([*qkv_parts]), _fused([*gate_up_parts])
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     return FusedLayer(
         input_norm=layer.input_norm,
         qkv=qkv,
-        qkv_bias=qkv_bias,
+        qkv_bias=layer.qkv_bias,
         head_norms=norms,
-        output=layer.output,
+        output=_dense(layer.output),
         output_bias=layer.output_bias,
         attention_output_norm=layer.attention_output_norm,
         post_attention_norm=layer.post_attention_norm,
         gate_up=gate_up,
-        down=layer.down,
+        down=_dense(layer.down),
         feed_forward_output_norm=layer.feed_forward_output_norm,
         scoring=scoring,
         rotations=rotations,
     )
 
 
-def _become_views(parts: Sequence[Tensor], whole: Tensor) -> None:
-    """Replaces the parts' own storage by views, so that the model is in memory once."""
+def _dense(matrix: Matrix) -> Tensor:
+    """Returns a matrix of a model whose quantized layers were made dense."""
+    assert isinstance(matrix, Tensor)
+    return matrix
+
+
+def _fused(parts: Sequence[Tensor]) -> Tensor:
+    """Returns matrices as one, and replaces their own storage by views of it, so that the model is in memory once."""
+    whole = joined(parts)
     for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
         part.set_(view)
+    return whole

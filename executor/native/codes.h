@@ -236,6 +236,7 @@ template <class Element, int BITS>
 class Codes {
   public:
     static constexpr int UNITS = BITS == 32 ? 1 : 32 / BITS / Element::PAIR;  // of a lane
+    static constexpr int LANES_AT_ONCE = BITS == 32 ? 16 / Element::PAIR : 1;
 
     explicit Codes(int64_t center) {
         if constexpr (BITS != 4) return;
@@ -346,20 +347,25 @@ void multiply_codes(const CodedPiece& piece, const char* next, int pass, const R
             next += format.group_bytes();
         }
         Floats sum[ROWS][PASS_VECTORS] = {};
-        for (int64_t lane = 0, unit = 0; lane < num_lanes; ++lane, lanes += 4 * BLOCK_COLUMNS) {
-            Words packed[PASS_VECTORS];
+        const Number* left = numbers;
+        for (int64_t lane = 0; lane < num_lanes; lane += These::LANES_AT_ONCE) {
+#pragma GCC unroll 16
+            for (int some = 0; some < These::LANES_AT_ONCE; ++some, lanes += 4 * BLOCK_COLUMNS) {
+                Words packed[PASS_VECTORS];
 #pragma GCC unroll 2
-            for (int v = 0; v < PASS_VECTORS; ++v) packed[v] = (Words)load((const float*)lanes + column_of[v]);
+                for (int v = 0; v < PASS_VECTORS; ++v) packed[v] = (Words)load((const float*)lanes + column_of[v]);
 #pragma GCC unroll 8
-            for (int i = 0; i < These::UNITS; ++i, ++unit) {
-                typename Element::Vector loaded[PASS_VECTORS];
+                for (int i = 0; i < These::UNITS; ++i, left += Element::PAIR) {
+                    typename Element::Vector loaded[PASS_VECTORS];
 #pragma GCC unroll 2
-                for (int v = 0; v < PASS_VECTORS; ++v) loaded[v] = codes.unit(packed[v], i);
+                    for (int v = 0; v < PASS_VECTORS; ++v) loaded[v] = codes.unit(packed[v], i);
 #pragma GCC unroll 12
-                for (int r = 0; r < ROWS; ++r) {
-                    const auto left = unit_at<Element>(numbers + r * stride, unit);
+                    for (int r = 0; r < ROWS; ++r) {
+                        const auto unit = unit_at<Element>(left + r * stride, 0);
 #pragma GCC unroll 2
-                    for (int v = 0; v < PASS_VECTORS; ++v) sum[r][v] = Element::multiply_add(sum[r][v], left, loaded[v]);
+                        for (int v = 0; v < PASS_VECTORS; ++v)
+                            sum[r][v] = Element::multiply_add(sum[r][v], unit, loaded[v]);
+                    }
                 }
             }
         }

@@ -96,14 +96,13 @@ class Product {
         const int64_t end = std::min(num_rows_, start + rows_of_task_);
         for (int64_t i = 0; i < blocks_at_once_; ++i) {
             const char* next = i + 1 < blocks_at_once_ ? matrix_.block(first_block + i + 1) : probably_next(task);
-            if (!prefetches_) next = nullptr;
             float* const out = scratch.tile + i * BLOCK_COLUMNS;
             if constexpr (!IS_INT8<Element>)
                 if (matrix_.mixed != nullptr && matrix_.mixed[first_block + i].format != nullptr) {
                     multiply_codes_of_block(matrix_.mixed[first_block + i], next, start, end, scratch, out);
                     continue;
                 }
-            multiply_block(matrix_.block(first_block + i), next, start, end, out);
+            multiply_block(matrix_.block(first_block + i), prefetches_ ? next : nullptr, start, end, out);
         }
         for (int64_t row = start; row < end; row += TILE_ROWS)
             finish(first_block, row, rows_of_tile(row, end), scratch.tile + (row - start) * stride_);
@@ -144,7 +143,7 @@ class Product {
         }
     }
 
-    // With many rows, the codes of a piece are unpacked once for all of them.
+    // With many rows, the codes of a piece are unpacked once for all of them. The next block is always prefetched.
     void multiply_codes_of_block(const MixedBlock& block, const char* next, int64_t start, int64_t end,
                                  ProductScratch& scratch, float* out) const {
         const CodeFormat& format = *block.format;

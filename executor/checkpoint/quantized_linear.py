@@ -1,0 +1,41 @@
+"""Linear layers whose weights stay as their checkpoint has them: the reference forward pass of quantized models.
+
+It takes little memory, and time to make the dense matrix at every call. The native forward pass packs the weights for
+its own kernels instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor.checkpoint.quantized_weight import PIECE_NUMBERS, QuantizedWeight
+
+
+class QuantizedLinear(nn.Module):
+    """An `nn.Linear` with a `QuantizedWeight`."""
+
+    def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.bias = weight, bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Computes `inputs @ weight.T + bias` with the weight rounded to the type of `inputs`."""
+        outputs = inputs.new_empty((*inputs.shape[:-1], self.out_features))
+        num_rows = max(1, PIECE_NUMBERS // self.in_features)
+        for start in range(0, self.out_features, num_rows):
+            piece = self.weight.rows(start, start + num_rows).dequantized().to(inputs.dtype)
+            outputs[..., start : start + num_rows] = functional.linear(inputs, piece)
+        return outputs if self.bias is None else outputs.add_(self.bias)
+
+
+def make_dense(network: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces the quantized layers by dense ones, one after the other."""
+    for name, module in [*network.named_modules()]:
+        if isinstance(module, QuantizedLinear):
+            linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            linear.weight = nn.Parameter(module.weight.to_dense(dtype), requires_grad=False)
+            linear.bias = module.bias  # type: ignore[assignment]
+            network.set_submodule(name, linear)

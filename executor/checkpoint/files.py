@@ -61,14 +61,21 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 
 def check_weights(folder: Path) -> None:
     """Raises `ModelError` if safetensors files are missing, empty or truncated."""
-    index = read_json(folder / "model.safetensors.index.json")
-    names = sorted(set(index.get("weight_map", {}).values())) or [path.name for path in folder.glob("*.safetensors")]
+    names = weight_files(folder)
     if not names:
         raise ModelError(f"model folder {folder} has no weights (*.safetensors)")
     for name in names:
         if not (folder / name).is_file():
             raise ModelError(f"model folder {folder} is not complete: {name} is missing")
         _check_safetensors(folder / name)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Returns the names of the safetensors files of a model folder."""
+    index = read_json(folder / "model.safetensors.index.json")
+    return sorted(set(index.get("weight_map", {}).values())) or sorted(
+        path.name for path in folder.glob("*.safetensors")
+    )
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:

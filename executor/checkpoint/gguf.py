@@ -1,4 +1,5 @@
-"""Conversion of a GGUF file to a Hugging Face folder in the disk cache, done once.
+"""Imports from a GGUF file to the disk cache, each done once: its configuration, and for a file that cannot be read
+directly (`executor.formats.gguf_file`) the whole model, as a Hugging Face folder.
 
 Weights are stored as float32. A dequantised weight is a product and sum of half-precision numbers (Q4_1: `d * q + m`),
 so neither float16 nor bfloat16 holds it exactly: of SmolLM2's 272 tensors 211 change in float16. From float32 every
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers.modeling_gguf_pytorch_utils as legacy_loader
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from common.disk_cache import build_once
@@ -45,6 +46,22 @@ def import_gguf(source: ModelSource) -> Path:
         return build_once(source.import_folder / "model", lambda folder: _write_model(source, tokenizer_folder, folder))
 
 
+def import_configuration(source: ModelSource) -> Path:
+    """Returns the folder with the configuration of a GGUF model and its defaults of generation, without weights."""
+    assert source.gguf_file is not None
+    import_tokenizer(source)
+    with model_errors(f"GGUF file {source.gguf_file} cannot be imported"):
+        return build_once(source.import_folder / "config", lambda folder: _write_configuration(source, folder))
+
+
+def _write_configuration(source: ModelSource, folder: Path) -> None:
+    assert source.gguf_file is not None
+    with quiet_transformers():
+        config = AutoConfig.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name)
+    config.save_pretrained(str(folder))
+    _write_generation_config(source.gguf_file, folder)
+
+
 def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> None:
     assert source.gguf_file is not None
     # By default transformers keeps GGUF blocks packed and multiplies with its own kernels; the native forward passes
@@ -57,12 +74,16 @@ def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> N
             quantization_config=GgufConfig(dequantize=True),
         )
         network.save_pretrained(str(folder))
-    metadata, _ = read_gguf_metadata(str(source.gguf_file))
-    (folder / "generation_config.json").write_text(json.dumps(_generation_config(metadata), indent=2))
+    _write_generation_config(source.gguf_file, folder)
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     for path in folder.iterdir():
         # safetensors makes files readable by their owner only; an image is built and run by different users.
         path.chmod(0o644)
+
+
+def _write_generation_config(gguf_file: Path, folder: Path) -> None:
+    metadata, _ = read_gguf_metadata(str(gguf_file))
+    (folder / "generation_config.json").write_text(json.dumps(_generation_config(metadata), indent=2))
 
 
 def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from common.model_source import ModelError
 from executor.checkpoint.quantized_linear import QuantizedLinear
 from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 
@@ -22,7 +23,13 @@ GROUP_SIZES = (32, 16)
 
 def round_linears(network: PreTrainedModel) -> int:
     """Replaces the linear layers by layers with weights of 4 bits, and the output layer by one of 8 bits, one after the
-    other. Returns their number. Experts, routers and embeddings stay as they are."""
+    other. Returns their number. Experts, routers and embeddings stay as they are.
+
+    Raises:
+        ModelError: the checkpoint is quantized.
+    """
+    if any(isinstance(module, QuantizedLinear) for module in network.modules()):
+        raise ModelError("weight_dtype int4 is for models that are not quantized, and this checkpoint is")
     head = network.get_output_embeddings()
     layers = [(name, module) for name, module in network.named_modules() if type(module) is nn.Linear]
     rounded = [(name, module) for name, module in layers if module.in_features % 2 == 0]

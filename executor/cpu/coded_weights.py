@@ -42,14 +42,21 @@ class CodedWeight:
         return self.scales.dtype == torch.float16
 
 
+def is_supported(weight: QuantizedWeight) -> bool:
+    """Whether the C++ products have groups of this size."""
+    depth = weight.shape[1]
+    return depth % 2 == 0 and (weight.group_size == depth or weight.group_size % GROUP_SIZES[-1] == 0)
+
+
 def encode(weight: QuantizedWeight, dtype: torch.dtype) -> CodedWeight:
-    """Returns the matrix for products with activations of `dtype`.
+    """Returns a supported matrix for products with activations of `dtype`.
 
     Raises:
-        ValueError: the C++ products do not support its groups or its order.
+        ValueError: the order of its columns is none.
     """
+    assert is_supported(weight)
     _, depth = weight.shape
-    group_size, scale, offset = _regrouped(weight, depth)
+    group_size, scale, offset = _regrouped(weight)
     is_constant = (scale == 0) & (offset != 0)
     scale = torch.where(is_constant, offset, scale)
     zeros = _zeros(scale, offset)
@@ -81,13 +88,8 @@ def encode(weight: QuantizedWeight, dtype: torch.dtype) -> CodedWeight:
     )
 
 
-def _regrouped(weight: QuantizedWeight, depth: int) -> tuple[int, Tensor, Tensor]:
-    """Returns a size of groups that the products support, and scales and offsets of such groups."""
-    is_whole_row = weight.group_size == depth
-    if not is_whole_row and weight.group_size % GROUP_SIZES[-1]:
-        raise ValueError(f"groups of {weight.group_size} columns are not a multiple of {GROUP_SIZES[-1]}")
-    if depth % 2:
-        raise ValueError(f"a quantized matrix has {depth} columns, which is an odd number")
+def _regrouped(weight: QuantizedWeight) -> tuple[int, Tensor, Tensor]:
+    """Returns a size of groups that the products have, and scales and offsets of such groups."""
     padded = -(-weight.group_size // GROUP_SIZES[-1]) * GROUP_SIZES[-1]
     size = next(size for size in GROUP_SIZES if padded % size == 0)
     scale, offset = (part.float().repeat_interleave(padded // size, dim=1) for part in (weight.scale, weight.offset))

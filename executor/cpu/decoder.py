@@ -23,7 +23,7 @@ from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
 from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
-from executor.cpu.coded_weights import CodedWeight, encode
+from executor.cpu.coded_weights import CodedWeight, encode, is_supported
 from executor.cpu.logits import address, addresses_of
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
@@ -121,7 +121,7 @@ class NativeDecoder:
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
-        """Packs a model, once. Quantized matrices stay so, except in products of int8."""
+        """Packs a model, once. Quantized matrices stay so, except in products of int8 and in unusual groups."""
         for layer, part, first, matrix in _matrices(weights):
             if self._keeps_codes(matrix):
                 coded, kept = _coded_part(matrix, first, self.form.dtype)
@@ -136,7 +136,7 @@ class NativeDecoder:
             self._pack_matrix(layer, part, first, matrix)
 
     def _keeps_codes(self, matrix: Matrix) -> TypeGuard[QuantizedWeight]:
-        return isinstance(matrix, QuantizedWeight) and not self.form.has_int8_weights
+        return isinstance(matrix, QuantizedWeight) and is_supported(matrix) and not self.form.has_int8_weights
 
     def _pack_matrix(self, layer: int, part: Packed, first: int, matrix: Matrix) -> None:
         if self._keeps_codes(matrix):

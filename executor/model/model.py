@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from common.model_source import ModelError, ModelSource, model_errors
 from executor.attention.backend import AttentionBackend, LayerKv
@@ -25,15 +25,15 @@ from executor.attention.cpu import CpuAttention
 from executor.attention.quantized import kv_dtypes
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
-from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
-from executor.checkpoint.gguf import import_gguf
+from executor.checkpoint.files import GenerationDefaults, read_generation_defaults
 from executor.checkpoint.packed_linear import pack_linears
+from executor.checkpoint.quantized_linear import make_dense
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.rounding import round_linears
-from executor.checkpoint.support import check_configuration, check_network
 from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.cpu.streams import WeightStream
+from executor.formats.loading import load_network
 from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
 from executor.step.batch import StepBatch
 from executor.step.logprobs import StepLogprobs, step_logprobs
@@ -126,8 +126,7 @@ class PagedModel:
         """
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
-        folder = source.folder if source.gguf_file is None else import_gguf(source)
-        network = _load_network(folder, dtype, device)
+        network, folder = load_network(source, dtype, device)
         with _unsupported(network.config):
             if weight_dtype == "int4":
                 log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
@@ -273,6 +272,8 @@ def _native_forward(
     weight_stream: WeightStream | None,
 ) -> NativeForward:
     """Packs the weights for a native forward pass where the model has one, else for transformers'."""
+    if choice.backend.name == "triton":
+        make_dense(network, network.dtype)
     weights = read_decoder(network, layers) if forward_name == "auto" else "forward=transformers is set"
     if choice.backend.name == "triton" and not isinstance(weights, str):
         gpu = _gpu_decoder(weights, choice, description)
@@ -339,28 +340,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if has_instructions else torch.float32
-
-
-def _load_network(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        check_configuration(config)
-        check_weights(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    network: PreTrainedModel = loaded[0]
-    if missing := sorted(loaded[1]["missing_keys"]):
-        # transformers would continue with random numbers in their place.
-        raise ModelError(f"model folder {folder} lacks {len(missing)} weights, such as {missing[0]}")
-    check_network(network)
-    network.eval().requires_grad_(False).to(device)
-    return network
 
 
 @contextmanager

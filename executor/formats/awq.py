@@ -1,0 +1,84 @@
+"""AWQ checkpoints (AutoAWQ's "GEMM" layout) of 4 bits.
+
+A linear layer has, with words of int32 that hold eight codes:
+
+    qweight  int32 [in, out / 8]        codes; a word holds eight outputs in the order of OUTPUTS
+    qzeros   int32 [groups, out / 8]    zeros, in the same order
+    scales   [groups, out]
+
+The weight is `scale * (code - zero)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.model_source import ModelError
+from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
+from executor.formats.layer_tensors import SCALE_DTYPES, LayerTensors, unpacked
+from executor.formats.quantization_config import ANY, check_fields, whole_number
+
+WHAT = "AWQ checkpoint"
+BITS = 4
+# Where in a word the code of each of eight outputs is.
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# Fields that say how another program should run the model.
+_WITHOUT_EFFECT = (
+    "backend",
+    "do_fuse",
+    "exllama_config",
+    "fuse_max_seq_len",
+    "modules_to_fuse",
+    "modules_to_not_convert",
+)
+_FIELDS: Mapping[str, Any] = {
+    **dict.fromkeys(_WITHOUT_EFFECT, ANY),
+    "quant_method": ("awq",),
+    "bits": (BITS,),
+    "group_size": ANY,
+    "version": ("gemm", "GEMM"),
+    "format": ("gemm",),
+    "zero_point": (True,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """How the layers of a checkpoint are encoded. A group size of -1 is the whole row."""
+
+    group_size: int
+
+    @property
+    def marker(self) -> str:
+        """The tensor that a quantized layer has."""
+        return "qweight"
+
+    def read(self, layer: LayerTensors) -> QuantizedWeight:
+        """Returns the matrix of a layer."""
+        layer.check_names(("qweight", "qzeros", "scales"))
+        num_out, num_in = layer.out_features, layer.in_features
+        num_groups = layer.num_groups(num_in if self.group_size == -1 else self.group_size)
+        codes = _in_order(layer.get("qweight", (torch.int32,), (num_in, num_out // 8)))
+        zeros = _in_order(layer.get("qzeros", (torch.int32,), (num_groups, num_out // 8)))
+        scale = layer.get("scales", SCALE_DTYPES, (num_groups, num_out))
+        return layer.weight(pack_halves(codes.t()), scale.t(), zeros.t(), BITS)
+
+
+def read_awq(config: Mapping[str, Any]) -> Awq:
+    """Returns how a checkpoint with this configuration is encoded."""
+    check_fields(WHAT, config, _FIELDS)
+    whole_number(WHAT, config, "bits")
+    group_size = whole_number(WHAT, config, "group_size")
+    if group_size < 1 and group_size != -1:
+        raise ModelError(f"{WHAT}: group_size {group_size} is neither -1 nor positive")
+    return Awq(group_size)
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """Returns the codes `[rows, out]` of words `[rows, out / 8]`."""
+    return unpacked(words, BITS).unflatten(-1, (-1, 8))[..., list(PLACES)].flatten(-2)

@@ -1,0 +1,109 @@
+"""Hugging Face folders whose safetensors files hold quantized weights.
+
+`quantization_config` of config.json names the format. It is read here and not by transformers, which would need another
+package for each format and keep the weights in the form of its kernels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from common.model_source import ModelError, read_json
+from executor.checkpoint.files import weight_files
+from executor.checkpoint.quantized_weight import Matrix
+from executor.formats.awq import read_awq
+from executor.formats.compressed_tensors import read_compressed_tensors
+from executor.formats.gptq import read_gptq
+from executor.formats.layer_tensors import LayerTensors
+from executor.formats.network import empty_network, fill, linear_layers
+
+# Buffers that older checkpoints contain and that follow from the configuration.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+
+
+class Format(Protocol):
+    """How the layers of a checkpoint are encoded."""
+
+    @property
+    def marker(self) -> str:
+        """The tensor that a quantized layer has."""
+
+    def read(self, layer: LayerTensors) -> Matrix:
+        """Returns the matrix of a layer."""
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "gptq": read_gptq,
+}
+
+
+def quantization_of(folder: Path) -> Mapping[str, Any] | None:
+    """Returns the configuration of the quantization of a folder, also where older programs wrote it."""
+    config = read_json(folder / "config.json")
+    fields = config.get("quantization_config") or config.get("compression_config")
+    if not fields and (legacy := read_json(folder / "quantize_config.json")):
+        fields = {"quant_method": "gptq"} | legacy
+    if fields is None or isinstance(fields, dict):
+        return fields or None
+    raise ModelError(f"{folder / 'config.json'}: quantization_config is not an object")
+
+
+def load_folder(
+    folder: Path, config: PretrainedConfig, quantization: Mapping[str, Any], dtype: torch.dtype
+) -> PreTrainedModel:
+    """Loads a quantized checkpoint. Raises `ModelError` for what is not supported, damaged or missing in it."""
+    method = quantization.get("quant_method")
+    if method not in _READERS:
+        raise ModelError(f"quantization method {method!r} is not supported; only {', '.join(sorted(_READERS))}")
+    form = _READERS[method](quantization)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    network = empty_network(config, dtype)
+    with ExitStack() as files:
+        opened = [
+            files.enter_context(safe_open(folder / name, framework="pt"))  # type: ignore[no-untyped-call]
+            for name in weight_files(folder)
+        ]
+        fill(network, _weights(network, form, {name: file for file in opened for name in file.keys()}))
+    return network
+
+
+def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Any]) -> Iterator[tuple[str, Matrix]]:
+    """Yields the parameters of the network by name."""
+    leaves: defaultdict[str, list[str]] = defaultdict(list)
+    for name in file_of:
+        if not name.endswith(IGNORED_SUFFIXES):
+            layer, _, leaf = name.rpartition(".")
+            leaves[layer].append(leaf)
+
+    def tensor(layer: str, leaf: str) -> Tensor:
+        name = f"{layer}.{leaf}"
+        loaded: Tensor = file_of[name].get_tensor(name)
+        return loaded
+
+    linears = linear_layers(network)
+    num_quantized = 0
+    for layer, names in leaves.items():
+        if form.marker not in names or layer not in linears:
+            for leaf in names:
+                yield f"{layer}.{leaf}", tensor(layer, leaf)
+            continue
+        num_quantized += 1
+        linear = linears[layer]
+        tensors = {leaf: tensor(layer, leaf) for leaf in names if leaf != "bias"}
+        if "bias" in names:
+            yield f"{layer}.bias", tensor(layer, "bias")
+        yield f"{layer}.weight", form.read(LayerTensors(layer, tensors, linear.out_features, linear.in_features))
+    if not num_quantized:
+        raise ModelError(f"no layer of the model is quantized: none has a tensor {form.marker}")

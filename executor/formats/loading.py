@@ -1,0 +1,77 @@
+"""Networks of transformers from a model on disk, in each format.
+
+A quantized checkpoint is read by `executor.formats`, everything else by transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from common.model_source import ModelError, ModelSource, model_errors
+from executor.checkpoint.files import check_weights
+from executor.checkpoint.gguf import import_configuration, import_gguf
+from executor.checkpoint.quantized_linear import make_dense
+from executor.checkpoint.quiet import quiet_transformers
+from executor.checkpoint.support import check_configuration, check_network
+from executor.formats.folder import load_folder, quantization_of
+from executor.formats.gguf_file import load_gguf, read_header, unsupported_reason
+
+log = logging.getLogger(__name__)
+
+
+def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Path]:
+    """Returns the network, and the folder with its configuration. Raises `ModelError` with the reason if it cannot be
+    loaded."""
+    if source.gguf_file is not None:
+        network, folder = _load_gguf(source, source.gguf_file, dtype)
+    else:
+        network, folder = _load_folder(source.folder, dtype), source.folder
+    check_network(network)
+    if device.type != "cpu":
+        make_dense(network, dtype)
+    network.eval().requires_grad_(False).to(device)
+    return network, folder
+
+
+def _load_gguf(source: ModelSource, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Path]:
+    with model_errors(f"GGUF file {path} cannot be imported"):
+        header = read_header(path)
+    if reason := unsupported_reason(header):
+        log.warning("%s is imported as a dense model, because %s", path.name, reason)
+        folder = import_gguf(source)
+        return _load_folder(folder, dtype), folder
+    folder = import_configuration(source)
+    with quiet_transformers(), model_errors(f"GGUF file {path} cannot be loaded"):
+        return load_gguf(path, header, _configuration(folder), dtype), folder
+
+
+def _load_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
+        config = _configuration(folder)
+        check_weights(folder)
+        if quantization := quantization_of(folder):
+            return load_folder(folder, config, quantization, dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    if missing := sorted(loaded[1]["missing_keys"]):
+        # transformers would continue with random numbers in their place.
+        raise ModelError(f"model folder {folder} lacks {len(missing)} weights, such as {missing[0]}")
+    network: PreTrainedModel = loaded[0]
+    return network
+
+
+def _configuration(folder: Path) -> PretrainedConfig:
+    config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    check_configuration(config)
+    return config

@@ -1,0 +1,74 @@
+"""A network of transformers whose weights come from a quantized checkpoint, one after the other.
+
+It is made without weights. Matrices of linear layers that are quantized stay so (`QuantizedLinear`); everything else is
+dense in the network's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from common.model_source import ModelError
+from executor.checkpoint.quantized_linear import QuantizedLinear
+from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
+
+
+def empty_network(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns a network without memory for its parameters."""
+    with init_empty_weights(include_buffers=False):
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return network
+
+
+def fill(network: PreTrainedModel, weights: Iterable[tuple[str, Matrix]]) -> None:
+    """Sets the parameters of an empty network by their names. All must be there, except a tied output layer."""
+    for name, weight in weights:
+        _set(network, name, weight)
+    head: Any = network.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight.is_meta and network.config.tie_word_embeddings:
+        embedding: Any = network.get_input_embeddings()
+        head.weight = embedding.weight
+    missing = sorted(name for name, parameter in network.named_parameters() if parameter.is_meta)
+    if missing:
+        raise ModelError(f"the checkpoint lacks {len(missing)} weights, such as {missing[0]}")
+
+
+def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
+    """Returns the layers that may be quantized, by name. Subclasses may compute something else."""
+    return {name: module for name, module in network.named_modules() if type(module) is nn.Linear}
+
+
+def _set(network: PreTrainedModel, name: str, weight: Matrix) -> None:
+    module_name, _, leaf = name.rpartition(".")
+    try:
+        module = network.get_submodule(module_name)
+    except AttributeError:
+        raise ModelError(f"the model has no layer for the weight {name}") from None
+    parameter = getattr(module, leaf, None)
+    if not isinstance(parameter, Tensor):
+        raise ModelError(f"the model has no parameter {name}")
+    if parameter.shape != weight.shape:
+        raise ModelError(f"{name} has the shape {list(weight.shape)} instead of {list(parameter.shape)}")
+    if not isinstance(weight, QuantizedWeight):
+        setattr(module, leaf, nn.Parameter(weight.to(parameter.dtype), requires_grad=False))
+        return
+    if type(module) is nn.Linear:
+        network.set_submodule(module_name, QuantizedLinear(weight, module.bias))
+        return
+    if module is not network.get_input_embeddings():
+        raise ModelError(f"{name} is quantized, and not the weight of a linear layer")
+    setattr(module, leaf, nn.Parameter(weight.to_dense(parameter.dtype), requires_grad=False))
+    head: Any = network.get_output_embeddings()
+    if type(head) is nn.Linear and network.config.tie_word_embeddings:
+        # A step reads few rows of the embedding but the whole output layer, which is worth keeping small.
+        network.set_submodule(_name_of(network, head), QuantizedLinear(weight, head.bias))
+
+
+def _name_of(network: nn.Module, module: nn.Module) -> str:
+    return next(name for name, candidate in network.named_modules() if candidate is module)

@@ -1,0 +1,54 @@
+"""Fields of a checkpoint's quantization configuration, each of which is known or refused by name.
+
+A field that is not known may change what the numbers mean, so ignoring it could give wrong answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from common.model_source import ModelError
+
+# Accepts every value of a field.
+ANY = None
+# Values of fields that are not set.
+_UNSET: tuple[Any, ...] = (None, {}, [], "")
+
+
+def check_fields(what: str, fields: Mapping[str, Any], known: Mapping[str, Collection[Any] | None]) -> None:
+    """Raises `ModelError` for a field that is not in `known`, or whose value is not among the accepted ones there. A
+    field without content, or a flag that is not set, is never unknown."""
+    for name, value in fields.items():
+        if value in _UNSET:
+            continue
+        if name not in known:
+            if value is False:
+                continue
+            raise ModelError(f"{what}: {name} is not supported (it is {_shown(value)})")
+        accepted = known[name]
+        if accepted is not ANY and value not in accepted:
+            raise ModelError(f"{what}: {name} {_shown(value)} is not supported; only {_listed(accepted)}")
+
+
+def required(what: str, fields: Mapping[str, Any], name: str) -> Any:
+    """Returns a field that must be there."""
+    if fields.get(name) is None:
+        raise ModelError(f"{what}: {name} is missing")
+    return fields[name]
+
+
+def whole_number(what: str, fields: Mapping[str, Any], name: str) -> int:
+    """Returns a field that must be a whole number."""
+    value = required(what, fields, name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ModelError(f"{what}: {name} {_shown(value)} is not a whole number")
+    return value
+
+
+def _listed(accepted: Collection[Any]) -> str:
+    return " or ".join(_shown(value) for value in accepted)
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:100]

@@ -149,9 +149,7 @@ def _targets(scheme: Scheme, layer: str) -> bool:
     """Returns whether a scheme is that of a layer. Targets are classes, of which all layers here are `Linear`, names,
     or regular expressions after `re:`."""
     return any(
-        re.match(target.removeprefix("re:"), layer) is not None
-        if target.startswith("re:")
-        else target in ("Linear", layer)
+        re.match(target.removeprefix("re:"), layer) is not None if target.startswith("re:") else target in ("Linear", layer)
         for target in scheme.targets
     )
 

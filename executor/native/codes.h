@@ -148,7 +148,7 @@ class Mixture {
     std::vector<RowView> views_;
 };
 
-// Rows as the parts of a matrix read them. The memory is used for each product in turn.
+// Rows as the parts of a matrix read them, for as many rows as were reserved. Products use the memory in turn.
 template <class Element>
 class ViewedRows {
   public:
@@ -197,13 +197,11 @@ class ViewedRows {
         }
     }
 
-    // The rows that a part multiplies, from one on; `plain` are those that it does not reorder.
-    Rows<Element> rows(const std::vector<RowView>& views, int view, const Rows<Element>& plain, int64_t first) const {
-        return view == CodeFormat::NO_VIEW || views[view].order.empty() ? plain : rows_[view].from(first, 0);
+    // The rows that a part multiplies; `plain` are those that it does not reorder.
+    const Rows<Element>& rows(const std::vector<RowView>& views, int view, const Rows<Element>& plain) const {
+        return view == CodeFormat::NO_VIEW || views[view].order.empty() ? plain : rows_[view];
     }
-    const float* sums(const std::vector<RowView>& views, int view, int64_t first) const {
-        return view == CodeFormat::NO_VIEW ? nullptr : sums_[view] + first * views[view].num_groups;
-    }
+    const float* sums(int view) const { return view == CodeFormat::NO_VIEW ? nullptr : sums_[view]; }
 
   private:
     static float sum(const typename Element::Number* numbers, int64_t count) {

@@ -57,7 +57,7 @@ class DecoderOf final : public Decoder {
 
     void step(Pool& pool, const DecoderStep& step) override {
         activations_.reserve(shape_, step.num_tokens);
-        viewed_.reserve(weights_.viewed_size, activations_.capacity * std::max<int64_t>(1, shape_.num_experts_per_token));
+        viewed_.reserve(weights_.viewed_size, activations_.capacity);
         adapted_.begin(shape_, adapters_, step.adapter_slots, step.query_starts, step.num_sequences);
         const auto items =
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
@@ -163,15 +163,15 @@ class DecoderOf final : public Decoder {
         void product(Part part, const Matrix<Type>& matrix, const Rows<Type>& rows, int64_t num_rows,
                      const Blocks* after, const Finish& finish) {
             const Product<Type> product(matrix, rows, num_rows, team_.num_threads, decoder_.weights_.stream, after,
-                                        prepared(matrix, 0));
+                                        prepared(matrix));
             phase(part, product.num_tasks, [&](int64_t task) { product.compute(task, scratch_.product, finish); });
         }
 
-        // The rows of a product as its matrix reads them, from row `first` on.
+        // The rows of a product as its matrix reads them.
         template <class Type>
-        PreparedRows<Type> prepared(const Matrix<Type>& matrix, int64_t first) const {
+        PreparedRows<Type> prepared(const Matrix<Type>& matrix) const {
             if constexpr (std::is_same_v<Type, Element>)
-                return {&decoder_.viewed_, &decoder_.weights_.views(matrix), first};
+                return {&decoder_.viewed_, &decoder_.weights_.views(matrix)};
             else
                 return {};
         }
@@ -458,16 +458,11 @@ class DecoderOf final : public Decoder {
                   [&](int64_t) { routing.group(step_.num_tokens, decoder_.groups_, decoder_.next_places_); });
             each_row(GATE_UP, step_.num_tokens * routing.num_choices, [&](int64_t i) {
                 activations_.gathered.copy_row(routing.places[i], activations_.normed, i / routing.num_choices);
-                view_row(layer.experts[routing.experts[i]].gate_up, activations_.gathered, routing.places[i]);
             });
             each_expert(GATE_UP, layer, &FeedForward<Factor>::gate_up, activations_.gathered,
                         [&](int64_t block, int64_t row, int num_rows, float* tile) {
                             activate(NO_LAYER, block, row, num_rows, tile);
                         });
-            if (decoder_.weights_.viewed_size.num_views > 0)
-                each_row(DOWN, step_.num_tokens * routing.num_choices, [&](int64_t i) {
-                    view_row(layer.experts[routing.experts[i]].down, activations_.hidden, routing.places[i]);
-                });
             each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.hidden,
                         [&](int64_t block, int64_t row, int num_rows, const float* tile) {
                             const int64_t first = block * BLOCK_COLUMNS;
@@ -491,9 +486,8 @@ class DecoderOf final : public Decoder {
             last_tasks.clear();
             for (const ExpertRows& group : groups) {
                 const Blocks* after = &group == &groups.back() ? nullptr : &(layer.experts[(&group)[1].expert].*matrix);
-                const Matrix<Factor>& of_expert = layer.experts[group.expert].*matrix;
-                products.emplace_back(of_expert, rows.from(group.first, 0), group.num_rows, team_.num_threads,
-                                      decoder_.weights_.stream, after, prepared(of_expert, group.first));
+                products.emplace_back(layer.experts[group.expert].*matrix, rows.from(group.first, 0), group.num_rows,
+                                      team_.num_threads, decoder_.weights_.stream, after);
                 last_tasks.push_back(products.back().num_tasks + (last_tasks.empty() ? 0 : last_tasks.back()));
             }
             phase(part, last_tasks.back(), [&](int64_t task) {

@@ -27,12 +27,11 @@ struct ProductScratch {
     alignas(64) char unpacked[UNPACKED_BYTES];
 };
 
-// Rows as the parts of a matrix with codes read them, from a row on.
+// Rows as the parts of a matrix with codes read them.
 template <class Element>
 struct PreparedRows {
     const ViewedRows<Element>* rows = nullptr;
     const std::vector<RowView>* views = nullptr;
-    int64_t first = 0;
 };
 
 // Takes memory for a matrix and for rows. That of rows must be zero. With a mixture, blocks are as it describes them.
@@ -147,8 +146,8 @@ class Product {
     void multiply_codes_of_block(const MixedBlock& block, const char* next, int64_t start, int64_t end,
                                  ProductScratch& scratch, float* out) const {
         const CodeFormat& format = *block.format;
-        const Rows<Element> rows = prepared_.rows->rows(*prepared_.views, format.view, rows_, prepared_.first);
-        const float* sums = prepared_.rows->sums(*prepared_.views, format.view, prepared_.first);
+        const Rows<Element>& rows = prepared_.rows->rows(*prepared_.views, format.view, rows_);
+        const float* sums = prepared_.rows->sums(format.view);
         const bool unpacks = end - start > REGISTER_ROWS;
         const int64_t unpacked_bytes = format.group_size * BLOCK_COLUMNS * (int64_t)sizeof(typename Element::Number);
         const int64_t most_groups = unpacks ? ProductScratch::UNPACKED_BYTES / unpacked_bytes : format.num_groups;
@@ -158,8 +157,9 @@ class Product {
             for (int64_t row = start; row < end; row += TILE_ROWS) {
                 Rows<Element> some = rows.from(row, 0);
                 some.numbers += first * format.group_size;
-                const char* const ahead = next == nullptr || row + TILE_ROWS < end ? nullptr : next + first * format.group_bytes();
-                multiply_coded<Element>(piece, ahead, some, sums == nullptr ? nullptr : sums + row * format.num_groups + first,
+                const bool is_last = row + TILE_ROWS >= end;
+                multiply_coded<Element>(piece, next != nullptr && is_last ? next + first * format.group_bytes() : nullptr,
+                                        some, sums == nullptr ? nullptr : sums + row * format.num_groups + first,
                                         rows_of_tile(row, end), first > 0, out + (row - start) * stride_, stride_);
             }
         }

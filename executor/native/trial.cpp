@@ -117,7 +117,7 @@ class TrialOf final : public Trial {
 
     PreparedRows<Element> prepared(size_t index) const {
         if constexpr (IS_INT8<Element>) return {};
-        else return {&viewed_, &mixtures_[index].views(), 0};
+        else return {&viewed_, &mixtures_[index].views()};
     }
 
     std::vector<Matrix<Element>> matrices_;

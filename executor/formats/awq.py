@@ -81,4 +81,5 @@ def read_awq(config: Mapping[str, Any]) -> Awq:
 
 def _in_order(words: Tensor) -> Tensor:
     """Returns the codes `[rows, out]` of words `[rows, out / 8]`."""
-    return unpacked(words, BITS).unflatten(-1, (-1, 8))[..., list(PLACES)].flatten(-2)
+    eights: Tensor = unpacked(words, BITS).unflatten(-1, (-1, 8))
+    return eights[..., list(PLACES)].flatten(-2)

@@ -1,13 +1,14 @@
 """Checkpoints of compressed-tensors (llm-compressor) whose weights alone are quantized.
 
-| format | tensors of a linear layer | weight |
-| --- | --- | --- |
-| pack-quantized | weight_packed int32 [out, in * bits / 32], the lowest bits first; weight_scale; weight_shape | `scale * (code - zero)` |
-| int-quantized, naive-quantized | weight int8 [out, in]; weight_scale | `scale * (weight - zero)` |
-| float-quantized, naive-quantized | weight float8_e4m3fn [out, in]; weight_scale | `scale * weight` |
+A linear layer has, besides `weight_scale`:
 
-`weight_scale` is `[out, groups]`, `[out, 1]` for channels or `[1]` for the whole tensor. Codes that are packed are those of
-int8 plus half their range, and so are zeros: `weight_zero_point`, if it is not symmetric, is packed along the outputs.
+    pack-quantized                      weight_packed int32 [out, in * bits / 32], and mostly weight_shape
+    int-quantized, naive-quantized      weight int8 [out, in]
+    float-quantized, naive-quantized    weight float8_e4m3fn [out, in]
+
+`weight_scale` is `[out, groups]`, `[out, 1]` for channels or `[1]` for the whole tensor. The weight is `scale * (code -
+zero)`. Packed codes are those of int8 plus half their range, the lowest bits first, and so are zeros: if the scheme is
+not symmetric, `weight_zero_point` is packed along the outputs, or of int8 where the weight is.
 """
 
 from __future__ import annotations
@@ -149,7 +150,9 @@ def _targets(scheme: Scheme, layer: str) -> bool:
     """Returns whether a scheme is that of a layer. Targets are classes, of which all layers here are `Linear`, names,
     or regular expressions after `re:`."""
     return any(
-        re.match(target.removeprefix("re:"), layer) is not None if target.startswith("re:") else target in ("Linear", layer)
+        re.match(target.removeprefix("re:"), layer) is not None
+        if target.startswith("re:")
+        else target in ("Linear", layer)
         for target in scheme.targets
     )
 
@@ -189,7 +192,8 @@ def _read_float(scheme: Scheme, layer: LayerTensors) -> Tensor:
     layer.check_names(("weight", "weight_scale"))
     numbers = layer.get("weight", (torch.float8_e4m3fn,), (layer.out_features, layer.in_features))
     scale = _scale(scheme, layer).float()
-    return (numbers.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    groups: Tensor = numbers.float().unflatten(1, (scale.shape[1], -1))
+    return groups.mul_(scale[..., None]).flatten(1)
 
 
 def _scale(scheme: Scheme, layer: LayerTensors) -> Tensor:

@@ -63,7 +63,7 @@ def load_folder(
     folder: Path, config: PretrainedConfig, quantization: Mapping[str, Any], dtype: torch.dtype
 ) -> PreTrainedModel:
     """Loads a quantized checkpoint. Raises `ModelError` for what is not supported, damaged or missing in it."""
-    method = quantization.get("quant_method")
+    method = str(quantization.get("quant_method"))
     if method not in _READERS:
         raise ModelError(f"quantization method {method!r} is not supported; only {', '.join(sorted(_READERS))}")
     form = _READERS[method](quantization)
@@ -71,11 +71,8 @@ def load_folder(
         del config.quantization_config
     network = empty_network(config, dtype)
     with ExitStack() as files:
-        opened = [
-            files.enter_context(safe_open(folder / name, framework="pt"))  # type: ignore[no-untyped-call]
-            for name in weight_files(folder)
-        ]
-        fill(network, _weights(network, form, {name: file for file in opened for name in file.keys()}))
+        opened = [files.enter_context(safe_open(folder / name, framework="pt")) for name in weight_files(folder)]
+        fill(network, _weights(network, form, {name: file for file in opened for name in file.keys()}))  # noqa: SIM118 -- no mapping
     return network
 
 

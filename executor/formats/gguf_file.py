@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.integrations.gguf.reader import GgufHeader, TensorInfo
 
+from common.gguf_header import GgufHeader, GgufTensor
 from common.model_source import ModelError
 from executor.checkpoint.quantized_weight import Matrix
 from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
@@ -40,15 +40,6 @@ LAYER_NAMES = {
 ROPE_DIVISORS = "rope_freqs.weight"
 
 
-def read_header(path: Path) -> GgufHeader:
-    """Reads what the file says of its tensors. Raises `ModelError` if it is too short for them."""
-    header = GgufHeader.from_file(str(path))
-    end = header.data_start + max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
-    if (size := path.stat().st_size) < end:
-        raise ModelError(f"GGUF file {path} is truncated: {size} bytes of at least {end}")
-    return header
-
-
 def unsupported_reason(header: GgufHeader) -> str | None:
     """Returns why a file has to be imported by transformers, as a dense model; None if it can be read here."""
     if header.architecture not in ARCHITECTURES:
@@ -56,9 +47,9 @@ def unsupported_reason(header: GgufHeader) -> str | None:
     for tensor in header.tensors:
         if tensor.name != ROPE_DIVISORS and _parameter(tensor.name) is None:
             return f"it has the tensor {tensor.name}"
-        kind = BLOCK_TYPES.get(tensor.ggml_type)
-        if kind is None and tensor.ggml_type not in DENSE_TYPES:
-            return f"the type of {tensor.name} has the number {tensor.ggml_type}"
+        kind = BLOCK_TYPES.get(tensor.type_number)
+        if kind is None and tensor.type_number not in DENSE_TYPES:
+            return f"{tensor.name} is of type {tensor.type_name}"
         if kind is not None and len(tensor.shape) != 2:
             return f"{tensor.name} is quantized and not a matrix"
     return None
@@ -72,7 +63,7 @@ def load_gguf(path: Path, header: GgufHeader, config: PretrainedConfig, dtype: t
     fill(network, _weights(header, config, content))
     for tensor in header.tensors:
         if tensor.name == ROPE_DIVISORS:
-            _divide_frequencies(network, _dense(tensor, _bytes(header, tensor, content)))
+            _divide_frequencies(network, _dense(tensor, _bytes(tensor, content)))
     return network
 
 
@@ -81,8 +72,8 @@ def _weights(header: GgufHeader, config: PretrainedConfig, content: Tensor) -> I
         name = _parameter(tensor.name)
         if name is None:
             continue
-        rows = _bytes(header, tensor, content)
-        kind = BLOCK_TYPES.get(tensor.ggml_type)
+        rows = _bytes(tensor, content)
+        kind = BLOCK_TYPES.get(tensor.type_number)
         if kind is not None:
             _check_row(tensor, kind.num_numbers)
             rows = rows.view(tensor.shape[0], -1)
@@ -103,16 +94,15 @@ def _parameter(name: str) -> str | None:
     return f"{NAMES[stem]}.{leaf}" if stem in NAMES else None
 
 
-def _bytes(header: GgufHeader, tensor: TensorInfo, content: Tensor) -> Tensor:
-    start = header.data_start + tensor.offset
-    return content[start : start + tensor.nbytes]
+def _bytes(tensor: GgufTensor, content: Tensor) -> Tensor:
+    return content[tensor.start : tensor.start + tensor.num_bytes]
 
 
-def _dense(tensor: TensorInfo, content: Tensor) -> Tensor:
-    return content.clone().view(DENSE_TYPES[tensor.ggml_type]).view(tensor.shape)
+def _dense(tensor: GgufTensor, content: Tensor) -> Tensor:
+    return content.clone().view(DENSE_TYPES[tensor.type_number]).view(tensor.shape)
 
 
-def _check_row(tensor: TensorInfo, num_numbers: int) -> None:
+def _check_row(tensor: GgufTensor, num_numbers: int) -> None:
     if tensor.shape[1] % num_numbers:
         raise ModelError(f"{tensor.name} has rows of {tensor.shape[1]} numbers, not a multiple of {num_numbers}")
 
@@ -123,7 +113,8 @@ def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:
     num_rows = rows.shape[0]
     if num_rows % (2 * num_heads):
         raise ModelError(f"{num_rows} rows of queries or keys do not belong to {num_heads} heads")
-    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+    unpermuted: Tensor = rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2)
+    return unpermuted.reshape(rows.shape)
 
 
 def _divide_frequencies(network: PreTrainedModel, divisors: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from common.gguf_header import read_gguf_header
 from common.model_source import ModelError, ModelSource, model_errors
 from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
@@ -19,7 +20,7 @@ from executor.checkpoint.quantized_linear import make_dense
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.support import check_configuration, check_network
 from executor.formats.folder import load_folder, quantization_of
-from executor.formats.gguf_file import load_gguf, read_header, unsupported_reason
+from executor.formats.gguf_file import load_gguf, unsupported_reason
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,7 @@ def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) 
 
 
 def _load_gguf(source: ModelSource, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Path]:
-    with model_errors(f"GGUF file {path} cannot be imported"):
-        header = read_header(path)
+    header = read_gguf_header(path)
     if reason := unsupported_reason(header):
         log.warning("%s is imported as a dense model, because %s", path.name, reason)
         folder = import_gguf(source)

@@ -6,7 +6,7 @@ dense in the network's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -71,4 +71,5 @@ def _set(network: PreTrainedModel, name: str, weight: Matrix) -> None:
 
 
 def _name_of(network: nn.Module, module: nn.Module) -> str:
-    return next(name for name, candidate in network.named_modules() if candidate is module)
+    names: Iterator[str] = (name for name, candidate in network.named_modules() if candidate is module)
+    return next(names)

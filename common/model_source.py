@@ -223,14 +223,11 @@ def _digest_of_gguf(path: Path) -> str:
 def _write_tokenizer(source: ModelSource, folder: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
-    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+
+    from common.gguf_header import read_gguf_header
 
     assert source.gguf_file is not None
-    header = GgufHeader.from_file(str(source.gguf_file))
-    end = header.data_start + max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
-    if (size := source.gguf_file.stat().st_size) < end:
-        raise ModelError(f"GGUF file {source.gguf_file} is truncated: {size} bytes of at least {end}")
-    metadata, _ = read_gguf_metadata(str(source.gguf_file))
+    metadata = read_gguf_header(source.gguf_file).metadata
     tokenizer = AutoTokenizer.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
         # llama.cpp (src/llama-vocab.cpp) splits every digit off first for this vocabulary, as SmolLM's own

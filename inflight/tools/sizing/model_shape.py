@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.gguf_header import GgufHeader, read_gguf_header
 from common.model_source import HUB_NAME, ModelError, read_json, resolve_model
-from inflight.tools.sizing.gguf_header import GgufHeader, read_gguf_header
 
 _MAX_HEADER_BYTES = 100_000_000
+# Tensors of quantized checkpoints: those whose words hold several weights, and those beside the weights.
+_PACKED = (".qweight", ".weight_packed")
+_SCALES = (".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
         raise ModelError(f"model {name!r} uses multi-head latent attention, which executors do not run")
     num_heads = _number(config, "num_attention_heads", "n_head")
     hidden_size = _number(config, "hidden_size", "n_embd")
-    counted = _count_weights(config_file.parent)
+    counted = _count_weights(config_file.parent, _codes_per_word(config))
     shape = ModelShape(
         name=name,
         num_layers=_number(config, "num_hidden_layers", "n_layer"),
@@ -123,16 +126,24 @@ def _computed_parameters(config: dict[str, Any], shape: ModelShape, hidden_size:
     return embeddings + hidden_size + shape.num_layers * (attention + feed_forward + 2 * hidden_size)
 
 
-def _count_weights(folder: Path) -> int | None:
+def _codes_per_word(config: dict[str, Any]) -> int:
+    """Returns how many weights of a quantized checkpoint are in a word of 32 bits."""
+    quantization = config.get("quantization_config") or {}
+    groups = [*(quantization.get("config_groups") or {}).values()]
+    bits = groups[0]["weights"].get("num_bits", 8) if groups else quantization.get("bits", 8)
+    return 32 // max(1, int(bits))
+
+
+def _count_weights(folder: Path, codes_per_word: int) -> int | None:
     """Returns the parameters by the headers of the safetensors files; None if one or all are missing."""
     index = read_json(folder / "model.safetensors.index.json")
     names = sorted(set(index.get("weight_map", {}).values())) or [path.name for path in folder.glob("*.safetensors")]
     if not names or not all((folder / name).is_file() for name in names):
         return None
-    return sum(_count_file(folder / name) for name in names)
+    return sum(_count_file(folder / name, codes_per_word) for name in names)
 
 
-def _count_file(path: Path) -> int:
+def _count_file(path: Path, codes_per_word: int) -> int:
     """Reads a safetensors header: its length (8 bytes, little endian), the header (JSON); tensors follow."""
     try:
         with path.open("rb") as file:
@@ -140,7 +151,11 @@ def _count_file(path: Path) -> int:
             if num_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(num_bytes)
             header = json.loads(file.read(num_bytes))
-        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        return sum(
+            math.prod(tensor["shape"]) * (codes_per_word if name.endswith(_PACKED) else 1)
+            for name, tensor in header.items()
+            if name != "__metadata__" and not name.endswith(_SCALES)
+        )
     except (OSError, ValueError, KeyError, TypeError, struct.error):
         raise ModelError(f"weight file {path} has a damaged header") from None
 

@@ -1,0 +1,346 @@
+"""Quantized checkpoints: their matrices are those of the formats' own packages, and what is not supported is refused by
+name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from common.model_source import ModelError, resolve_model
+from executor.checkpoint.gguf import import_gguf
+from executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
+from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
+from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
+from executor.formats.loading import load_network
+from executor.model.model import PagedModel
+from tests.greedy import assert_same, generate_alone, generate_together
+from tests.quantized_checkpoints import (
+    Encoder,
+    awq,
+    awq_config,
+    compressed,
+    compressed_config,
+    gptq,
+    gptq_config,
+    random_blocks,
+    save_gguf,
+    save_quantized,
+)
+
+CPU = torch.device("cpu")
+KINDS: Any = gguf.GGMLQuantizationType
+GROUP, CHANNEL, TENSOR = {"strategy": "group", "group_size": 32}, {"strategy": "channel"}, {"strategy": "tensor"}
+
+
+def case_of(form: str, **weights: Any) -> tuple[Encoder, dict[str, Any]]:
+    return compressed(form, **weights), compressed_config(form, **weights)
+
+
+CASES: dict[str, tuple[Encoder, dict[str, Any]]] = {
+    "gptq int4": (gptq(4, 128), gptq_config(4, 128)),
+    "gptq int8, whole rows": (gptq(8, -1), gptq_config(8, -1)),
+    "gptq version 2": (gptq(4, 32, is_v1=False), gptq_config(4, 32, checkpoint_format="gptq_v2")),
+    "gptq act-order": (gptq(4, 64, has_act_order=True), gptq_config(4, 64, desc_act=True)),
+    "gptq act-order, int8": (gptq(8, 64, has_act_order=True), gptq_config(8, 64, desc_act=True)),
+    "gptq groups of 256": (gptq(4, 256), gptq_config(4, 256)),
+    "awq": (awq(64), awq_config(64)),
+    "packed int4": case_of("pack-quantized", num_bits=4, type="int", symmetric=True, **GROUP),
+    "packed int4 with zeros": case_of("pack-quantized", num_bits=4, type="int", symmetric=False, **GROUP),
+    "packed int8": case_of("pack-quantized", num_bits=8, type="int", symmetric=False, **CHANNEL),
+    "int8": case_of("int-quantized", num_bits=8, type="int", symmetric=True, **CHANNEL),
+    "int8 with zeros": case_of("int-quantized", num_bits=8, type="int", symmetric=False, **GROUP),
+    "int8 of one scale": case_of("naive-quantized", num_bits=8, type="int", symmetric=True, **TENSOR),
+    "fp8": case_of("float-quantized", num_bits=8, type="float", symmetric=True, **CHANNEL),
+}
+
+
+def exact_case(form: str, **weights: Any) -> tuple[Encoder, dict[str, Any]]:
+    """Returns a case with scales in float32, whose products the package does not round further."""
+    return compressed(form, torch.float32, **weights), compressed_config(form, **weights)
+
+
+# One of each kind of layout runs through the engine.
+RUN: dict[str, tuple[Encoder, dict[str, Any]]] = {
+    "gptq": CASES["gptq act-order"],
+    "awq": CASES["awq"],
+    "packed int4": exact_case("pack-quantized", num_bits=4, type="int", symmetric=False, **GROUP),
+    "int8": exact_case("int-quantized", num_bits=8, type="int", symmetric=True, **CHANNEL),
+    "fp8": exact_case("float-quantized", num_bits=8, type="float", symmetric=True, **CHANNEL),
+}
+
+
+def load(path: Path) -> Any:
+    return load_network(resolve_model(str(path)), torch.float32, CPU)[0]
+
+
+def matrices_of(network: Any) -> dict[str, Tensor]:
+    """Returns the weights of all linear layers, dense."""
+    make_dense(network, torch.float32)
+    return {name: weight for name, weight in network.state_dict().items() if weight.ndim == 2}
+
+
+def count_quantized(network: Any) -> int:
+    return sum(isinstance(module, QuantizedLinear) for module in network.modules())
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
+def test_blocks_of_gguf_have_the_numbers_of_its_package(kind: Any) -> None:
+    rows = random_blocks(np.random.default_rng(0), KINDS[kind.name], 48, 512)
+    weight = quantized_weight(kind, torch.from_numpy(rows))
+    assert np.array_equal(weight.dequantized().numpy(), gguf.dequantize(rows, KINDS[kind.name]))
+    assert (weight.bits, weight.group_size) == (kind.bits, kind.group_size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matrices_are_those_of_the_format(name: str, tmp_path: Path) -> None:
+    encode, config = CASES[name]
+    folder = save_quantized(tmp_path / "model", "qwen2", config, encode)
+    network = load(folder)
+    assert count_quantized(network) == (0 if name == "fp8" else 14)
+    found = matrices_of(network)
+    dense = load_file(tmp_path / "model-dense" / "model.safetensors")
+    expected = {key: weight for key, weight in dense.items() if weight.ndim == 2}
+    assert found.keys() - expected.keys() <= {"lm_head.weight"}
+    for key, weight in expected.items():
+        # Packages round products to the type of the scales; here they are not rounded.
+        assert torch.equal(found[key].to(weight.dtype), weight), key
+
+
+def test_awq_has_the_numbers_of_another_reader() -> None:
+    tensors, dense = awq(32)(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)))
+    converted = AutoAWQConverter(group_size=32, ignore=()).process({f"one.{name}": t for name, t in tensors.items()})
+    read = compressed_weight({name.removeprefix("one."): tensor for name, tensor in converted.items()})
+    assert torch.equal(read, dense.half())
+
+
+def compressed_weight(tensors: dict[str, Tensor]) -> Tensor:
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
+    decompressed = BaseCompressor.get_value_from_registry("pack-quantized").decompress(tensors, scheme)
+    weight: Tensor = decompressed["weight"]
+    return weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", RUN)
+def test_quantized_folder_runs_like_transformers_on_its_dense_matrices(name: str, family: str, tmp_path: Path) -> None:
+    encode, config = RUN[name]
+    folder = save_quantized(tmp_path / "model", family, config, encode)
+    assert_runs_like(folder, tmp_path / "model-dense")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("Q8_0",), ("Q4_0", "Q4_1", "Q5_K", "Q8_0"), ("Q2_K", "Q3_K", "IQ4_XS")], ids=" ".join
+)
+def test_gguf_runs_like_its_import_by_transformers(
+    family: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    path = save_gguf(tmp_path / "tiny.gguf", family, [KINDS[kind] for kind in kinds])
+    dense = import_gguf(resolve_model(str(path)))
+    expected, found = load_file(dense / "model.safetensors"), matrices_of(load(path))
+    for key, weight in expected.items():
+        assert weight.ndim != 2 or torch.equal(found[key], weight), key
+    assert_runs_like(path, dense)
+
+
+def assert_runs_like(path: Path, dense: Path) -> None:
+    network: Any = AutoModelForCausalLM.from_pretrained(str(dense), dtype=torch.float32)
+    prompts = [[5, 9, 33, 7, 8, 21, 60], [40, 3]]
+    for backend in ("cpu", "reference"):
+        model = PagedModel.load(resolve_model(str(path)), dtype_name="float32", backend_name=backend, device_name="cpu")
+        for prompt, output in zip(prompts, generate_together(model, prompts, 8, 4), strict=True):
+            assert_same(output, generate_alone(network, prompt, 8))
+    with torch.inference_mode():
+        ours, theirs = (one(torch.tensor([prompts[0]])).logits for one in (load(path), network))
+    assert (ours - theirs).abs().max() <= 1e-4
+
+
+def test_rope_divisors_of_gguf_divide_the_frequencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    add = gguf.GGUFWriter.write_header_to_file
+    plain = load(save_gguf(tmp_path / "plain.gguf", "llama", [KINDS["Q8_0"]])).model.rotary_emb.inv_freq
+    divisors = np.linspace(1, 8, 32, dtype=np.float32)
+
+    def with_divisors(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", divisors)
+        add(writer)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_divisors)
+    divided = load(save_gguf(tmp_path / "divided.gguf", "llama", [KINDS["Q8_0"]])).model.rotary_emb.inv_freq
+    assert torch.equal(divided, plain / torch.from_numpy(divisors))
+
+
+def test_gguf_of_another_kind_is_imported_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delitem(cast(Any, BLOCK_TYPES), KINDS["IQ4_XS"].value)
+    path = save_gguf(tmp_path / "tiny.gguf", "llama", [KINDS["Q8_0"], KINDS["IQ4_XS"]])
+    assert count_quantized(load(path)) == 0
+    assert re.search(r"tiny.gguf is imported as a dense model, because .* is of type IQ4_XS", caplog.text)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_gguf_is_read_without_its_weights_in_the_cache(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    path = save_gguf(tmp_path / "tiny.gguf", "llama", [KINDS[kind]])
+    assert count_quantized(load(path)) == 15, "with the output layer"
+    assert not [*(tmp_path / "cache").rglob("*.safetensors")]
+
+
+@pytest.fixture(scope="module")
+def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    encode, config = CASES["gptq int4"]
+    return save_quantized(tmp_path_factory.mktemp("gptq") / "model", "llama", config, encode)
+
+
+def changed(folder: Path, target: Path, **fields: Any) -> Path:
+    """Returns a copy of a folder whose quantization has these fields."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] |= fields
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes' is not supported; only awq, "),
+        ({"bits": 3}, "GPTQ checkpoint: bits 3 is not supported; only 4 or 8"),
+        ({"bits": None}, "GPTQ checkpoint: bits is missing"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+        ({"dynamic": {"+:.*": {"bits": 8}}}, "GPTQ checkpoint: dynamic is not supported"),
+        ({"is_marlin_format": True}, "is_marlin_format True is not supported"),
+        ({"group_size": 0}, "group_size 0 is neither -1 nor positive"),
+        ({"group_size": 96}, "256 columns are not a multiple of groups of 96"),
+        ({"group_size": 64}, r"qzeros has the shape \[2, 32\] instead of \[4, 32\]"),
+        ({"bits": 8}, r"qweight has the shape \[32, 256\] instead of \[64, 256\]"),
+    ],
+)
+def test_configuration_that_is_not_supported_is_refused_by_name(
+    fields: dict[str, Any], message: str, gptq_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(changed(gptq_folder, tmp_path / "model", **fields))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("input_activations",), {"num_bits": 8, "dynamic": True}, "group_0: input_activations is not supported"),
+        (("weights", "strategy"), "block", "strategy 'block' is not supported"),
+        (("weights", "num_bits"), 6, "num_bits 6 is not supported"),
+        (("weights", "type"), "float", "4 bits of type float in the format pack-quantized are not supported"),
+        (("targets",), ["re:.*mlp.*"], "has a scale, but no group of the configuration names it"),
+    ],
+)
+def test_scheme_of_compressed_tensors_that_is_not_supported_is_refused_by_name(
+    path: tuple[str, ...], value: Any, message: str, tmp_path: Path
+) -> None:
+    encode, config = CASES["packed int4"]
+    folder = save_quantized(tmp_path / "model", "llama", config, encode)
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    for name in path[:-1]:
+        group = group[name]
+    group[path[-1]] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format", "marlin-24"),
+        ("sparsity_config", {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}),
+        ("kv_cache_scheme", {"num_bits": 8}),
+        ("transform_config", {"config_groups": {"R1": {}}}),
+    ],
+)
+def test_checkpoint_of_compressed_tensors_with_more_than_weights_is_refused(
+    field: str, value: Any, tmp_path: Path
+) -> None:
+    encode, config = CASES["packed int4"]
+    folder = save_quantized(tmp_path / "model", "llama", config, encode)
+    with pytest.raises(ModelError, match=f"compressed-tensors checkpoint: {field} .*is not supported"):
+        load(changed(folder, tmp_path / "changed", **{field: value}))
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t | {"scales": t["scales"][:1]}, r"q_proj.scales has the shape \[1, 256\] instead of \[2, 256\]"),
+        (lambda t: t | {"scales": t["scales"].int()}, "q_proj.scales is of int32 instead of float16 or bfloat16"),
+        (lambda t: t | {"scales": t["scales"] * torch.inf}, "q_proj has scales that are not finite"),
+        (lambda t: t | {"qweight": t["qweight"][:-1]}, r"q_proj.qweight has the shape \[31, 256\]"),
+        (lambda t: t | {"g_idx": t["g_idx"] * 0}, "q_proj: the groups of its columns are not of equal size"),
+        (lambda t: t | {"g_idx": t["g_idx"] + 1}, "q_proj: the groups of its columns are not of equal size"),
+        (lambda t: t | {"workspace": t["g_idx"]}, "q_proj.workspace is not supported"),
+        (lambda t: {"qweight": t["qweight"]}, "q_proj.qzeros is missing"),
+        (lambda t: {"g_idx": t["g_idx"]}, "the model has no parameter model.layers.0.self_attn.q_proj.g_idx"),
+        (lambda t: {}, "the checkpoint lacks 1 weights, such as model.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str, gptq_folder: Path, tmp_path: Path
+) -> None:
+    folder = changed(gptq_folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    layer = {name: tensors.pop(f"{Q_PROJ}.{name}") for name in ("qweight", "qzeros", "scales", "g_idx")}
+    tensors |= {f"{Q_PROJ}.{name}": tensor.contiguous() for name, tensor in change(layer).items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        load(folder)
+
+
+def test_truncated_files_are_refused(gptq_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    folder = changed(gptq_folder, tmp_path / "model")
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"model.safetensors is truncated: \d+ bytes of \d+"):
+        load(folder)
+    path = save_gguf(tmp_path / "tiny.gguf", "llama", [KINDS["Q4_K"]])
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"GGUF file .* is truncated: \d+ bytes of at least \d+"):
+        load(path)
+
+
+def test_rows_and_column_order_of_a_matrix() -> None:
+    codes = torch.randint(0, 16, (6, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scale = torch.arange(1.0, 13).view(6, 2)
+    weight = QuantizedWeight(pack_halves(codes), scale, -scale, 4, 32)
+    expected = scale.repeat_interleave(32, 1) * codes.float() - scale.repeat_interleave(32, 1)
+    assert torch.equal(unpack_halves(weight.codes), codes)
+    assert torch.equal(weight.dequantized(), expected)
+    assert torch.equal(weight.rows(2, 5).dequantized(), expected[2:5])
+    assert torch.equal(weight.to_dense(torch.bfloat16), expected.bfloat16())
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(replace(weight, column_order=order.int()).dequantized()[:, order], expected)

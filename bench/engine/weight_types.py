@@ -1,8 +1,8 @@
 """Whole steps on a CPU by type of the weights: `python -m bench.engine.weight_types`.
 
 Computes steps of some shapes through native forward passes that differ only in the type of the weights, in turn: that
-of the model, and int8, with activations in int8 as well. Prints Markdown: the processor time of a step per thread, the
-least of the rounds, and the median wall time.
+of the model, int8, with activations in int8 as well, and int4. Prints Markdown: the processor time of a step per
+thread, the least of the rounds, and the median wall time; of types other than the model's, how many times as fast.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 
 from bench.engine.model_steps import BLOCK_SIZE, model_parser
 from bench.engine.native_step import SHAPES, blocks_of
-from bench.engine.streams import row_of
+from bench.engine.streams import times_of
 from bench.report.table import Table
 from common.machine import num_usable_cores
 from common.model_source import resolve_model
 from executor.model.model import PagedModel
 from inflight.cli.doctor import processor
 
-COLUMNS = ["step", "CPU ms", "int8", "times as fast", "wall ms", "int8", "times as fast"]
+WEIGHT_TYPES = ("auto", "int8", "int4")
+COLUMNS = ["step", *(f"{name}{kind}" for name in ("CPU ms", "wall ms") for kind in ("", ", int8", ", int4"))]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             weight_dtype=weight_type,
             instructions=options.cpu_isa,
         )
-        for weight_type in ("auto", "int8")
+        for weight_type in WEIGHT_TYPES
     ]
     natives = [model.native for model in models if model.native is not None]
     if len(natives) < len(models):
@@ -50,9 +51,16 @@ def main(argv: Sequence[str]) -> int:
             kv.keys.fill_(0.01)
             kv.values.fill_(0.01)
     print(f"- {processor().text}\n- {models[0].dtype_name}; {models[0].backend_reason}")
-    sizes = [native.num_matrix_bytes / 1e6 for native in natives]
-    print(f"- weights that a step reads: {sizes[0]:.1f} MB, int8 {sizes[1]:.1f} MB\n")
-    rows = [row_of(models, natives, shape, options.rounds) for shape in SHAPES]
+    sizes = (
+        f"{name} {native.num_matrix_bytes / 1e6:.1f} MB" for name, native in zip(WEIGHT_TYPES, natives, strict=True)
+    )
+    print(f"- weights that a step reads: {', '.join(sizes)}\n")
+    rows = []
+    for shape in SHAPES:
+        row = [str(shape)]
+        for first, *others in times_of(models, natives, shape, options.rounds):
+            row += [f"{first:.1f}", *(f"{other:.1f} ({first / other:.2f} ×)" for other in others)]
+        rows.append(row)
     print(Table(COLUMNS, rows).markdown())
     return 0
 

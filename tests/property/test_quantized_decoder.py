@@ -153,7 +153,7 @@ def test_int8_weights_are_rounded_from_the_dequantized_ones(dense_folder: Path) 
     case = filled_case()
     expected = logits_of(load(dense_folder), case)
     logits = logits_of(load(dense_folder, weight_dtype="int8"), case)
-    assert 0 < relative_distance(logits, expected) < 0.2
+    assert 0 < relative_distance(logits, expected) < 0.4
 
 
 @pytest.mark.parametrize("dense_folder", ["llama"], indirect=True)

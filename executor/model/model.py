@@ -127,9 +127,9 @@ class PagedModel:
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
         network, folder = load_network(source, dtype, device)
+        if weight_dtype == "int4":
+            log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
         with _unsupported(network.config):
-            if weight_dtype == "int4":
-                log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
             expectation = expect(network, _vocabulary_size(network))
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))

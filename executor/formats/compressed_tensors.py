@@ -97,6 +97,11 @@ class CompressedTensors:
         """The tensor that a quantized layer has."""
         return "weight_scale"
 
+    @property
+    def description(self) -> str:
+        """The encoding in words."""
+        return "compressed-tensors, " + ", ".join(f"{scheme.form} of {scheme.bits} bits" for scheme in self.schemes)
+
     def read(self, layer: LayerTensors) -> Matrix:
         """Returns the matrix of a layer: dense in float32 for FP8, whose numbers are not evenly spaced."""
         scheme = next((scheme for scheme in self.schemes if _targets(scheme, layer.layer)), None)

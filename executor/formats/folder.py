@@ -37,6 +37,10 @@ class Format(Protocol):
     def marker(self) -> str:
         """The tensor that a quantized layer has."""
 
+    @property
+    def description(self) -> str:
+        """The encoding in words."""
+
     def read(self, layer: LayerTensors) -> Matrix:
         """Returns the matrix of a layer."""
 
@@ -59,14 +63,19 @@ def quantization_of(folder: Path) -> Mapping[str, Any] | None:
     raise ModelError(f"{folder / 'config.json'}: quantization_config is not an object")
 
 
+def format_of(quantization: Mapping[str, Any]) -> Format:
+    """Returns how a checkpoint with this quantization is encoded. Raises `ModelError` if it is not supported."""
+    method = str(quantization.get("quant_method"))
+    if method not in _READERS:
+        raise ModelError(f"quantization method {method!r} is not supported; only {', '.join(sorted(_READERS))}")
+    return _READERS[method](quantization)
+
+
 def load_folder(
     folder: Path, config: PretrainedConfig, quantization: Mapping[str, Any], dtype: torch.dtype
 ) -> PreTrainedModel:
     """Loads a quantized checkpoint. Raises `ModelError` for what is not supported, damaged or missing in it."""
-    method = str(quantization.get("quant_method"))
-    if method not in _READERS:
-        raise ModelError(f"quantization method {method!r} is not supported; only {', '.join(sorted(_READERS))}")
-    form = _READERS[method](quantization)
+    form = format_of(quantization)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     network = empty_network(config, dtype)

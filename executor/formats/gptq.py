@@ -89,6 +89,11 @@ class Gptq:
         """The tensor that a quantized layer has."""
         return "qweight"
 
+    @property
+    def description(self) -> str:
+        """The encoding in words."""
+        return f"GPTQ, {self.bits} bits, groups of {self.group_size if self.group_size > 0 else 'a row'}"
+
     def read(self, layer: LayerTensors) -> QuantizedWeight:
         """Returns the matrix of a layer."""
         layer.check_names(("qweight", "qzeros", "scales"), ("g_idx",))

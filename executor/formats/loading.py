@@ -19,7 +19,7 @@ from executor.checkpoint.gguf import import_configuration, import_gguf
 from executor.checkpoint.quantized_linear import make_dense
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.support import check_configuration, check_network
-from executor.formats.folder import load_folder, quantization_of
+from executor.formats.folder import format_of, load_folder, quantization_of
 from executor.formats.gguf_file import load_gguf, unsupported_reason
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,17 @@ def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) 
         make_dense(network, dtype)
     network.eval().requires_grad_(False).to(device)
     return network, folder
+
+
+def describe_weights(source: ModelSource) -> str:
+    """Returns the format of the weights in words. Raises `ModelError` if it is not supported."""
+    if source.gguf_file is None:
+        quantization = quantization_of(source.folder)
+        return "safetensors, not quantized" if quantization is None else format_of(quantization).description
+    header = read_gguf_header(source.gguf_file)
+    reason = unsupported_reason(header)
+    how = "read directly" if reason is None else f"imported as a dense model, because {reason}"
+    return f"GGUF, {', '.join(header.type_names)}; {how}"
 
 
 def _load_gguf(source: ModelSource, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Path]:

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 def examinations(model: str) -> tuple[Callable[[], Finding], ...]:
     """Returns the checks, in order."""
     return (python, cores, memory, processor, gpu, compiler, *(package(name) for name in PACKAGES), redis_server,
-            lambda: model_on_disk(model), backend)  # fmt: skip
+            lambda: model_on_disk(model), lambda: weights(model), backend)  # fmt: skip
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -169,6 +169,18 @@ def model_on_disk(model: str) -> Finding:
     except ModelError as error:
         return Finding("model", model or "the default model", Verdict.MISSING, str(error))
     return Finding("model", f"{source.name}: {source.gguf_file or source.folder}")
+
+
+def weights(model: str) -> Finding:
+    """Finds the format of the model's weights, and whether an executor reads it."""
+    try:
+        loading: Any = importlib.import_module("executor.formats.loading")
+    except ImportError as error:
+        return Finding("weights", f"the executor cannot be imported: {error}", Verdict.MISSING, INSTALL)
+    try:
+        return Finding("weights", loading.describe_weights(resolve_model(model)))
+    except ModelError as error:
+        return Finding("weights", "cannot be read", Verdict.MISSING, str(error))
 
 
 def backend() -> Finding:

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import pre_tokenizers
 
 import common.model_source as model_source
 from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
 from executor.checkpoint.gguf import import_gguf
 from executor.model.model import PagedModel
+from tests.quantized_checkpoints import NUM_TOKENS, add_vocabulary
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_LAYERS = 64, 96, 4, 1
-SPECIAL_TOKENS = ["<|start|>", "<|end|>", "<|turn|>"]
 
 
 def write_gguf(
@@ -27,8 +26,6 @@ def write_gguf(
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     """A tiny Llama, one matrix of it in Q4_1; returns that matrix as it is dequantised."""
     generator = np.random.default_rng(0)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*SPECIAL_TOKENS, *alphabet, "ĊĊ"]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -38,14 +35,7 @@ def write_gguf(
     writer.add_head_count_kv(NUM_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(HIDDEN // NUM_HEADS)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(alphabet) + 1))
-    writer.add_token_merges(["Ċ Ċ"])
-    writer.add_eos_token_id(1)
-    writer.add_eot_token_id(2)
+    add_vocabulary(writer)
     if temperature:
         writer.add_float32("general.sampling.temp", temperature)
     if basename:
@@ -56,7 +46,7 @@ def write_gguf(
     def add(name: str, *shape: int) -> None:
         writer.add_tensor(name, generator.standard_normal(shape, np.float32) * np.float32(0.1))
 
-    add("token_embd.weight", len(tokens), HIDDEN)
+    add("token_embd.weight", NUM_TOKENS, HIDDEN)
     add("output_norm.weight", HIDDEN)
     for name in ("attn_norm", "ffn_norm"):
         add(f"blk.0.{name}.weight", HIDDEN)
@@ -174,7 +164,7 @@ def test_truncated_file_is_refused_and_leaves_nothing(source: ModelSource) -> No
 def test_file_cut_inside_its_header_is_refused(source: ModelSource, num_bytes: int) -> None:
     assert source.gguf_file is not None
     source.gguf_file.write_bytes(source.gguf_file.read_bytes()[:num_bytes])
-    with pytest.raises(ModelError, match="cannot be imported"):
+    with pytest.raises(ModelError, match="is not a GGUF file, or not a whole one"):
         import_gguf(resolve_model(str(source.gguf_file)))
 
 

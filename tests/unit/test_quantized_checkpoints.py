@@ -22,13 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import common.model_source as model_source
 from common.model_source import ModelError, resolve_model
 from executor.checkpoint.gguf import import_gguf
 from executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
 from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
 from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
-from executor.formats.loading import load_network
+from executor.formats.loading import describe_weights, load_network
 from executor.model.model import PagedModel
+from inflight.tools.sizing.model_shape import read_model_shape
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.quantized_checkpoints import (
     Encoder,
@@ -42,6 +44,9 @@ from tests.quantized_checkpoints import (
     save_gguf,
     save_quantized,
 )
+
+# The first test of a build may wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
 
 CPU = torch.device("cpu")
 KINDS: Any = gguf.GGMLQuantizationType
@@ -83,6 +88,13 @@ RUN: dict[str, tuple[Encoder, dict[str, Any]]] = {
     "int8": exact_case("int-quantized", num_bits=8, type="int", symmetric=True, **CHANNEL),
     "fp8": exact_case("float-quantized", num_bits=8, type="float", symmetric=True, **CHANNEL),
 }
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for imports; compiled kernels stay where they are."""
+    monkeypatch.setattr(model_source, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
 
 
 def load(path: Path) -> Any:
@@ -152,9 +164,8 @@ def test_quantized_folder_runs_like_transformers_on_its_dense_matrices(name: str
     "kinds", [("Q4_K", "Q6_K"), ("Q8_0",), ("Q4_0", "Q4_1", "Q5_K", "Q8_0"), ("Q2_K", "Q3_K", "IQ4_XS")], ids=" ".join
 )
 def test_gguf_runs_like_its_import_by_transformers(
-    family: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kinds: tuple[str, ...], tmp_path: Path, cache: Path
 ) -> None:
-    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
     path = save_gguf(tmp_path / "tiny.gguf", family, [KINDS[kind] for kind in kinds])
     dense = import_gguf(resolve_model(str(path)))
     expected, found = load_file(dense / "model.safetensors"), matrices_of(load(path))
@@ -175,8 +186,8 @@ def assert_runs_like(path: Path, dense: Path) -> None:
     assert (ours - theirs).abs().max() <= 1e-4
 
 
+@pytest.mark.usefixtures("cache")
 def test_rope_divisors_of_gguf_divide_the_frequencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
     add = gguf.GGUFWriter.write_header_to_file
     plain = load(save_gguf(tmp_path / "plain.gguf", "llama", [KINDS["Q8_0"]])).model.rotary_emb.inv_freq
     divisors = np.linspace(1, 8, 32, dtype=np.float32)
@@ -190,24 +201,21 @@ def test_rope_divisors_of_gguf_divide_the_frequencies(tmp_path: Path, monkeypatc
     assert torch.equal(divided, plain / torch.from_numpy(divisors))
 
 
+@pytest.mark.usefixtures("cache")
 def test_gguf_of_another_kind_is_imported_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delitem(cast(Any, BLOCK_TYPES), KINDS["IQ4_XS"].value)
     path = save_gguf(tmp_path / "tiny.gguf", "llama", [KINDS["Q8_0"], KINDS["IQ4_XS"]])
     assert count_quantized(load(path)) == 0
     assert re.search(r"tiny.gguf is imported as a dense model, because .* is of type IQ4_XS", caplog.text)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
-def test_gguf_is_read_without_its_weights_in_the_cache(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0"])
+def test_gguf_is_read_without_its_weights_in_the_cache(kind: str, tmp_path: Path, cache: Path) -> None:
     path = save_gguf(tmp_path / "tiny.gguf", "llama", [KINDS[kind]])
     assert count_quantized(load(path)) == 15, "with the output layer"
-    assert not [*(tmp_path / "cache").rglob("*.safetensors")]
+    assert not [*cache.rglob("*.safetensors")]
 
 
 @pytest.fixture(scope="module")
@@ -320,8 +328,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         load(folder)
 
 
-def test_truncated_files_are_refused(gptq_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_truncated_files_are_refused(gptq_folder: Path, tmp_path: Path) -> None:
     folder = changed(gptq_folder, tmp_path / "model")
     shard = folder / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -344,3 +352,19 @@ def test_rows_and_column_order_of_a_matrix() -> None:
     assert torch.equal(weight.to_dense(torch.bfloat16), expected.bfloat16())
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(replace(weight, column_order=order.int()).dequantized()[:, order], expected)
+
+
+def test_format_is_described_in_words(gptq_folder: Path, tmp_path: Path) -> None:
+    assert describe_weights(resolve_model(str(gptq_folder))) == "GPTQ, 4 bits, groups of 128"
+    path = save_gguf(tmp_path / "tiny.gguf", "llama", [KINDS["Q4_K"], KINDS["Q6_K"]])
+    assert describe_weights(resolve_model(str(path))) == "GGUF, Q4_K, Q6_K, F32; read directly"
+    with pytest.raises(ModelError, match="bits 3 is not supported"):
+        describe_weights(resolve_model(str(changed(gptq_folder, tmp_path / "model", bits=3))))
+
+
+@pytest.mark.parametrize("name", ["gptq int4", "gptq int8, whole rows", "awq", "packed int4 with zeros", "int8"])
+def test_size_counts_the_weights_of_a_quantized_folder(name: str, tmp_path: Path) -> None:
+    encode, config = CASES[name]
+    folder = save_quantized(tmp_path / "model", "llama", config, encode)
+    expected = read_model_shape(str(tmp_path / "model-dense")).num_parameters
+    assert read_model_shape(str(folder)).num_parameters == expected

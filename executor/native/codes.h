@@ -229,6 +229,9 @@ class ViewedRows {
     std::vector<float*> sums_;
 };
 
+// Rows that are multiplied at once: fewer than of plain weights, which was faster.
+constexpr int CODED_ROWS = REGISTER_ROWS * 2 / 3;
+
 // Makes Elements of the packed codes of BITS bits; of 32 bits, lanes are Elements already.
 template <class Element, int BITS>
 class Codes {
@@ -385,7 +388,7 @@ void multiply_codes(const CodedPiece& piece, const char* next, int pass, const R
 }
 
 // Calls `multiply_codes` with the number of rows as a constant.
-template <class Element, int BITS, int ROWS = REGISTER_ROWS>
+template <class Element, int BITS, int ROWS = CODED_ROWS>
 void multiply_some_codes(int num_rows, const CodedPiece& piece, const char* next, int pass, const Rows<Element>& rows,
                          const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     if constexpr (ROWS > 1)
@@ -401,11 +404,12 @@ void multiply_coded(const CodedPiece& piece, const char* next, const Rows<Elemen
     Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
     for (int row = 0; adds && row < num_rows; ++row)
         for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) sums[row][v] = load(out + row * out_stride + v * WIDTH);
-    const int group_rows = rows_of_group(num_rows);
+    const int num_turns = (num_rows + CODED_ROWS - 1) / CODED_ROWS;
+    const int rows_at_once = (num_rows + num_turns - 1) / num_turns;
     const int bits = piece.unpacked != nullptr ? 32 : (int)piece.format.bits;
     for (int pass = 0; pass < NUM_PASSES; ++pass)
-        for (int row = 0; row < num_rows; row += group_rows) {
-            const int count = std::min(group_rows, num_rows - row);
+        for (int row = 0; row < num_rows; row += rows_at_once) {
+            const int count = std::min(rows_at_once, num_rows - row);
             const bool is_last = pass == NUM_PASSES - 1 && row + count == num_rows;
             const char* const ahead = is_last ? next : nullptr;
             const auto multiply = bits == 4   ? multiply_some_codes<Element, 4>

@@ -21,10 +21,10 @@ struct WeightStream {
 struct ProductScratch {
     static constexpr int64_t TILE_NUMBERS = 64 << 10;
 
-    static constexpr int64_t UNPACKED_BYTES = 16 << 10;  // in the first-level cache, besides rows that pass
+    static constexpr int64_t PIECE_BYTES = 16 << 10;  // of codes, in the first-level cache besides rows that pass
 
     alignas(64) float tile[TILE_NUMBERS];  // sums of a task
-    alignas(64) char unpacked[UNPACKED_BYTES];
+    alignas(64) char unpacked[PIECE_BYTES];
 };
 
 // Rows as the parts of a matrix with codes read them.
@@ -142,15 +142,17 @@ class Product {
         }
     }
 
-    // With many rows, the codes of a piece are unpacked once for all of them. The next block is always prefetched.
+    // With many rows, codes of 8 bits are unpacked once for all of them; those of 4 bits take two instructions for 32
+    // numbers. The next block is always prefetched.
     void multiply_codes_of_block(const MixedBlock& block, const char* next, int64_t start, int64_t end,
                                  ProductScratch& scratch, float* out) const {
         const CodeFormat& format = *block.format;
         const Rows<Element>& rows = prepared_.rows->rows(*prepared_.views, format.view, rows_);
         const float* sums = prepared_.rows->sums(format.view);
-        const bool unpacks = end - start > REGISTER_ROWS;
+        const bool has_many_rows = end - start > TILE_ROWS, unpacks = has_many_rows && format.bits == 8;
         const int64_t unpacked_bytes = format.group_size * BLOCK_COLUMNS * (int64_t)sizeof(typename Element::Number);
-        const int64_t most_groups = unpacks ? ProductScratch::UNPACKED_BYTES / unpacked_bytes : format.num_groups;
+        const int64_t piece_bytes = unpacks ? unpacked_bytes : format.group_bytes();
+        const int64_t most_groups = has_many_rows ? ProductScratch::PIECE_BYTES / piece_bytes : format.num_groups;
         for (int64_t first = 0; first < format.num_groups; first += most_groups) {
             CodedPiece piece{format, block.data, first, std::min(most_groups, format.num_groups - first)};
             if (unpacks) piece.unpacked = unpack_codes<Element>(piece, scratch.unpacked);

@@ -2,6 +2,8 @@
 
     python -m bench.engine.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out bench/reports]
 
+With `--reference FOLDER` the reference is another checkpoint, such as the one that a quantized checkpoint was made of.
+
 A text (`bench/texts/passages.txt`) is cut into prompts. At every position, given the true tokens before it, each
 variant predicts the next token. That gives perplexity, and how often the greedy choice is the reference's. Where it is
 not, the report shows how close the reference's own first two were. Every variant is measured on both of its paths:
@@ -131,7 +133,9 @@ def main(argv: Sequence[str]) -> int:
     """Measures and writes the report; 1 if the model cannot be loaded."""
     options = _parser().parse_args(argv)
     try:
-        report = _measure(resolve_model(options.model), options.text, options.prompts, options.variants)
+        source = resolve_model(options.model)
+        reference = resolve_model(options.reference) if options.reference else source
+        report = _measure(source, reference, options.text, options.prompts, options.variants)
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -152,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     names = [variant.name for variant in VARIANTS]
     add = parser.add_argument
     add("--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")
+    add("--reference", default="", metavar="MODEL", help="a model with the same tokenizer; default: --model itself")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="default: bench/texts/passages.txt")
     add("--prompts", type=int, default=NUM_PROMPTS, metavar="N", help=f"parts of the text; default: {NUM_PROMPTS}")
     add("--variants", type=_variants, default=VARIANTS, metavar="NAME,…", help=f"{', '.join(names)}; default: all")
@@ -168,7 +173,9 @@ def _variants(text: str) -> tuple[Variant, ...]:
     return tuple(known[name] for name in names)
 
 
-def _measure(source: ModelSource, text: Path, num_prompts: int, variants: Sequence[Variant]) -> QualityReport:
+def _measure(
+    source: ModelSource, reference_source: ModelSource, text: Path, num_prompts: int, variants: Sequence[Variant]
+) -> QualityReport:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # Imported here: it brings torch, which neither the figures nor the report need.
     from bench.engine.teacher_forcing import transformers_predictions
@@ -176,14 +183,14 @@ def _measure(source: ModelSource, text: Path, num_prompts: int, variants: Sequen
     tokenizer = load_tokenizer(source)
     token_ids = tokenizer.encode(text.read_text(encoding="utf-8"))
     prompts = cut(token_ids, num_prompts)
-    reference = transformers_predictions(source, prompts)
+    reference = transformers_predictions(reference_source, prompts)
     results = tuple(result for variant in variants for result in _results(source, variant, prompts, reference))
-    long_results = _long_results(source, variants, *_long_prompts(tokenizer.encode, token_ids))
+    long_results = _long_results(source, reference_source, variants, *_long_prompts(tokenizer.encode, token_ids))
     circumstances = {
         "model": source.name,
         "text": f"{text.name}, {num_prompts} prompts of {len(prompts[0])} tokens",
         "machine": f"{num_usable_cores()} cores, {platform.machine()}, torch {metadata.version('torch')}",
-        "reference": f"transformers {metadata.version('transformers')}, float32, each prompt alone",
+        "reference": f"{reference_source.name}, transformers {metadata.version('transformers')}, float32, each alone",
     }
     return QualityReport(circumstances, perplexity(reference.log_probabilities), results, long_results)
 
@@ -222,7 +229,11 @@ def _long_prompts(
 
 
 def _long_results(
-    source: ModelSource, variants: Sequence[Variant], prompts: list[list[int]], needles: list[list[int]]
+    source: ModelSource,
+    reference_source: ModelSource,
+    variants: Sequence[Variant],
+    prompts: list[list[int]],
+    needles: list[list[int]],
 ) -> tuple[LongResult, ...]:
     from bench.engine.teacher_forcing import paged_predictions, transformers_predictions
     from executor.model.model import PagedModel
@@ -230,7 +241,7 @@ def _long_results(
     if not prompts:
         return ()
     num_positions = len(prompts) * (CONTEXT_TOKENS - 1)
-    reference = transformers_predictions(source, [*prompts, *needles])
+    reference = transformers_predictions(reference_source, [*prompts, *needles])
     results = []
     for name, found in [("reference", reference), *((variant.name, None) for variant in variants)]:
         if found is None:

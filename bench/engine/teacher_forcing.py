@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence
-from common.model_source import ModelSource, model_errors
-from executor.checkpoint.gguf import import_gguf
-from executor.checkpoint.quiet import quiet_transformers
+from common.model_source import ModelSource
+from executor.checkpoint.quantized_linear import make_dense
+from executor.formats.loading import load_network
 from executor.model.model import PagedModel
 from executor.scheduler.sequence import PlanRow, StepPlan
 from executor.scheduler.sequence import Sequence as TokenSequence
@@ -38,12 +38,11 @@ class Predictions:
 
 
 def transformers_predictions(source: ModelSource, prompts: Sequence[Sequence[int]]) -> Predictions:
-    """By transformers' own forward in float32, with its plain attention and each prompt alone."""
-    folder = source.folder if source.gguf_file is None else import_gguf(source)
-    with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
-        network = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        ).eval()
+    """By transformers' own forward in float32, with its plain attention and each prompt alone. Quantized weights are
+    dequantized."""
+    loaded, _ = load_network(source, torch.float32, torch.device("cpu"))
+    make_dense(loaded, torch.float32)
+    network: Any = loaded
     parts = []
     with torch.inference_mode():
         for prompt in prompts:

@@ -243,9 +243,9 @@ def changed(folder: Path, target: Path, **fields: Any) -> Path:
         ({"dynamic": {"+:.*": {"bits": 8}}}, "GPTQ checkpoint: dynamic is not supported"),
         ({"is_marlin_format": True}, "is_marlin_format True is not supported"),
         ({"group_size": 0}, "group_size 0 is neither -1 nor positive"),
-        ({"group_size": 96}, "256 columns are not a multiple of groups of 96"),
-        ({"group_size": 64}, r"qzeros has the shape \[2, 32\] instead of \[4, 32\]"),
-        ({"bits": 8}, r"qweight has the shape \[32, 256\] instead of \[64, 256\]"),
+        ({"group_size": 96}, "down_proj: 512 columns are not a multiple of groups of 96"),
+        ({"group_size": 64}, r"down_proj.qzeros has the shape \[4, 32\] instead of \[8, 32\]"),
+        ({"bits": 8}, r"down_proj.qweight has the shape \[64, 256\] instead of \[128, 256\]"),
     ],
 )
 def test_configuration_that_is_not_supported_is_refused_by_name(
@@ -322,7 +322,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     folder = changed(gptq_folder, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     layer = {name: tensors.pop(f"{Q_PROJ}.{name}") for name in ("qweight", "qzeros", "scales", "g_idx")}
-    tensors |= {f"{Q_PROJ}.{name}": tensor.contiguous() for name, tensor in change(layer).items()}
+    tensors |= {f"{Q_PROJ}.{name}": tensor.clone() for name, tensor in change(layer).items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=message):
         load(folder)

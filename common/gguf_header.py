@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from common.model_source import GGUF_MAGIC, ModelError
-
 Value = int | float | bool | str
 
 # Number of the type → struct format.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
+MAGIC = b"GGUF"
 # Number of a tensor's type → name, numbers in a block, bytes of a block (ggml.c of llama.cpp).
 TENSOR_TYPES = {
     0: ("F32", 1, 4),
@@ -42,6 +41,10 @@ TENSOR_TYPES = {
 _ALIGNMENT = 32
 # Beyond any name or plain value there is; a larger one means that these are not the bytes of a length.
 _MAX_TEXT_BYTES = 10_000_000
+
+
+class GgufError(ValueError):
+    """A file that is not a GGUF file, or not a whole one. The text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +99,18 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """Reads the header.
 
     Raises:
-        ModelError: the file is none, or broken off.
+        GgufError: the file is none, or broken off.
     """
     try:
         with path.open("rb") as file:
             header = _read(file)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+        raise GgufError(f"{path} cannot be read: {error.strerror}") from None
     except (struct.error, KeyError, UnicodeDecodeError, _BrokenError):
-        raise ModelError(f"{path} is not a GGUF file, or not a whole one") from None
+        raise GgufError(f"{path} is not a GGUF file, or not a whole one") from None
     end = max((tensor.start + tensor.num_bytes for tensor in header.tensors), default=0)
     if (size := path.stat().st_size) < end:
-        raise ModelError(f"GGUF file {path} is truncated: {size} bytes of at least {end}")
+        raise GgufError(f"GGUF file {path} is truncated: {size} bytes of at least {end}")
     return header
 
 
@@ -116,7 +119,7 @@ class _BrokenError(Exception):
 
 
 def _read(file: BinaryIO) -> GgufHeader:
-    if file.read(4) != GGUF_MAGIC:
+    if file.read(4) != MAGIC:
         raise _BrokenError
     _number(file, "I")  # version
     num_tensors, num_values = _number(file, "Q"), _number(file, "Q")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.disk_cache import build_once, cache_folder
+from common.gguf_header import MAGIC, GgufError, GgufHeader, read_gguf_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,6 @@ WHOLE_FILE_BYTES = 1 << 30
 END_BYTES = 1 << 20
 # Part of the key of GGUF imports. Increase it when an import has a different result.
 IMPORT_VERSION = b"2"
-GGUF_MAGIC = b"GGUF"
 
 
 class ModelError(ValueError):
@@ -106,6 +106,14 @@ def model_errors(what: str) -> Iterator[None]:
         raise ModelError(f"{what}: {_first_line(error)}") from error
 
 
+def read_gguf(path: Path) -> GgufHeader:
+    """Reads the header of a GGUF file. Raises `ModelError` if it is none, or not whole."""
+    try:
+        return read_gguf_header(path)
+    except GgufError as error:
+        raise ModelError(str(error)) from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object of a model folder; an empty one if there is no such file."""
     if not path.is_file():
@@ -168,7 +176,7 @@ def _folder_model(folder: Path, name: str | None = None) -> ModelSource:
 
 def _gguf_model(path: Path) -> ModelSource:
     with path.open("rb") as file:
-        if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+        if file.read(len(MAGIC)) != MAGIC:
             empty = path.stat().st_size == 0
             raise ModelError(f"{path} is {'empty' if empty else 'not a GGUF file, or an incomplete one'}")
     name = QUANTIZATION_SUFFIX.sub("", path.name.removesuffix(".gguf"))
@@ -224,10 +232,8 @@ def _write_tokenizer(source: ModelSource, folder: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    from common.gguf_header import read_gguf_header
-
     assert source.gguf_file is not None
-    metadata = read_gguf_header(source.gguf_file).metadata
+    metadata = read_gguf(source.gguf_file).metadata
     tokenizer = AutoTokenizer.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
         # llama.cpp (src/llama-vocab.cpp) splits every digit off first for this vocabulary, as SmolLM's own

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from common.gguf_header import read_gguf_header
-from common.model_source import ModelError, ModelSource, model_errors
+from common.model_source import ModelError, ModelSource, model_errors, read_gguf
 from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
 from executor.checkpoint.quantized_linear import make_dense
@@ -44,14 +43,14 @@ def describe_weights(source: ModelSource) -> str:
     if source.gguf_file is None:
         quantization = quantization_of(source.folder)
         return "safetensors, not quantized" if quantization is None else format_of(quantization).description
-    header = read_gguf_header(source.gguf_file)
+    header = read_gguf(source.gguf_file)
     reason = unsupported_reason(header)
     how = "read directly" if reason is None else f"imported as a dense model, because {reason}"
     return f"GGUF, {', '.join(header.type_names)}; {how}"
 
 
 def _load_gguf(source: ModelSource, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Path]:
-    header = read_gguf_header(path)
+    header = read_gguf(path)
     if reason := unsupported_reason(header):
         log.warning("%s is imported as a dense model, because %s", path.name, reason)
         folder = import_gguf(source)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.gguf_header import GgufHeader, read_gguf_header
-from common.model_source import HUB_NAME, ModelError, read_json, resolve_model
+from common.gguf_header import GgufHeader
+from common.model_source import HUB_NAME, ModelError, read_gguf, read_json, resolve_model
 
 _MAX_HEADER_BYTES = 100_000_000
 # Tensors of quantized checkpoints: those whose words hold several weights, and those beside the weights.
@@ -44,11 +44,11 @@ def read_model_shape(model: str) -> ModelShape:
     source = resolve_model("") if not model else None
     path = Path(model).expanduser() if source is None else source.gguf_file or source.folder
     if path.is_file() and path.suffix == ".gguf":
-        return _of_gguf(path, read_gguf_header(path))
+        return _of_gguf(path, read_gguf(path))
     if path.is_dir():
         gguf_files = sorted(path.glob("*.gguf"))
         if not (path / "config.json").is_file() and len(gguf_files) == 1:
-            return _of_gguf(gguf_files[0], read_gguf_header(gguf_files[0]))
+            return _of_gguf(gguf_files[0], read_gguf(gguf_files[0]))
         return _of_folder(path.resolve().name, path / "config.json")
     if path.is_file():
         return _of_folder(path.resolve().parent.name, path)

@@ -143,17 +143,8 @@ class PagedModel:
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
             native = _native_forward(network, layers, choice, description, weight_dtype, forward_name, weight_stream)
-            model = cls(
-                network,
-                layers,
-                choice,
-                description,
-                native.gpu,
-                native.native,
-                sampler,
-                layer_kv_dtypes,
-                weight_dtype,
-            )
+            forms = (layer_kv_dtypes, weight_dtype)
+            model = cls(network, layers, choice, description, native.gpu, native.native, sampler, *forms)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
             compare(
                 expectation,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Phi3Config, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Phi3Config, PretrainedConfig
 
-import executor.model.model as loading
-from common.model_source import ModelError, resolve_model
+from common.model_source import ModelError, ModelSource, resolve_model
 from executor.adapters.peft_files import parse, read_files
 from executor.adapters.weights import AdapterLimits
 from executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
 from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 from executor.checkpoint.rounding import round_linears
+from executor.formats.loading import load_network
 from executor.model.model import PagedModel
 from executor.model.self_check import relative_distance
 from tests.greedy import assert_same, generate_alone, generate_together
@@ -87,23 +87,23 @@ def dense_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets models be loaded with quantized layers, the same for every dtype."""
-    load_network: Callable[..., tuple[PreTrainedModel, Path]] = loading.load_network
+    monkeypatch.setattr("executor.model.model.load_network", load_quantized)
 
-    def load_quantized(source: Any, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Path]:
-        network, folder = load_network(source, torch.float32, device)
-        generator = torch.Generator().manual_seed(0)
-        for name, module in [*network.named_modules()]:
-            if type(module) is nn.Linear and (layer := quantize(name, module, generator)) is not None:
-                network.set_submodule(name, layer)
-        return network.to(dtype), folder
 
-    monkeypatch.setattr(loading, "load_network", load_quantized)
+def load_quantized(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[Any, Path]:
+    loaded, folder = load_network(source, torch.float32, device)
+    network: Any = loaded
+    generator = torch.Generator().manual_seed(0)
+    for name, module in [*network.named_modules()]:
+        if type(module) is nn.Linear and (layer := quantize(name, module, generator)) is not None:
+            network.set_submodule(name, layer)
+    return network.to(dtype), folder
 
 
 @pytest.fixture
 def reference_folder(dense_folder: Path, quantized: None, tmp_path: Path) -> Path:
     """The model whose matrices are dequantized."""
-    network, _ = loading.load_network(resolve_model(str(dense_folder)), torch.float32, torch.device("cpu"))
+    network, _ = load_quantized(resolve_model(str(dense_folder)), torch.float32, torch.device("cpu"))
     make_dense(network, torch.float32)
     network.config.tie_word_embeddings = False
     network.save_pretrained(str(tmp_path / "reference"))
@@ -178,7 +178,7 @@ def test_adapters_are_added_to_quantized_matrices(dense_folder: Path, reference_
 @pytest.mark.parametrize("dense_folder", ["llama"], indirect=True)
 def test_int4_is_a_third_of_the_memory_and_the_network_rounded_at_load(dense_folder: Path) -> None:
     case = filled_case()
-    network, _ = loading.load_network(resolve_model(str(dense_folder)), torch.float32, torch.device("cpu"))
+    network, _ = load_network(resolve_model(str(dense_folder)), torch.float32, torch.device("cpu"))
     assert round_linears(network) == 2 * 7 + 1
 
     plain, rounded = (load(dense_folder, dtype_name="bfloat16", weight_dtype=kind) for kind in ("auto", "int4"))

@@ -18,7 +18,7 @@ import torch
 
 from bench.report.table import Table
 from common.machine import num_usable_cores
-from executor.cpu.streams import NEVER, TRIAL_BYTES, ProductTrial, TrialShape, WeightStream, choose_stream
+from executor.cpu.streams import NEVER, TRIAL_BYTES, ProductTrial, TrialCodes, TrialShape, WeightStream, choose_stream
 from executor.native.library import NAMES, NativeLibrary, load_native
 from executor.native.pool import NativePool
 from inflight.cli.doctor import processor
@@ -30,6 +30,15 @@ MATRICES = {
     "gate_up": (3072, 576, 2),
     "down": (576, 1536, 1),
     "head": (49152, 576, 4),
+}
+# int8, with which rows are int8 as well, and codes with a scale, and for asymmetric ones a shift, for each group.
+WEIGHTS = {
+    "auto": (False, None),
+    "int8": (True, None),
+    "int4-g32": (False, TrialCodes(4, 32, True)),
+    "int4-g32-symmetric": (False, TrialCodes(4, 32, False)),
+    "int4-g128": (False, TrialCodes(4, 128, True)),
+    "int8-g32-symmetric": (False, TrialCodes(8, 32, False)),
 }
 WAYS = {
     "panels apart": WeightStream(False, NEVER),
@@ -87,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu-isa", default="auto", choices=NAMES, help="instruction set; default: the best")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: %(default)s")
-    parser.add_argument("--weight-dtype", default="auto", choices=["auto", "int8"], help="default: auto")
+    parser.add_argument("--weight-dtype", default="auto", choices=WEIGHTS, help="default: auto")
     parser.add_argument("--rounds", type=int, default=7, help="times that each is measured; default: %(default)s")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="default: %(default)s")
     parser.add_argument("--only", choices=MATRICES, help="one shape; default: all")
@@ -102,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"- {options.dtype}, weights: {options.weight_dtype}; {how}")
     for name in [options.only] if options.only else MATRICES:
         dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-        shape = TrialShape(*MATRICES[name], dtype, options.weight_dtype == "int8")
+        shape = TrialShape(*MATRICES[name], dtype, *WEIGHTS[options.weight_dtype])
         measured = measure(library, pool, shape, options.rows, options.rounds)
         num_weights = measured.num_bytes // shape.num_bytes * shape.columns * shape.depth
         read_rate = measured.num_bytes / measured.read_s / 1e9

@@ -37,8 +37,11 @@ def timed(model: PagedModel, native: NativeDecoder, batch: StepBatch) -> tuple[f
     return (time.process_time() - cpu_began) / num_usable_cores(), ended - began
 
 
-def row_of(models: Sequence[PagedModel], natives: Sequence[NativeDecoder], shape: StepShape, rounds: int) -> list[str]:
-    """Returns the times of one shape; the models take turns."""
+def times_of(
+    models: Sequence[PagedModel], natives: Sequence[NativeDecoder], shape: StepShape, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Returns each model's least processor time per thread and median wall time of one shape, in milliseconds. The
+    models take turns."""
     batch = batch_of(shape)
     times: list[list[tuple[float, float]]] = [[] for _ in models]
     turns = list(zip(models, natives, times, strict=True))
@@ -47,8 +50,13 @@ def row_of(models: Sequence[PagedModel], natives: Sequence[NativeDecoder], shape
             seconds.append(timed(model, native, batch))
     least = [min(cpu_s for cpu_s, _ in seconds[1:]) * 1e3 for seconds in times]
     median = [statistics.median(wall_s for _, wall_s in seconds[1:]) * 1e3 for seconds in times]
+    return least, median
+
+
+def row_of(models: Sequence[PagedModel], natives: Sequence[NativeDecoder], shape: StepShape, rounds: int) -> list[str]:
+    """Returns the times of one shape with two models."""
     row = [str(shape)]
-    for before, after in (least, median):
+    for before, after in times_of(models, natives, shape, rounds):
         row += [f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"]
     return row
 

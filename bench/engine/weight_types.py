@@ -1,8 +1,9 @@
 """Whole steps on a CPU by type of the weights: `python -m bench.engine.weight_types`.
 
 Computes steps of some shapes through native forward passes that differ only in the type of the weights, in turn: that
-of the model, and int8, with activations in int8 as well. Prints Markdown: the processor time of a step per thread, the
-least of the rounds, and the median wall time.
+of the model, int8, with activations in int8 as well, and int4; and those of a GGUF file, of which the others are made.
+Prints Markdown: the processor time of a step per thread, the least of the rounds, and the median wall time; of types
+other than the model's, how many times as fast.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import torch
 
 from bench.engine.model_steps import BLOCK_SIZE, model_parser
 from bench.engine.native_step import SHAPES, blocks_of
-from bench.engine.streams import row_of
+from bench.engine.streams import times_of
 from bench.report.table import Table
 from common.machine import num_usable_cores
 from common.model_source import resolve_model
+from executor.checkpoint.gguf import import_gguf
 from executor.model.model import PagedModel
 from inflight.cli.doctor import processor
-
-COLUMNS = ["step", "CPU ms", "int8", "times as fast", "wall ms", "int8", "times as fast"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,15 +30,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
     options = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())
+    source = resolve_model(options.model)
+    dense = source if source.gguf_file is None else resolve_model(str(import_gguf(source)))
+    kinds = {options.dtype: (dense, "auto"), "int8": (dense, "int8"), "int4": (dense, "int4")}
+    if source.gguf_file is not None:
+        kinds[source.gguf_file.stem.rpartition(".")[2]] = (source, "auto")
     models = [
         PagedModel.load(
-            resolve_model(options.model),
+            of_kind,
             dtype_name=options.dtype,
             backend_name="cpu",
             weight_dtype=weight_type,
             instructions=options.cpu_isa,
         )
-        for weight_type in ("auto", "int8")
+        for of_kind, weight_type in kinds.values()
     ]
     natives = [model.native for model in models if model.native is not None]
     if len(natives) < len(models):
@@ -50,10 +55,16 @@ def main(argv: Sequence[str]) -> int:
             kv.keys.fill_(0.01)
             kv.values.fill_(0.01)
     print(f"- {processor().text}\n- {models[0].dtype_name}; {models[0].backend_reason}")
-    sizes = [native.num_matrix_bytes / 1e6 for native in natives]
-    print(f"- weights that a step reads: {sizes[0]:.1f} MB, int8 {sizes[1]:.1f} MB\n")
-    rows = [row_of(models, natives, shape, options.rounds) for shape in SHAPES]
-    print(Table(COLUMNS, rows).markdown())
+    sizes = [f"{kind} {native.num_matrix_bytes / 1e6:.1f} MB" for kind, native in zip(kinds, natives, strict=True)]
+    print(f"- weights that a step reads: {', '.join(sizes)}\n")
+    rows = []
+    for shape in SHAPES:
+        row = [str(shape)]
+        for first, *others in times_of(models, natives, shape, options.rounds):
+            row += [f"{first:.1f}", *(f"{other:.1f} ({first / other:.2f} ×)" for other in others)]
+        rows.append(row)
+    columns = [f"{name}, {kind}" for name in ("CPU ms", "wall ms") for kind in kinds]
+    print(Table(["step", *columns], rows).markdown())
     return 0
 
 

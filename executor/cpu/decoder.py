@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
-from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, joined
-from executor.checkpoint.quantized_weight import Matrix, dense_matrix
+from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
+from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
+from executor.cpu.coded_weights import CodedWeight, encode, is_supported
 from executor.cpu.logits import address, addresses_of
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
@@ -115,21 +116,36 @@ class NativeDecoder:
         )
         del kept
         if not decoder:
-            raise MemoryError("not enough memory for the packed weights")
+            raise MemoryError("not enough memory for the decoder")
         self._calls, self._decoder, self._pool = calls, decoder, pool
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
+        """Packs a model, once. Quantized matrices stay so, except in products of int8 and in unusual groups."""
+        for layer, part, first, matrix in _matrices(weights):
+            if self._keeps_codes(matrix):
+                coded, kept = _coded_part(matrix, first, self.form.dtype)
+                self._calls.inflight_decoder_declare(self._decoder, layer, part, ctypes.byref(coded))
+                del kept
+        if self._calls.inflight_decoder_allocate(self._decoder):
+            raise MemoryError("not enough memory for the packed weights")
         for layer, part, vector in _vectors(weights):
             numbers = vector.detach().float().contiguous()
-            self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
-        for layer, part, matrices in _matrices(weights):
-            self._pack_matrices(layer, part, matrices)
+            self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr(), 0, numbers.shape[0])
+        for layer, part, first, matrix in _matrices(weights):
+            self._pack_matrix(layer, part, first, matrix)
 
-    def _pack_matrices(self, layer: int, part: Packed, matrices: Sequence[Matrix]) -> None:
-        """Packs matrices, each quantized or not, as one: the rows of the first, then those of the next."""
-        numbers = joined([dense_matrix(matrix, self.form.dtype) for matrix in matrices]).contiguous()
-        self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
+    def _keeps_codes(self, matrix: Matrix) -> TypeGuard[QuantizedWeight]:
+        return isinstance(matrix, QuantizedWeight) and is_supported(matrix) and not self.form.has_int8_weights
+
+    def _pack_matrix(self, layer: int, part: Packed, first: int, matrix: Matrix) -> None:
+        if self._keeps_codes(matrix):
+            coded, kept = _coded_part(matrix, first, self.form.dtype)
+            self._calls.inflight_decoder_pack_codes(self._decoder, layer, part, ctypes.byref(coded))
+            del kept
+            return
+        numbers = dense_matrix(matrix, self.form.dtype).contiguous()
+        self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr(), first, numbers.shape[0])
 
     @property
     def num_matrix_bytes(self) -> int:
@@ -291,9 +307,18 @@ def _vectors(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
                 yield index, part, tensor
 
 
-def _matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, tuple[Matrix, ...]]]:
-    """Yields the matrices: layer (for a matrix of an expert, its index among those of all layers), part, and the
-    matrices that are packed as one."""
+def _matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, int, Matrix]]:
+    """Yields the matrices: layer (for a matrix of an expert, its index among those of all layers), part, which of the
+    part's columns is the matrix's first, and the matrix."""
+    for layer, part, matrices in _fused_matrices(weights):
+        first = 0
+        for matrix in matrices:
+            yield layer, part, first, matrix
+            first += matrix.shape[0]
+
+
+def _fused_matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, tuple[Matrix, ...]]]:
+    """Yields layer, part, and the matrices that are one product."""
     yield 0, Packed.EMBEDDING, (weights.embedding,)
     yield 0, Packed.HEAD, (weights.head,)
     for index, layer in enumerate(weights.layers):
@@ -309,6 +334,15 @@ def _matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, tuple[Matr
             index_of_all = index * weights.shape.num_experts + expert
             yield index_of_all, Packed.EXPERT_GATE_UP, (gate_up[expert],)
             yield index_of_all, Packed.EXPERT_DOWN, (down[expert],)
+
+
+def _coded_part(weight: QuantizedWeight, first: int, dtype: torch.dtype) -> tuple[_CodedPart, CodedWeight]:
+    """Returns a matrix as C++ takes it, and the tensors that it points to."""
+    coded = encode(weight, dtype)
+    shifts, order = (None if tensor is None else tensor.data_ptr() for tensor in (coded.shifts, coded.order))
+    numbers = (coded.codes.data_ptr(), coded.scales.data_ptr(), shifts, coded.factors.data_ptr(), order)
+    sizes = (first, coded.codes.shape[0], coded.depth, coded.bits, coded.group_size, coded.scales.shape[1])
+    return _CodedPart(*numbers, *sizes, coded.center, coded.has_halves), coded
 
 
 def _adapter_matrix(matrix: AdapterMatrix | None, dtype: torch.dtype) -> tuple[_AdapterMatrix, tuple[Tensor, ...]]:
@@ -355,6 +389,16 @@ class _Shape(ctypes.Structure):
     )
 
 
+class _CodedPart(ctypes.Structure):
+    """`CodedPart` of codes.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "shifts", "factors", "order")),
+        *((name, c_int64) for name in ("first_column", "num_columns", "depth", "bits", "group_size", "num_groups")),
+        *((name, c_int64) for name in ("center", "has_halves")),
+    )
+
+
 class _AdapterMatrix(ctypes.Structure):
     """`AdapterMatrix` of adapters.h."""
 
@@ -379,7 +423,11 @@ def _declared(library: Any) -> Any:
     library.inflight_decoder_new.restype = c_void_p
     library.inflight_decoder_new.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64)
     library.inflight_decoder_free.argtypes = (c_void_p,)
-    library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+    library.inflight_decoder_declare.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+    library.inflight_decoder_allocate.restype = c_int64
+    library.inflight_decoder_allocate.argtypes = (c_void_p,)
+    library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64)
+    library.inflight_decoder_pack_codes.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
     library.inflight_decoder_matrix_bytes.restype = c_int64
     library.inflight_decoder_matrix_bytes.argtypes = (c_void_p,)
     library.inflight_decoder_adapter_slot_bytes.restype = c_int64

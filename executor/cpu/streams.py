@@ -47,6 +47,20 @@ class WeightStream:
 
 
 @dataclass(frozen=True, slots=True)
+class TrialCodes:
+    """Weights of 4 or 8 bits with a scale of 16 bits, and perhaps a shift, for each group of the depth."""
+
+    bits: int
+    group_size: int
+    has_shifts: bool
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that are read for a weight."""
+        return self.bits + (32 if self.has_shifts else 16) / self.group_size
+
+
+@dataclass(frozen=True, slots=True)
 class TrialShape:
     """The product that is timed: a matrix `[columns, depth]`, of whose blocks of 32 columns a task has some."""
 
@@ -55,10 +69,13 @@ class TrialShape:
     blocks_at_once: int
     dtype: torch.dtype
     has_int8_weights: bool
+    codes: TrialCodes | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed matrix."""
+        if self.codes is not None:
+            return int(self.columns * (self.depth * self.codes.bits_per_weight / 8 + 4))
         # int8 has a float32 scale for 64 numbers.
         return (
             self.columns * self.depth * 17 // 16
@@ -88,6 +105,7 @@ class ProductTrial:
             most_rows,
             shape.dtype == torch.bfloat16,
             shape.has_int8_weights,
+            *((0, 0, 0) if shape.codes is None else (shape.codes.bits, shape.codes.group_size, shape.codes.has_shifts)),
         )
         trial = calls.inflight_trial_new(ctypes.byref(layout))
         if not trial:
@@ -141,9 +159,9 @@ def fastest_stream(seconds: Mapping[tuple[int, bool, bool], float]) -> WeightStr
 class _Shape(ctypes.Structure):
     """`TrialShape` of trial.cpp."""
 
-    _fields_ = tuple(
-        (name, c_int64)
-        for name in ("num_matrices", "columns", "depth", "blocks_at_once", "most_rows", "is_bfloat16", "is_int8")
+    _fields_ = (
+        *((name, c_int64) for name in ("num_matrices", "columns", "depth", "blocks_at_once", "most_rows")),
+        *((name, c_int64) for name in ("is_bfloat16", "is_int8", "bits", "group_size", "has_shifts")),
     )
 
 

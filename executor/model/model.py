@@ -29,6 +29,7 @@ from executor.checkpoint.files import GenerationDefaults, read_generation_defaul
 from executor.checkpoint.packed_linear import pack_linears
 from executor.checkpoint.quantized_linear import make_dense
 from executor.checkpoint.quiet import quiet_transformers
+from executor.checkpoint.rounding import round_linears
 from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.cpu.streams import WeightStream
@@ -81,6 +82,7 @@ class PagedModel:
         native: NativeDecoder | None = None,
         sampler: NativeSampler | None = None,
         layer_kv_dtypes: Sequence[torch.dtype] = (),
+        weight_dtype: str = "auto",
     ) -> None:
         self.description = description
         self.device = network.device
@@ -92,6 +94,7 @@ class PagedModel:
         self.native = native
         self._network = network if native is None else None
         self._layers = layers
+        self._weight_dtype = weight_dtype
         self._layer_kv_dtypes = tuple(layer_kv_dtypes) or (network.dtype,) * len(layers)
         self._backend = choice.backend
         self._sampler = sampler
@@ -114,7 +117,8 @@ class PagedModel:
     ) -> PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-        `weight_dtype` is `auto` (that of the activations) or `int8`, with which products of layers are in int8.
+        `weight_dtype` is `auto` (that of the checkpoint), `int8`, with which products of layers are in int8, or `int4`,
+        with which linear layers are rounded to 4 bits.
         `kv_cache_dtype` is `auto` or `int8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of the
         activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
@@ -123,6 +127,8 @@ class PagedModel:
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
         network, folder = load_network(source, dtype, device)
+        if weight_dtype == "int4":
+            log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
         with _unsupported(network.config):
             expectation = expect(network, _vocabulary_size(network))
             layers = _probe_layers(network)
@@ -137,7 +143,8 @@ class PagedModel:
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
             native = _native_forward(network, layers, choice, description, weight_dtype, forward_name, weight_stream)
-            model = cls(network, layers, choice, description, native.gpu, native.native, sampler, layer_kv_dtypes)
+            forms = (layer_kv_dtypes, weight_dtype)
+            model = cls(network, layers, choice, description, native.gpu, native.native, sampler, *forms)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
             compare(
                 expectation,
@@ -162,8 +169,8 @@ class PagedModel:
 
     @property
     def weight_dtype_name(self) -> str:
-        """Type of the layers' weights: that of the model or `int8`."""
-        return "int8" if self.native is not None and self.native.form.has_int8_weights else self.dtype_name
+        """Type of the layers' weights: that of the model, `int8` or `int4`."""
+        return self.dtype_name if self._weight_dtype == "auto" else self._weight_dtype
 
     @property
     def kv_cache_dtype_name(self) -> str:
@@ -272,9 +279,9 @@ def _native_forward(
         weights = obstacle
     if isinstance(weights, str):
         log.info("using the forward pass of transformers, because %s", weights)
-    if weight_dtype == "int8":
+    if weight_dtype != "auto":
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
-        raise ModelError(f"int8 weights need the native forward pass on a CPU, and {why}")
+        raise ModelError(f"{weight_dtype} weights need the native forward pass on a CPU, and {why}")
     pack_linears(network)
     return NativeForward()
 

@@ -13,7 +13,10 @@ class Decoder {
   public:
     virtual ~Decoder() = default;
     virtual int64_t matrix_bytes() const = 0;
-    virtual void pack(int64_t layer, int64_t part, const void* numbers) = 0;
+    virtual void declare(int64_t layer, int64_t part, const CodedPart& coded) = 0;
+    virtual void allocate() = 0;
+    virtual void pack(int64_t layer, int64_t part, const void* numbers, int64_t first, int64_t count) = 0;
+    virtual void pack_codes(int64_t layer, int64_t part, const CodedPart& coded) = 0;
     virtual void step(Pool& pool, const DecoderStep& step) = 0;
     virtual int64_t adapter_slot_bytes(int64_t max_rank) const = 0;
     virtual void reserve_adapters(int64_t num_slots, int64_t max_rank) = 0;
@@ -40,10 +43,21 @@ class DecoderOf final : public Decoder {
 
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
-    void pack(int64_t layer, int64_t part, const void* numbers) override { weights_.pack(layer, part, numbers); }
+    void declare(int64_t layer, int64_t part, const CodedPart& coded) override { weights_.declare(layer, part, coded); }
+
+    void allocate() override { weights_.allocate(); }
+
+    void pack(int64_t layer, int64_t part, const void* numbers, int64_t first, int64_t count) override {
+        weights_.pack(layer, part, numbers, first, count);
+    }
+
+    void pack_codes(int64_t layer, int64_t part, const CodedPart& coded) override {
+        weights_.pack_codes(layer, part, coded);
+    }
 
     void step(Pool& pool, const DecoderStep& step) override {
         activations_.reserve(shape_, step.num_tokens);
+        viewed_.reserve(weights_.viewed_size, activations_.capacity);
         adapted_.begin(shape_, adapters_, step.adapter_slots, step.query_starts, step.num_sequences);
         const auto items =
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
@@ -98,7 +112,7 @@ class DecoderOf final : public Decoder {
                 const Layer<Factor>& layer = decoder_.weights_.layers[index];
                 const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
                                  step_.is_int8[index] != 0};
-                norm(layer.input_norm, &kv);
+                norm(layer.input_norm, &kv, layer.qkv);
                 shrink(QKV, QKV_PRODUCT, index, normed_elements());
                 project_qkv(layer, kv, index);
                 attend_all(kv, decoder_.windows_[index]);
@@ -106,7 +120,7 @@ class DecoderOf final : public Decoder {
                 shrink(OUTPUT, OUTPUT_PRODUCT, index, activations_.attended);
                 add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
                             ADAPT_OUTPUT, index, layer.router == nullptr ? &layer.gate_up : nullptr);
-                norm(layer.post_attention_norm, nullptr, layer.router);
+                norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router);
                 if (layer.router != nullptr) {
                     add_experts(layer);
                     continue;
@@ -148,8 +162,25 @@ class DecoderOf final : public Decoder {
         template <class Type, class Finish>
         void product(Part part, const Matrix<Type>& matrix, const Rows<Type>& rows, int64_t num_rows,
                      const Blocks* after, const Finish& finish) {
-            const Product<Type> product(matrix, rows, num_rows, team_.num_threads, decoder_.weights_.stream, after);
+            const Product<Type> product(matrix, rows, num_rows, team_.num_threads, decoder_.weights_.stream, after,
+                                        prepared(matrix));
             phase(part, product.num_tasks, [&](int64_t task) { product.compute(task, scratch_.product, finish); });
+        }
+
+        // The rows of a product as its matrix reads them.
+        template <class Type>
+        PreparedRows<Type> prepared(const Matrix<Type>& matrix) const {
+            if constexpr (std::is_same_v<Type, Element>)
+                return {&decoder_.viewed_, &decoder_.weights_.views(matrix)};
+            else
+                return {};
+        }
+
+        // Prepares a row for a product with a matrix.
+        template <class Type>
+        void view_row(const Matrix<Type>& matrix, const Rows<Type>& rows, int64_t row) const {
+            if constexpr (std::is_same_v<Type, Element>)
+                decoder_.viewed_.put(decoder_.weights_.views(matrix), rows, row);
         }
 
         bool has_adapter(int64_t row) const { return !adapted_.is_empty() && adapted_.slot_of(row) >= 0; }
@@ -227,12 +258,13 @@ class DecoderOf final : public Decoder {
                      });
         }
 
-        // Norms the residual. Before keys and values are written, clears the groups that begin in this step.
-        // Chooses experts if there is a router.
-        void norm(const float* weight, const LayerKv* kv, const float* router = nullptr) {
+        // Norms the residual, for the product with `next`. Before keys and values are written, clears the groups that
+        // begin in this step. Chooses experts if there is a router.
+        void norm(const float* weight, const LayerKv* kv, const Matrix<Factor>& next, const float* router = nullptr) {
             each_row(NORM, step_.num_tokens, [&](int64_t row) {
                 settle(row);
                 norm_residual(activations_.normed, row, weight, row);
+                view_row(next, activations_.normed, row);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (has_adapter(row)) adapted_.normed.put(row, 0, scratch_.product.tile, activations_.width);
                 if (router != nullptr)
@@ -366,6 +398,8 @@ class DecoderOf final : public Decoder {
             const float scale = norm == nullptr ? shape_.residual_scale : 1.0f;
             delta_norm_ = norm;
             has_expert_rows_ = false;
+            if (!decoder_.weights_.views(matrix).empty())
+                each_row(part, num_tokens, [&](int64_t row) { view_row(matrix, rows, row); });
             product(part, matrix, rows, num_tokens, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
                 const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
@@ -481,6 +515,7 @@ class DecoderOf final : public Decoder {
                 each_row(NORM, step_.num_tokens, [&](int64_t row) { settle(row); });
             each_row(NORM, step_.num_logits, [&](int64_t row) {
                 norm_residual(activations_.last, step_.logit_rows[row], decoder_.weights_.final_norm, row);
+                view_row(decoder_.weights_.head, activations_.last, row);
                 if (choice != nullptr) choice->mark(team_.thread, row);
             });
             product(HEAD, decoder_.weights_.head, activations_.last, step_.num_logits, nullptr,
@@ -530,6 +565,7 @@ class DecoderOf final : public Decoder {
     AdapterSlots<Element> adapters_;
     Activations<Element, Factor> activations_;
     AdaptedRows<Element, Factor> adapted_;
+    ViewedRows<Element> viewed_;
     GreedyChoice choice_;
     std::vector<ExpertRows> groups_;     // experts that have rows in the current layer
     std::vector<int64_t> next_places_;   // of each expert
@@ -560,8 +596,25 @@ void* inflight_decoder_new(const inflight::DecoderShape* shape, int64_t is_bfloa
 }
 void inflight_decoder_free(void* decoder) { delete static_cast<inflight::Decoder*>(decoder); }
 
-void inflight_decoder_pack(void* decoder, int64_t layer, int64_t part, const void* numbers) {
-    static_cast<inflight::Decoder*>(decoder)->pack(layer, part, numbers);
+// Announces a part of a matrix that has codes, before `allocate`. Reads its sizes and its order.
+void inflight_decoder_declare(void* decoder, int64_t layer, int64_t part, const inflight::CodedPart* coded) {
+    static_cast<inflight::Decoder*>(decoder)->declare(layer, part, *coded);
+}
+
+// Allocates memory for all weights, once. Returns 0, or 1 if there is not enough.
+int64_t inflight_decoder_allocate(void* decoder) {
+    return inflight::or_out_of_memory([&] { static_cast<inflight::Decoder*>(decoder)->allocate(); });
+}
+
+// Packs `count` columns of a matrix from `first` on, or anything else as a whole.
+void inflight_decoder_pack(void* decoder, int64_t layer, int64_t part, const void* numbers, int64_t first,
+                           int64_t count) {
+    static_cast<inflight::Decoder*>(decoder)->pack(layer, part, numbers, first, count);
+}
+
+// Packs a part that was declared.
+void inflight_decoder_pack_codes(void* decoder, int64_t layer, int64_t part, const inflight::CodedPart* coded) {
+    static_cast<inflight::Decoder*>(decoder)->pack_codes(layer, part, *coded);
 }
 
 // Returns the bytes of the weights that a step multiplies with, if it uses all experts.

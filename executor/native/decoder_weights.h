@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -66,7 +67,18 @@ class PackedWeights {
         : stream(stream),
           head_blocks(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
           layers(shape.num_layers),
-          shape_(shape) {
+          shape_(shape) {}
+
+    // Announces a part of a matrix that has codes, before memory is allocated.
+    void declare(int64_t layer, int64_t part, const CodedPart& coded) {
+        const int64_t num_blocks = num_blocks_of(part);
+        Mixture& mixture = mixtures_[{layer, part}];
+        mixture.add(coded, num_blocks, [&](int64_t column) { return placed(part, column) / BLOCK_COLUMNS; });
+        viewed_size.include(mixture.views());
+    }
+
+    // Allocates memory for all weights, once.
+    void allocate() {
         Cursor count(nullptr);
         place(count);
         arena_ = std::make_unique<Arena>(count.used());
@@ -75,8 +87,8 @@ class PackedWeights {
     }
 
     int64_t matrix_bytes() const {
-        int64_t num_bytes = head.num_blocks * head.block_bytes;
-        auto add = [&](const Matrix<Factor>& matrix) { num_bytes += matrix.num_blocks * matrix.block_bytes; };
+        int64_t num_bytes = head.num_bytes;
+        auto add = [&](const Matrix<Factor>& matrix) { num_bytes += matrix.num_bytes; };
         for (const Layer<Factor>& layer : layers) {
             for (const Matrix<Factor>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) add(*matrix);
             for (const FeedForward<Factor>& expert : layer.experts) add(expert.gate_up), add(expert.down);
@@ -84,33 +96,26 @@ class PackedWeights {
         return num_bytes;
     }
 
-    void pack(int64_t layer, int64_t part, const void* numbers) {
-        const int64_t hidden = shape_.hidden_size, heads = shape_.num_heads + 2 * shape_.num_kv_heads;
-        const int64_t dim = shape_.head_dim, inner = shape_.intermediate_size;
-        auto plain = [](int64_t column) { return column; };
+    // Packs `count` columns of a matrix, from `first` on; or a vector, the embedding or a router as a whole.
+    void pack(int64_t layer, int64_t part, const void* numbers, int64_t first, int64_t count) {
+        const int64_t hidden = shape_.hidden_size;
+        auto pack_into = [&](const auto& matrix) { pack_matrix(matrix, part, numbers, first, count); };
         switch (part) {
             case PACK_EMBEDDING:
                 std::memcpy(embedding, numbers, shape_.vocabulary_size * hidden * sizeof(Number));
                 break;
-            case PACK_HEAD: pack_matrix(head, numbers, shape_.vocabulary_size, hidden, plain); break;
-            case PACK_QKV:
-                // Each head begins a new block.
-                pack_matrix(layers[layer].qkv, numbers, heads * dim, hidden, [&](int64_t column) {
-                    return column / dim * head_blocks * BLOCK_COLUMNS + column % dim;
-                });
-                break;
-            case PACK_OUTPUT:
-                pack_matrix(layers[layer].output, numbers, hidden, shape_.num_heads * dim, plain);
-                break;
-            case PACK_GATE_UP: pack_gate_up(layers[layer].gate_up, numbers); break;
-            case PACK_DOWN: pack_matrix(layers[layer].down, numbers, hidden, inner, plain); break;
+            case PACK_HEAD: pack_into(head); break;
+            case PACK_QKV: pack_into(layers[layer].qkv); break;
+            case PACK_OUTPUT: pack_into(layers[layer].output); break;
+            case PACK_GATE_UP: pack_into(layers[layer].gate_up); break;
+            case PACK_DOWN: pack_into(layers[layer].down); break;
             case PACK_ROUTER:
                 for (int64_t expert = 0; expert < shape_.num_experts; ++expert)
                     std::memcpy(layers[layer].router + expert * round_up(hidden, LANES),
                                 static_cast<const float*>(numbers) + expert * hidden, hidden * sizeof(float));
                 break;
-            case PACK_EXPERT_GATE_UP: pack_gate_up(expert_of(layer).gate_up, numbers); break;
-            case PACK_EXPERT_DOWN: pack_matrix(expert_of(layer).down, numbers, hidden, inner, plain); break;
+            case PACK_EXPERT_GATE_UP: pack_into(expert_of(layer).gate_up); break;
+            case PACK_EXPERT_DOWN: pack_into(expert_of(layer).down); break;
             default: {
                 const auto [vector, size] = vector_of(layer, part);
                 std::memcpy(vector, numbers, size * sizeof(float));
@@ -118,8 +123,22 @@ class PackedWeights {
         }
     }
 
+    // Packs a part that was declared.
+    void pack_codes(int64_t layer, int64_t part, const CodedPart& coded) {
+        const Mixture& mixture = mixtures_.at({layer, part});
+        for (int64_t i = 0; i < coded.num_columns; ++i)
+            mixture.pack_column(coded, i, placed(part, coded.first_column + i));
+    }
+
+    // The views of a matrix's rows.
+    const std::vector<RowView>& views(const Blocks& matrix) const {
+        static const std::vector<RowView> none;
+        return matrix.mixture == nullptr ? none : matrix.mixture->views();
+    }
+
     const WeightStream stream;
     const int64_t head_blocks;  // of an attention head
+    typename ViewedRows<Element>::Size viewed_size;
     Number* embedding = nullptr;
     Matrix<Element> head;
     float* final_norm = nullptr;
@@ -130,14 +149,22 @@ class PackedWeights {
         const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
         const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads;
         embedding = cursor.take<Number>(shape_.vocabulary_size * hidden);
-        head = take_matrix<Element>(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS, stream.panels());
+        head = place_matrix<Element>(cursor, 0, PACK_HEAD);
         final_norm = cursor.take<float>(width);
-        for (Layer<Factor>& layer : layers) {
-            layer.qkv = place_matrix(cursor, heads * head_blocks * BLOCK_COLUMNS, hidden, head_blocks);
-            layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
+        for (int64_t index = 0; index < shape_.num_layers; ++index) {
+            Layer<Factor>& layer = layers[index];
+            layer.qkv = place_matrix<Factor>(cursor, index, PACK_QKV);
+            layer.output = place_matrix<Factor>(cursor, index, PACK_OUTPUT);
             layer.experts.resize(shape_.num_experts);
-            for (FeedForward<Factor>& expert : layer.experts) place_feed_forward(cursor, expert);
-            if (shape_.num_experts == 0) place_feed_forward(cursor, layer);
+            for (int64_t i = 0; i < shape_.num_experts; ++i) {
+                const int64_t expert = index * shape_.num_experts + i;
+                layer.experts[i].gate_up = place_matrix<Factor>(cursor, expert, PACK_EXPERT_GATE_UP);
+                layer.experts[i].down = place_matrix<Factor>(cursor, expert, PACK_EXPERT_DOWN);
+            }
+            if (shape_.num_experts == 0) {
+                layer.gate_up = place_matrix<Factor>(cursor, index, PACK_GATE_UP);
+                layer.down = place_matrix<Factor>(cursor, index, PACK_DOWN);
+            }
             auto vector = [&](bool has, int64_t size) { return has ? cursor.take<float>(size) : nullptr; };
             layer.input_norm = vector(shape_.has_input_norms, width);
             layer.attention_output_norm = vector(shape_.has_output_norms, width);
@@ -155,36 +182,62 @@ class PackedWeights {
         return (shape_.head_norms == NORMS_OF_ALL_HEADS ? num_heads : 1) * shape_.head_dim;
     }
 
-    Matrix<Factor> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
-        return take_matrix<Factor>(cursor, columns, depth, blocks_at_once, stream.panels());
+    // Columns of a matrix in blocks, its depth, and the blocks of a task.
+    struct MatrixSize {
+        int64_t columns, depth, blocks_at_once;
+    };
+
+    MatrixSize size_of(int64_t part) const {
+        const int64_t hidden = shape_.hidden_size, inner = shape_.intermediate_size;
+        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads;
+        switch (part) {
+            case PACK_HEAD: return {shape_.vocabulary_size, hidden, HEAD_BLOCKS};
+            case PACK_QKV: return {heads * head_blocks * BLOCK_COLUMNS, hidden, head_blocks};
+            case PACK_OUTPUT: return {hidden, shape_.num_heads * shape_.head_dim, 1};
+            case PACK_GATE_UP:
+            case PACK_EXPERT_GATE_UP:
+                return {2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden, 2 * GATE_BLOCKS<Factor>};
+            default: return {hidden, inner, 1};
+        }
     }
 
-    void place_feed_forward(Cursor& cursor, FeedForward<Factor>& layer) {
-        const int64_t hidden = shape_.hidden_size, inner = shape_.intermediate_size;
-        layer.gate_up = place_matrix(cursor, 2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
-                                     2 * GATE_BLOCKS<Factor>);
-        layer.down = place_matrix(cursor, hidden, inner);
+    int64_t num_blocks_of(int64_t part) const {
+        const MatrixSize size = size_of(part);
+        return round_up(size.columns, size.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+    }
+
+    // Where a column of a matrix is among those of its blocks.
+    int64_t placed(int64_t part, int64_t column) const {
+        const int64_t dim = shape_.head_dim, inner = shape_.intermediate_size, index = column % inner;
+        switch (part) {
+            // Each head begins a new block.
+            case PACK_QKV: return column / dim * head_blocks * BLOCK_COLUMNS + column % dim;
+            // Blocks of the gate and of the up projection alternate.
+            case PACK_GATE_UP:
+            case PACK_EXPERT_GATE_UP:
+                return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
+            default: return column;
+        }
+    }
+
+    template <class Type>
+    Matrix<Type> place_matrix(Cursor& cursor, int64_t layer, int64_t part) {
+        const MatrixSize size = size_of(part);
+        const auto mixture = mixtures_.find({layer, part});
+        Mixture* const mixed = mixture == mixtures_.end() ? nullptr : &mixture->second;
+        return take_matrix<Type>(cursor, size.columns, size.depth, size.blocks_at_once, stream.panels(), mixed);
     }
 
     const FeedForward<Factor>& expert_of(int64_t index) const {
         return layers[index / shape_.num_experts].experts[index % shape_.num_experts];
     }
 
-    // Blocks of the gate and of the up projection alternate.
-    void pack_gate_up(const Matrix<Factor>& matrix, const void* numbers) {
-        const int64_t inner = shape_.intermediate_size;
-        pack_matrix(matrix, numbers, 2 * inner, shape_.hidden_size, [&](int64_t column) {
-            const int64_t index = column % inner;
-            return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
-        });
-    }
-
-    template <class Product, class Place>
-    void pack_matrix(const Matrix<Product>& matrix, const void* numbers, int64_t columns, int64_t depth,
-                     const Place& place) {
-        for (int64_t column = 0; column < columns; ++column)
-            pack_column<Product, Element>(matrix, place(column), static_cast<const Number*>(numbers) + column * depth,
-                                         depth);
+    template <class Product>
+    void pack_matrix(const Matrix<Product>& matrix, int64_t part, const void* numbers, int64_t first, int64_t count) {
+        const int64_t depth = size_of(part).depth;
+        for (int64_t i = 0; i < count; ++i)
+            pack_column<Product, Element>(matrix, placed(part, first + i),
+                                          static_cast<const Number*>(numbers) + i * depth, depth);
     }
 
     std::pair<float*, int64_t> vector_of(int64_t index, int64_t part) const {
@@ -204,6 +257,7 @@ class PackedWeights {
     }
 
     const DecoderShape shape_;
+    std::map<std::pair<int64_t, int64_t>, Mixture> mixtures_;  // by layer and part
     std::unique_ptr<Arena> arena_;
 };
 

@@ -86,13 +86,23 @@ struct Panels {
 };
 constexpr Panels APART{64, STEP_BYTES / 2}, INTERLEAVED{128, 64};
 
+// A block of a matrix whose blocks differ (codes.h). Without a format it is a plain one.
+struct CodeFormat;
+struct MixedBlock {
+    char* data;
+    const CodeFormat* format;
+};
+class Mixture;
+
 // The memory of a matrix.
 struct Blocks {
     char* blocks = nullptr;
-    int64_t num_blocks = 0, block_bytes = 0;
-    int64_t blocks_at_once = 1;  // in one task
+    int64_t num_blocks = 0, block_bytes = 0, num_bytes = 0;
+    int64_t blocks_at_once = 1;         // in one task
+    const Mixture* mixture = nullptr;   // null: all blocks are plain
+    const MixedBlock* mixed = nullptr;  // its blocks
 
-    char* block(int64_t index) const { return blocks + index * block_bytes; }
+    char* block(int64_t index) const { return mixed == nullptr ? blocks + index * block_bytes : mixed[index].data; }
 };
 
 template <class Element>

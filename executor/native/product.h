@@ -3,6 +3,7 @@
 #pragma once
 
 #include "arena.h"
+#include "codes.h"
 #include "matmul.h"
 #include "pool.h"
 
@@ -20,19 +21,37 @@ struct WeightStream {
 struct ProductScratch {
     static constexpr int64_t TILE_NUMBERS = 64 << 10;
 
+    static constexpr int64_t PIECE_BYTES = 16 << 10;  // of codes, in the first-level cache besides rows that pass
+
     alignas(64) float tile[TILE_NUMBERS];  // sums of a task
+    alignas(64) char unpacked[PIECE_BYTES];
 };
 
-// Takes memory for a matrix and for rows. That of rows must be zero.
+// Rows as the parts of a matrix with codes read them.
 template <class Element>
-Matrix<Element> take_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once, Panels panels) {
+struct PreparedRows {
+    const ViewedRows<Element>* rows = nullptr;
+    const std::vector<RowView>* views = nullptr;
+};
+
+// Takes memory for a matrix and for rows. That of rows must be zero. With a mixture, blocks are as it describes them.
+template <class Element>
+Matrix<Element> take_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once, Panels panels,
+                            Mixture* mixture = nullptr) {
     Matrix<Element> matrix;
     matrix.panels = panels;
     matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
     matrix.num_steps = padded_depth<Element>(depth) / STEP_DEPTH<Element>;
     matrix.blocks_at_once = blocks_at_once;
     matrix.block_bytes = matrix.num_steps * matrix.WHOLE_STEP_BYTES;
-    matrix.blocks = cursor.take<char>(matrix.num_blocks * matrix.block_bytes);
+    if (mixture == nullptr) {
+        matrix.num_bytes = matrix.num_blocks * matrix.block_bytes;
+        matrix.blocks = cursor.take<char>(matrix.num_bytes);
+    } else {
+        matrix.num_bytes = mixture->take(cursor, matrix.block_bytes);
+        matrix.mixture = mixture;
+        matrix.mixed = mixture->blocks();
+    }
     return matrix;
 }
 
@@ -53,11 +72,12 @@ Rows<Element> take_rows(Cursor& cursor, int64_t num_rows, int64_t depth) {
 template <class Element>
 class Product {
   public:
-    // `after` is the matrix of the next product, or null.
+    // `after` is the matrix of the next product, or null. A matrix with codes needs `prepared`.
     Product(const Matrix<Element>& matrix, const Rows<Element>& rows, int64_t num_rows, int num_threads,
-            const WeightStream& stream, const Blocks* after)
+            const WeightStream& stream, const Blocks* after, const PreparedRows<Element>& prepared = {})
         : matrix_(matrix),
           rows_(rows),
+          prepared_(prepared),
           blocks_at_once_(matrix.blocks_at_once),
           stride_(blocks_at_once_ * BLOCK_COLUMNS),
           num_rows_(num_rows),
@@ -75,8 +95,13 @@ class Product {
         const int64_t end = std::min(num_rows_, start + rows_of_task_);
         for (int64_t i = 0; i < blocks_at_once_; ++i) {
             const char* next = i + 1 < blocks_at_once_ ? matrix_.block(first_block + i + 1) : probably_next(task);
-            multiply_block(matrix_.block(first_block + i), prefetches_ ? next : nullptr, start, end,
-                           scratch.tile + i * BLOCK_COLUMNS);
+            float* const out = scratch.tile + i * BLOCK_COLUMNS;
+            if constexpr (!IS_INT8<Element>)
+                if (matrix_.mixed != nullptr && matrix_.mixed[first_block + i].format != nullptr) {
+                    multiply_codes_of_block(matrix_.mixed[first_block + i], next, start, end, scratch, out);
+                    continue;
+                }
+            multiply_block(matrix_.block(first_block + i), prefetches_ ? next : nullptr, start, end, out);
         }
         for (int64_t row = start; row < end; row += TILE_ROWS)
             finish(first_block, row, rows_of_tile(row, end), scratch.tile + (row - start) * stride_);
@@ -117,8 +142,34 @@ class Product {
         }
     }
 
+    // With many rows, codes of 8 bits are unpacked once for all of them; those of 4 bits take two instructions for 32
+    // numbers. The next block is always prefetched.
+    void multiply_codes_of_block(const MixedBlock& block, const char* next, int64_t start, int64_t end,
+                                 ProductScratch& scratch, float* out) const {
+        const CodeFormat& format = *block.format;
+        const Rows<Element>& rows = prepared_.rows->rows(*prepared_.views, format.view, rows_);
+        const float* sums = prepared_.rows->sums(format.view);
+        const bool has_many_rows = end - start > TILE_ROWS, unpacks = has_many_rows && format.bits == 8;
+        const int64_t unpacked_bytes = format.group_size * BLOCK_COLUMNS * (int64_t)sizeof(typename Element::Number);
+        const int64_t piece_bytes = unpacks ? unpacked_bytes : format.group_bytes();
+        const int64_t most_groups = has_many_rows ? ProductScratch::PIECE_BYTES / piece_bytes : format.num_groups;
+        for (int64_t first = 0; first < format.num_groups; first += most_groups) {
+            CodedPiece piece{format, block.data, first, std::min(most_groups, format.num_groups - first)};
+            if (unpacks) piece.unpacked = unpack_codes<Element>(piece, scratch.unpacked);
+            for (int64_t row = start; row < end; row += TILE_ROWS) {
+                Rows<Element> some = rows.from(row, 0);
+                some.numbers += first * format.group_size;
+                const bool is_last = row + TILE_ROWS >= end;
+                multiply_coded<Element>(piece, next != nullptr && is_last ? next + first * format.group_bytes() : nullptr,
+                                        some, sums == nullptr ? nullptr : sums + row * format.num_groups + first,
+                                        rows_of_tile(row, end), first > 0, out + (row - start) * stride_, stride_);
+            }
+        }
+    }
+
     const Matrix<Element>& matrix_;
     const Rows<Element> rows_;
+    const PreparedRows<Element> prepared_;
     const int64_t blocks_at_once_, stride_, num_rows_, rows_of_task_, num_columns_;
     const int num_threads_;
     const bool prefetches_;

@@ -23,12 +23,15 @@ class Trial {
 // The fields of streams.py's structure, in the same order.
 struct TrialShape {
     int64_t num_matrices, columns, depth, blocks_at_once, most_rows, is_bfloat16, is_int8;
+    int64_t bits, group_size, has_shifts;  // of codes; 0 bits: no codes
 };
 
 template <class Element>
 class TrialOf final : public Trial {
   public:
-    explicit TrialOf(const TrialShape& shape) : matrices_(shape.num_matrices) {
+    explicit TrialOf(const TrialShape& shape) : matrices_(shape.num_matrices), mixtures_(shape.num_matrices) {
+        if (shape.bits > 0)
+            for (Mixture& mixture : mixtures_) declare(shape, mixture);
         Cursor count(nullptr);
         place(shape, count);
         arena_ = std::make_unique<Arena>(count.used());
@@ -44,7 +47,7 @@ class TrialOf final : public Trial {
         std::vector<Product<Element>> products;
         for (size_t i = 0; i < matrices_.size(); ++i)
             products.emplace_back(matrices_[i], rows_, num_rows, pool.num_threads(), stream,
-                                  &matrices_[(i + 1) % matrices_.size()]);
+                                  &matrices_[(i + 1) % matrices_.size()], prepared(i));
         const int64_t num_tasks = products[0].num_tasks, num_all = num_tasks * (int64_t)products.size();
         return processor_seconds(pool, num_all, [&](int64_t task, int thread) {
             products[task / num_tasks].compute(task % num_tasks, *scratch_[thread],
@@ -59,7 +62,7 @@ class TrialOf final : public Trial {
             const Matrix<Element>& matrix = matrices_[task / num_blocks];
             const auto* from = reinterpret_cast<const float*>(matrix.block(task % num_blocks));
             Ints sums[SUMS] = {};
-            for (int64_t i = 0; i < matrix.block_bytes / 4; i += SUMS * WIDTH)
+            for (int64_t i = 0; i < matrix.num_bytes / num_blocks / 4; i += SUMS * WIDTH)
                 for (int k = 0; k < SUMS; ++k) sums[k] += (Ints)load(from + i + k * WIDTH);
             for (const Ints& some : sums) sink += some[0];
         });
@@ -92,12 +95,34 @@ class TrialOf final : public Trial {
     static constexpr int SOME_BYTE = 0x3c;  // small numbers in every type
 
     void place(const TrialShape& shape, Cursor& cursor) {
-        for (Matrix<Element>& matrix : matrices_)
-            matrix = take_matrix<Element>(cursor, shape.columns, shape.depth, shape.blocks_at_once, APART);
+        for (size_t i = 0; i < matrices_.size(); ++i)
+            matrices_[i] = take_matrix<Element>(cursor, shape.columns, shape.depth, shape.blocks_at_once, APART,
+                                                shape.bits > 0 ? &mixtures_[i] : nullptr);
         rows_ = take_rows<Element>(cursor, shape.most_rows, shape.depth);
     }
 
+    void declare(const TrialShape& shape, Mixture& mixture) {
+        CodedPart part{};
+        part.shifts = shape.has_shifts ? this : nullptr;
+        part.num_columns = shape.columns, part.depth = shape.depth, part.bits = shape.bits;
+        part.group_size = shape.group_size, part.num_groups = shape.depth / shape.group_size, part.has_halves = 1;
+        mixture.add(part, round_up(shape.columns, shape.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS,
+                    [](int64_t column) { return column / BLOCK_COLUMNS; });
+        if constexpr (!IS_INT8<Element>) {
+            typename ViewedRows<Element>::Size size;
+            size.include(mixture.views());
+            viewed_.reserve(size, shape.most_rows);
+        }
+    }
+
+    PreparedRows<Element> prepared(size_t index) const {
+        if constexpr (IS_INT8<Element>) return {};
+        else return {&viewed_, &mixtures_[index].views()};
+    }
+
     std::vector<Matrix<Element>> matrices_;
+    std::vector<Mixture> mixtures_;
+    ViewedRows<Element> viewed_;
     Rows<Element> rows_;
     std::unique_ptr<Arena> arena_;
     std::vector<std::unique_ptr<ProductScratch>> scratch_;

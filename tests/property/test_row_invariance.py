@@ -32,6 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype_name": "float32"},
     "bfloat16": {"dtype_name": "bfloat16"},
     "int8": {"dtype_name": "float32", "weight_dtype": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"dtype_name": "bfloat16", "weight_dtype": "int4"},
 }
 
 

@@ -1,0 +1,453 @@
+// Products with weights that are whole numbers of 4 or 8 bits, with a scale and an offset for each group of the depth.
+//
+// They stay as they are in memory, and become Elements in registers, exactly: a code less a center is a small integer.
+// The products of a group are added in float32, and then the group is scaled and shifted:
+//
+//     sum = Σ over groups of scale · (Σ (code - center) · x + shift · Σ x)
+//
+// so that a weight is never rounded, whatever its scale. A row's groups are added in the order of the depth and a group's
+// products too, so a row's product does not depend on the other rows. A block is 32 columns of a product, as in
+// matmul.h, and of one format. Blocks of a matrix may differ, and some may be plain. A block has 32 float32 factors, and
+// then for each group of the depth
+//
+//     [group_size * bits / 32 lanes, 32 columns] lanes, [32] scales, [32] shifts if there are any
+//
+// A lane of 32 bits has 8 codes of the depth, number 2i in the lower 16 bits at bit 4i and number 2i + 1 in the upper
+// ones, or 4 codes of 8 bits in order, signed, their center subtracted. Scales are float32; or 16 bits, multiplied by
+// the column's factor, a power of two.
+
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "arena.h"
+#include "matmul.h"
+
+namespace inflight {
+
+// How the codes of a part of a matrix are kept, and which rows they multiply.
+struct CodeFormat {
+    int64_t bits, group_size, num_groups;
+    int64_t center;            // of 4 bits; 0 for 8 bits
+    bool has_halves;           // scales and shifts have 16 bits
+    bool has_shifts;
+    int view;                  // of the rows, or NO_VIEW: as they are
+
+    static constexpr int NO_VIEW = -1;
+    static constexpr int64_t FACTOR_BYTES = BLOCK_COLUMNS * sizeof(float);
+
+    int64_t code_bytes() const { return group_size * BLOCK_COLUMNS * bits / 8; }
+    int64_t scale_bytes() const { return BLOCK_COLUMNS * (has_halves ? sizeof(uint16_t) : sizeof(float)); }
+    int64_t group_bytes() const { return code_bytes() + (has_shifts ? 2 : 1) * scale_bytes(); }
+    int64_t block_bytes() const { return FACTOR_BYTES + num_groups * group_bytes(); }
+};
+
+extern "C" {
+
+// A part of a matrix, some of its columns; decoder.py's `_CodedPart`, in the same order. Codes are `[num_columns, depth *
+// bits / 8]`, those of 4 bits in pairs, the first in the lower half of a byte. Scales and shifts are
+// `[num_columns, num_groups]` of halves or float32, and factors `[num_columns]`. Column i of the codes multiplies number
+// order[i] of a row, or without an order number i.
+struct CodedPart {
+    const uint8_t* codes;
+    const void *scales, *shifts;
+    const float* factors;
+    const int32_t* order;
+    int64_t first_column, num_columns, depth, bits, group_size, num_groups, center, has_halves;
+};
+
+}  // extern "C"
+
+// How parts of a matrix read rows: in another order unless it is empty, and with the sums of groups.
+struct RowView {
+    std::vector<int32_t> order;
+    int64_t group_size, num_groups;
+    bool has_sums;
+};
+
+// A matrix of blocks that differ, of some parts with codes, and of plain blocks.
+class Mixture {
+  public:
+    // Adds a part, whose columns are in the blocks `block_of(column)`.
+    template <class BlockOf>
+    void add(const CodedPart& part, int64_t num_blocks, const BlockOf& block_of) {
+        blocks_.resize(num_blocks);
+        formats_of_blocks_.resize(num_blocks, PLAIN);
+        formats_.push_back({part.bits, part.group_size, part.num_groups, part.bits == 4 ? part.center : 0,
+                            part.has_halves != 0, part.shifts != nullptr, view_of(part)});
+        for (int64_t column = part.first_column; column < part.first_column + part.num_columns; ++column)
+            formats_of_blocks_[block_of(column)] = (int)formats_.size() - 1;
+    }
+
+    // Takes the memory of all blocks, of those without codes `plain_bytes`. Returns its size.
+    int64_t take(Cursor& cursor, int64_t plain_bytes) {
+        const int64_t begin = cursor.used();
+        for (size_t block = 0; block < blocks_.size(); ++block) {
+            const int index = formats_of_blocks_[block];
+            const CodeFormat* format = index == PLAIN ? nullptr : &formats_[index];
+            char* data = cursor.take<char>(format == nullptr ? plain_bytes : format->block_bytes());
+            blocks_[block] = {data, format};
+        }
+        return cursor.used() - begin;
+    }
+
+    const MixedBlock* blocks() const { return blocks_.data(); }
+    const std::vector<RowView>& views() const { return views_; }
+
+    // Packs a column of a part, `placed` among the blocks' columns.
+    void pack_column(const CodedPart& part, int64_t index, int64_t placed) const {
+        const MixedBlock& block = blocks_[placed / BLOCK_COLUMNS];
+        const CodeFormat& format = *block.format;
+        const int64_t column = placed % BLOCK_COLUMNS, row_bytes = part.depth * part.bits / 8;
+        const int64_t lanes = format.group_size * part.bits / 32;
+        const uint8_t* codes = part.codes + index * row_bytes;
+        reinterpret_cast<float*>(block.data)[column] = part.factors[index];
+        const uint8_t filler = part.bits == 4 ? (uint8_t)(part.center * 0x11) : 0;
+        for (int64_t group = 0; group < format.num_groups; ++group) {
+            char* const to = block.data + format.FACTOR_BYTES + group * format.group_bytes();
+            for (int64_t lane = 0; lane < lanes; ++lane) {
+                uint32_t packed = 0;
+                for (int64_t i = 0; i < 4; ++i) {
+                    const int64_t at = (group * lanes + lane) * 4 + i;
+                    const uint32_t byte = at < row_bytes ? codes[at] : filler;
+                    packed |= part.bits == 4 ? (byte & 15u) << (4 * i) | (byte >> 4) << (16 + 4 * i) : byte << (8 * i);
+                }
+                std::memcpy(to + (lane * BLOCK_COLUMNS + column) * 4, &packed, sizeof packed);
+            }
+            const int64_t size = format.has_halves ? sizeof(uint16_t) : sizeof(float);
+            const int64_t from = (index * format.num_groups + group) * size;
+            char* const scales = to + format.code_bytes() + column * size;
+            std::memcpy(scales, static_cast<const char*>(part.scales) + from, size);
+            if (format.has_shifts)
+                std::memcpy(scales + format.scale_bytes(), static_cast<const char*>(part.shifts) + from, size);
+        }
+    }
+
+  private:
+    static constexpr int PLAIN = -1;
+
+    int view_of(const CodedPart& part) {
+        const RowView view{part.order == nullptr ? std::vector<int32_t>()
+                                                 : std::vector<int32_t>(part.order, part.order + part.depth),
+                           part.group_size, part.num_groups, part.shifts != nullptr};
+        if (view.order.empty() && !view.has_sums) return CodeFormat::NO_VIEW;
+        for (size_t i = 0; i < views_.size(); ++i)
+            if (views_[i].order == view.order && views_[i].group_size == view.group_size) {
+                views_[i].has_sums |= view.has_sums;
+                return (int)i;
+            }
+        views_.push_back(view);
+        return (int)views_.size() - 1;
+    }
+
+    std::vector<CodeFormat> formats_;
+    std::vector<int> formats_of_blocks_;
+    std::vector<MixedBlock> blocks_;
+    std::vector<RowView> views_;
+};
+
+// Rows as the parts of a matrix read them, for as many rows as were reserved. Products use the memory in turn.
+template <class Element>
+class ViewedRows {
+  public:
+    // Memory for `num_rows` rows and a matrix with these views.
+    struct Size {
+        size_t num_views = 0;
+        int64_t num_groups = 0, depth = 0;  // the most of a view, and the deepest that has an order
+
+        void include(const std::vector<RowView>& views) {
+            num_views = std::max(num_views, views.size());
+            for (const RowView& view : views) {
+                num_groups = std::max(num_groups, view.num_groups);
+                depth = std::max(depth, (int64_t)view.order.size());
+            }
+        }
+    };
+
+    void reserve(const Size& size, int64_t num_rows) {
+        if (num_rows <= capacity_ || size.num_views == 0) return;
+        capacity_ = num_rows;
+        rows_.resize(size.num_views);
+        sums_.resize(size.num_views);
+        Cursor count(nullptr);
+        place(count, size);
+        arena_ = std::make_unique<Arena>(count.used());
+        Cursor cursor(arena_->data());
+        place(cursor, size);
+    }
+
+    // Prepares a row for a product with a matrix of these views.
+    void put(const std::vector<RowView>& views, const Rows<Element>& rows, int64_t row) const {
+        using Number = typename Element::Number;
+        for (size_t i = 0; i < views.size(); ++i) {
+            const RowView& view = views[i];
+            const Number* numbers = rows.row(row);
+            const int64_t depth = (int64_t)view.order.size();
+            if (depth > 0) {
+                Number* to = rows_[i].row(row);
+                for (int64_t j = 0; j < depth; ++j) to[j] = numbers[view.order[j]];
+                for (int64_t j = depth; j < view.num_groups * view.group_size; ++j) to[j] = 0;
+                numbers = to;
+            }
+            if (view.has_sums)
+                for (int64_t group = 0; group < view.num_groups; ++group)
+                    sums_[i][row * view.num_groups + group] = sum(numbers + group * view.group_size, view.group_size);
+        }
+    }
+
+    // The rows that a part multiplies; `plain` are those that it does not reorder.
+    const Rows<Element>& rows(const std::vector<RowView>& views, int view, const Rows<Element>& plain) const {
+        return view == CodeFormat::NO_VIEW || views[view].order.empty() ? plain : rows_[view];
+    }
+    const float* sums(int view) const { return view == CodeFormat::NO_VIEW ? nullptr : sums_[view]; }
+
+  private:
+    static float sum(const typename Element::Number* numbers, int64_t count) {
+        float sums[LANES] = {};
+        for (int64_t i = 0; i < count; i += LANES)
+            for (int lane = 0; lane < LANES; ++lane) sums[lane] += Element::get(numbers[i + lane]);
+        float sum = 0;
+        for (const float some : sums) sum += some;
+        return sum;
+    }
+
+    void place(Cursor& cursor, const Size& size) {
+        for (size_t i = 0; i < size.num_views; ++i) {
+            if (size.depth > 0) {
+                rows_[i].stride = padded_depth<Element>(size.depth) + STEP_DEPTH<Element>;
+                rows_[i].numbers = cursor.take<typename Element::Number>((capacity_ + TILE_ROWS) * rows_[i].stride);
+            }
+            sums_[i] = cursor.take<float>(capacity_ * size.num_groups);
+        }
+    }
+
+    int64_t capacity_ = 0;
+    std::unique_ptr<Arena> arena_;
+    std::vector<Rows<Element>> rows_;
+    std::vector<float*> sums_;
+};
+
+// Rows that are multiplied at once: fewer than of plain weights, which was faster.
+constexpr int CODED_ROWS = REGISTER_ROWS * 2 / 3;
+
+// Makes Elements of the packed codes of BITS bits; of 32 bits, lanes are Elements already.
+template <class Element, int BITS>
+class Codes {
+  public:
+    static constexpr int UNITS = BITS == 32 ? 1 : 32 / BITS / Element::PAIR;  // of a lane
+    static constexpr int LANES_AT_ONCE = BITS == 32 ? 16 / Element::PAIR : 1;
+
+    explicit Codes(int64_t center) {
+        if constexpr (BITS != 4) return;
+        center_ = all((float)center);
+#if defined(__AVX512F__)
+        // Of each possible code, and again for codes whose highest bit is the lowest of another code.
+        alignas(64) typename Element::Number table[64 / sizeof(typename Element::Number)];
+        for (int i = 0; i < 16; i += WIDTH) {
+            Floats numbers;
+            for (int lane = 0; lane < WIDTH; ++lane) numbers[lane] = (float)(i + lane - center);
+            Element::put(table + i, numbers);
+            if constexpr (Element::PAIR == 2) Element::put(table + 16 + i, numbers);
+        }
+        table_ = _mm512_load_si512(table);
+#endif
+    }
+
+    // Returns the unit `index` of each lane.
+    ALWAYS_INLINE typename Element::Vector unit(Words lanes, int index) const {
+        if constexpr (BITS == 32) {
+            return (typename Element::Vector)lanes;
+        } else if constexpr (Element::PAIR == 2) {
+#if defined(__AVX512BW__)
+            if constexpr (BITS == 4)
+                return (Words)_mm512_permutexvar_epi16((__m512i)(lanes >> (4 * index)), table_);
+#endif
+            return ((Words)number(lanes, 2 * index) >> 16) | ((Words)number(lanes, 2 * index + 1) & 0xffff0000u);
+        } else {
+            return number(lanes, index);
+        }
+    }
+
+  private:
+    ALWAYS_INLINE Floats number(Words lanes, int index) const {
+        if constexpr (BITS == 4) {
+            const Words shifted = lanes >> (16 * (index % 2) + 4 * (index / 2));
+#if defined(__AVX512F__)
+            if constexpr (Element::PAIR == 1)
+                return (Floats)_mm512_permutexvar_ps((__m512i)shifted, _mm512_castsi512_ps(table_));
+#endif
+            return __builtin_convertvector((Ints)(shifted & 15u), Floats) - center_;
+        } else {
+            return __builtin_convertvector((Ints)(lanes << (24 - 8 * index)) >> 24, Floats);
+        }
+    }
+
+    Floats center_ = {};
+#if defined(__AVX512F__)
+    __m512i table_ = {};
+#endif
+};
+
+// Groups of a block, and their codes, which may have been unpacked.
+struct CodedPiece {
+    const CodeFormat& format;
+    const char* block;
+    int64_t first_group, num_groups;
+    const char* unpacked = nullptr;
+
+    const char* group(int64_t index) const {
+        return block + format.FACTOR_BYTES + (first_group + index) * format.group_bytes();
+    }
+};
+
+// A row's scales of 16 bits are IEEE halves, which is known to vector units since AVX-512.
+ALWAYS_INLINE Floats load_halves(const char* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+    typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const Words words = __builtin_convertvector(halves, Words);
+    // The exponents differ by 112.
+    return (Floats)((words & 0x7fffu) << 13 | (words & 0x8000u) << 16) * 0x1p112f;
+#endif
+}
+
+// The scales or shifts of columns, from `column` of a block on.
+ALWAYS_INLINE Floats load_scales(const CodeFormat& format, const char* scales, int column) {
+    return format.has_halves ? load_halves(scales + column * sizeof(uint16_t))
+                             : load(reinterpret_cast<const float*>(scales) + column);
+}
+
+// Adds to `sums[row, 32 columns]`, for the columns of one pass. `row_sums` are those of a row's groups.
+template <class Element, int BITS, int ROWS>
+void multiply_codes(const CodedPiece& piece, const char* next, int pass, const Rows<Element>& rows,
+                    const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+    using Number = typename Element::Number;
+    using These = Codes<Element, BITS>;
+    const CodeFormat& format = piece.format;
+    const These codes(format.center);
+    const int64_t num_lanes = format.group_size / (These::UNITS * Element::PAIR);
+    const int64_t unpacked_bytes = BLOCK_COLUMNS * format.group_size * sizeof(Number);
+    int column_of[PASS_VECTORS];
+    Floats factors[PASS_VECTORS];
+    for (int v = 0; v < PASS_VECTORS; ++v) {
+        column_of[v] = (pass * PASS_VECTORS + v) * WIDTH;
+        factors[v] = load(reinterpret_cast<const float*>(piece.block) + column_of[v]);
+    }
+    const Number* numbers = rows.numbers;
+    const int64_t stride = rows.stride;
+    for (int64_t group = 0; group < piece.num_groups; ++group, numbers += format.group_size) {
+        const char* const from = piece.group(group);
+        const char* lanes = BITS == 32 ? piece.unpacked + group * unpacked_bytes : from;
+        if (next != nullptr) {
+            for (int64_t byte = 0; byte < format.group_bytes(); byte += 64) prefetch_line(next + byte);
+            next += format.group_bytes();
+        }
+        Floats sum[ROWS][PASS_VECTORS] = {};
+        const Number* left = numbers;
+        for (int64_t lane = 0; lane < num_lanes; lane += These::LANES_AT_ONCE) {
+#pragma GCC unroll 16
+            for (int some = 0; some < These::LANES_AT_ONCE; ++some, lanes += 4 * BLOCK_COLUMNS) {
+                Words packed[PASS_VECTORS];
+#pragma GCC unroll 2
+                for (int v = 0; v < PASS_VECTORS; ++v) packed[v] = (Words)load((const float*)lanes + column_of[v]);
+#pragma GCC unroll 8
+                for (int i = 0; i < These::UNITS; ++i, left += Element::PAIR) {
+                    typename Element::Vector loaded[PASS_VECTORS];
+#pragma GCC unroll 2
+                    for (int v = 0; v < PASS_VECTORS; ++v) loaded[v] = codes.unit(packed[v], i);
+#pragma GCC unroll 12
+                    for (int r = 0; r < ROWS; ++r) {
+                        const auto unit = unit_at<Element>(left + r * stride, 0);
+#pragma GCC unroll 2
+                        for (int v = 0; v < PASS_VECTORS; ++v)
+                            sum[r][v] = Element::multiply_add(sum[r][v], unit, loaded[v]);
+                    }
+                }
+            }
+        }
+        const char* const scales = from + format.code_bytes();
+#pragma GCC unroll 2
+        for (int v = 0; v < PASS_VECTORS; ++v) {
+            const Floats scale = load_scales(format, scales, column_of[v]) * factors[v];
+            Floats shift = {};
+            if (format.has_shifts) {
+                shift = load_scales(format, scales + format.scale_bytes(), column_of[v]);
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; ++r)
+                    sum[r][v] += shift * row_sums[r * format.num_groups + group];
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) sums[r][pass * PASS_VECTORS + v] += scale * sum[r][v];
+        }
+    }
+}
+
+// Calls `multiply_codes` with the number of rows as a constant.
+template <class Element, int BITS, int ROWS = CODED_ROWS>
+void multiply_some_codes(int num_rows, const CodedPiece& piece, const char* next, int pass, const Rows<Element>& rows,
+                         const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+    if constexpr (ROWS > 1)
+        if (num_rows < ROWS)
+            return multiply_some_codes<Element, BITS, ROWS - 1>(num_rows, piece, next, pass, rows, row_sums, sums);
+    multiply_codes<Element, BITS, ROWS>(piece, next, pass, rows, row_sums, sums);
+}
+
+// Computes `out[r, 0..32) = rows[r] · piece` for up to 32 rows, or with `adds` adds that to `out`.
+template <class Element>
+void multiply_coded(const CodedPiece& piece, const char* next, const Rows<Element>& rows, const float* row_sums,
+                    int num_rows, bool adds, float* out, int64_t out_stride) {
+    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
+    for (int row = 0; adds && row < num_rows; ++row)
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) sums[row][v] = load(out + row * out_stride + v * WIDTH);
+    const int num_turns = (num_rows + CODED_ROWS - 1) / CODED_ROWS;
+    const int rows_at_once = (num_rows + num_turns - 1) / num_turns;
+    const int bits = piece.unpacked != nullptr ? 32 : (int)piece.format.bits;
+    for (int pass = 0; pass < NUM_PASSES; ++pass)
+        for (int row = 0; row < num_rows; row += rows_at_once) {
+            const int count = std::min(rows_at_once, num_rows - row);
+            const bool is_last = pass == NUM_PASSES - 1 && row + count == num_rows;
+            const char* const ahead = is_last ? next : nullptr;
+            const auto multiply = bits == 4   ? multiply_some_codes<Element, 4>
+                                  : bits == 8 ? multiply_some_codes<Element, 8>
+                                              : multiply_some_codes<Element, 32>;
+            multiply(count, piece, ahead, pass, rows.from(row, 0), row_sums + row * piece.format.num_groups,
+                     sums + row);
+        }
+    for (int row = 0; row < num_rows; ++row)
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+}
+
+template <class Element, int BITS>
+void unpack_codes(const CodedPiece& piece, char* to) {
+    using These = Codes<Element, BITS>;
+    const These codes(piece.format.center);
+    const int64_t num_lanes = piece.format.group_size / (These::UNITS * Element::PAIR);
+    for (int64_t group = 0; group < piece.num_groups; ++group) {
+        const char* from = piece.group(group);
+        for (int64_t lane = 0; lane < num_lanes; ++lane)
+            for (int column = 0; column < BLOCK_COLUMNS; column += WIDTH) {
+                const auto packed = (Words)load((const float*)(from + lane * 4 * BLOCK_COLUMNS) + column);
+#pragma GCC unroll 8
+                for (int i = 0; i < These::UNITS; ++i)
+                    store((float*)to + ((group * num_lanes + lane) * These::UNITS + i) * BLOCK_COLUMNS + column,
+                          (Floats)codes.unit(packed, i));
+            }
+    }
+}
+
+// Unpacks the codes of a piece to `[depth / PAIR, 32 columns, PAIR]` Elements, and returns them.
+template <class Element>
+const char* unpack_codes(const CodedPiece& piece, char* to) {
+    if (piece.format.bits == 4)
+        unpack_codes<Element, 4>(piece, to);
+    else
+        unpack_codes<Element, 8>(piece, to);
+    return to;
+}
+
+}  // namespace inflight

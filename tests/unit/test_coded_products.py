@@ -1,0 +1,215 @@
+"""Products with quantized matrices against the dequantized ones: formats, groups, orders and numbers of rows, in every
+build that this processor can run."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, pack_halves
+from executor.checkpoint.rounding import round_to
+from executor.cpu.coded_weights import GROUP_SIZES, encode, is_supported
+from executor.cpu.decoder import _coded_part, _CodedPart
+from executor.native.build import BuildFailure, load_library
+from executor.native.library import FOLDER, usable_instruction_sets
+from tests.native_builds import BEST_FIRST
+
+# The first test of a build may wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
+
+SOURCE = Path(__file__).parents[1] / "coded_products.cpp"
+COLUMNS, DEPTH = 64, 384
+DTYPES = [torch.float32, torch.bfloat16]
+# Relative distance of products: sums in float32, and with bfloat16 scales of 11 bits.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-4}
+# One row, groups of registers of every size, more than one tile, and more than one pass over unpacked codes.
+ROW_COUNTS = (1, 2, 5, 12, 13, 32, 33, 70)
+
+
+@pytest.fixture(scope="module", params=BEST_FIRST)
+def calls(request: pytest.FixtureRequest) -> Any:
+    flags = next(each for each in usable_instruction_sets() if each.name == request.param).compiler_flags
+    headers = sorted(FOLDER.glob("*.h"))
+    library = load_library("coded_products", (SOURCE,), headers, (*flags, f"-I{FOLDER}"))
+    assert not isinstance(library, BuildFailure), library
+    library.coded_product.argtypes = (
+        c_void_p,
+        *(c_int64, c_void_p) * 1,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+    )
+    return library
+
+
+def product(calls: Any, parts: list[Matrix], rows: Tensor) -> Tensor:
+    """Rows times the parts, which are next to each other."""
+    columns, depth = sum(part.shape[0] for part in parts), rows.shape[1]
+    plain = torch.zeros(columns, depth, dtype=rows.dtype)
+    coded, kept, first = [], [], 0
+    for part in parts:
+        if isinstance(part, QuantizedWeight):
+            entry, tensors = _coded_part(part, first, rows.dtype)
+            coded.append(entry)
+            kept.append(tensors)
+        else:
+            plain[first : first + part.shape[0]] = part
+        first += part.shape[0]
+    out = torch.full((rows.shape[0], columns), float("nan"))
+    entries = (_CodedPart * len(coded))(*coded)
+    numbers = rows.contiguous()
+    is_bfloat16 = rows.dtype == torch.bfloat16
+    sizes = columns, depth, numbers.data_ptr(), rows.shape[0], is_bfloat16
+    calls.coded_product(ctypes.addressof(entries), len(coded), plain.data_ptr(), *sizes, out.data_ptr())
+    return out
+
+
+def expected(parts: list[Matrix], rows: Tensor) -> Tensor:
+    dense = [part.dequantized() if isinstance(part, QuantizedWeight) else part.to(rows.dtype) for part in parts]
+    return rows.double() @ torch.cat([part.double() for part in dense]).T
+
+
+def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert float((found - wanted).norm() / wanted.norm()) < TOLERANCE[dtype]
+
+
+def random_weight(
+    bits: int,
+    group_size: int,
+    depth: int = DEPTH,
+    *,
+    seed: int = 0,
+    is_symmetric: bool = False,
+    has_order: bool = False,
+) -> QuantizedWeight:
+    """Random codes, scales that no 16 bits hold, and offsets that are no multiples of them unless it is symmetric."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(1 << bits, (COLUMNS, depth), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(COLUMNS, depth // group_size, generator=generator) * 0.02 + 1e-4
+    offset = (
+        scale * -(1 << (bits - 1)) if is_symmetric else -scale * torch.rand(scale.shape, generator=generator) * 2**bits
+    )
+    order = torch.randperm(depth, generator=generator).to(torch.int32) if has_order else None
+    return QuantizedWeight(pack_halves(codes) if bits == 4 else codes, scale, offset, bits, group_size, order)
+
+
+def random_rows(num_rows: int, depth: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_symmetric", [False, True])
+@pytest.mark.parametrize("group_size", [*GROUP_SIZES, 48, 192, DEPTH])
+def test_products_are_those_of_the_dequantized_matrix(
+    calls: Any, group_size: int, is_symmetric: bool, bits: int, dtype: torch.dtype
+) -> None:
+    weight = random_weight(bits, group_size, is_symmetric=is_symmetric)
+    for num_rows in (1, 13, 70):
+        rows = random_rows(num_rows, DEPTH, dtype)
+        assert_near(product(calls, [weight], rows), expected([weight], rows), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+# Less than a vector of codes, no multiple of 16, and an odd number of groups of 16.
+@pytest.mark.parametrize("depth", [6, 72, 80, 2064])
+def test_a_whole_row_may_be_a_group(calls: Any, depth: int, bits: int, dtype: torch.dtype) -> None:
+    weight, rows = random_weight(bits, depth, depth), random_rows(14, depth, dtype)
+    assert_near(product(calls, [weight], rows), expected([weight], rows), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_differ_in_bits_groups_and_orders_and_may_be_plain(calls: Any, dtype: torch.dtype) -> None:
+    parts: list[Matrix] = [
+        random_weight(4, 16, seed=1, has_order=True),
+        random_weight(8, 32, seed=2),
+        torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(3)) * 0.1,
+        random_weight(8, 128, seed=4, is_symmetric=True, has_order=True),
+        random_weight(4, DEPTH, seed=5),
+    ]
+    for num_rows in (1, 40):
+        rows = random_rows(num_rows, DEPTH, dtype)
+        found, wanted = product(calls, parts, rows), expected(parts, rows)
+        for first in range(0, found.shape[1], COLUMNS):
+            some = slice(first, first + COLUMNS)
+            assert_near(found[:, some], wanted[:, some], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(calls: Any, bits: int, dtype: torch.dtype) -> None:
+    for weight in (random_weight(bits, 32, has_order=True), random_weight(bits, 128, is_symmetric=True)):
+        rows = random_rows(max(ROW_COUNTS), DEPTH, dtype)
+        alone = torch.cat([product(calls, [weight], row[None]) for row in rows])
+        for num_rows in ROW_COUNTS:
+            assert torch.equal(product(calls, [weight], rows[:num_rows]), alone[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_group_without_scale_is_its_offset(calls: Any, bits: int) -> None:
+    weight = random_weight(bits, 32)
+    weight.scale[:, 1::3] = 0
+    weight.offset[0] = 0
+    rows = random_rows(3, DEPTH, torch.float32)
+    assert_near(product(calls, [weight], rows), expected([weight], rows), torch.float32)
+
+
+def test_a_number_that_is_not_finite_stays_in_its_row(calls: Any) -> None:
+    rows = random_rows(20, 80, torch.bfloat16)
+    rows[7, 79] = float("nan")
+    found = product(calls, [random_weight(4, 80, 80)], rows)
+    assert found.isnan().any(dim=1).tolist() == [row == 7 for row in range(20)]
+
+
+@pytest.mark.parametrize(("bits", "zero", "highest"), [(4, 8, 15), (4, 7, 15), (8, 128, 255), (8, 32, 63)])
+def test_symmetric_formats_have_no_shifts(bits: int, zero: int, highest: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(highest + 1, (COLUMNS, DEPTH), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(COLUMNS, DEPTH // 32, generator=generator)
+    packed = pack_halves(codes) if bits == 4 else codes
+    coded = encode(QuantizedWeight(packed, scale, scale * -zero, bits, 32), torch.bfloat16)
+    assert coded.center == zero
+    assert coded.shifts is None
+
+
+def test_scales_that_sixteen_bits_hold_are_kept_in_them_without_a_change() -> None:
+    weight = random_weight(4, 32)
+    halves = weight.scale.half().float()
+    zeros = torch.randint(16, halves.shape, generator=torch.Generator().manual_seed(0)).float()
+    coded = encode(QuantizedWeight(weight.codes, halves, -halves * zeros, 4, 32), torch.float32)
+    assert coded.has_halves
+    assert torch.equal(coded.scales.float() * coded.factors[:, None], halves)
+    assert not encode(weight, torch.float32).has_halves
+    assert encode(weight, torch.bfloat16).has_halves
+
+
+def test_unusual_groups_are_left_to_dense_products() -> None:
+    assert not is_supported(random_weight(8, 24))
+    assert is_supported(random_weight(8, 48))
+
+
+def test_an_order_that_is_no_permutation_is_refused() -> None:
+    weight = random_weight(4, 32)
+    order = torch.arange(DEPTH, dtype=torch.int32).clamp(max=DEPTH - 2)
+    with pytest.raises(ValueError, match="not a permutation"):
+        encode(QuantizedWeight(weight.codes, weight.scale, weight.offset, 4, 32, order), torch.float32)
+
+
+@pytest.mark.parametrize(("bits", "share"), [(4, 1 / 15), (8, 1 / 127)])
+def test_rounding_changes_a_number_by_at_most_half_a_step(bits: int, share: float) -> None:
+    weight = random_rows(COLUMNS, DEPTH, torch.float32)
+    weight[3, :32] = 0.5
+    rounded = round_to(weight, bits)
+    groups, changes = (part.view(COLUMNS, -1, rounded.group_size) for part in (weight, rounded.dequantized() - weight))
+    extent = groups.amax(-1) - groups.amin(-1) if bits == 4 else groups.abs().amax(-1)
+    assert (changes.abs().amax(-1) <= extent * share / 2 + 1e-6).all()

@@ -69,8 +69,12 @@ class Server:
         """What it has allocated."""
         return int(self._fields("memory")["used_memory"])
 
+    def execute(self, *words: str) -> None:
+        """Runs a command; its reply does not matter."""
+        self._connection.ask(*words)
+
     def load_script(self, source: str) -> None:
-        self._connection.ask("SCRIPT", "LOAD", source)
+        self.execute("SCRIPT", "LOAD", source)
 
     def set_option(self, name: str, value: str) -> str:
         """Sets an option and returns its former value."""

@@ -48,7 +48,7 @@ FORMAT = 1
 misread: fields of records, names or contents of keys, kinds of events. Two formats coexist, each with its own
 ledger."""
 
-FINGERPRINT = "190b9077e1b433f8"
+FINGERPRINT = "02fe7afbb55d8114"
 """The hash of the record definitions of this format; a test compares it. It does not cover the other parts of the
 format."""
 

@@ -7,7 +7,8 @@ a router that knows it writes it again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from redis.asyncio import Redis
@@ -68,11 +69,14 @@ class Ledgers:
             self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
         )
 
-    async def run_source(self, kind: str, source: str, key: str, *args: str | int) -> Any:
-        """Runs a script of one key that belongs to no pool, in its turn. Raises `RequestError` if Redis does not
+    def turn(self, kind: str) -> AbstractAsyncContextManager[None]:
+        """Returns a turn for calls of `run_source`. Waiting for it raises `RequestError` if Redis does not answer."""
+        return self._turns.turn(kind)
+
+    async def run_source(self, source: str, keys: Sequence[str], *args: str | int) -> Any:
+        """Runs a script that belongs to no pool, with keys of one hash tag. Raises `RequestError` if Redis does not
         answer."""
-        async with self._turns.turn(kind):
-            return await answered(run_source(self._redis, source, key, args), self._settings)
+        return await answered(run_source(self._redis, source, keys, args), self._settings)
 
     async def learn_secret(self, own: bytes | None) -> bytes:
         return await learn_secret(self._redis, self._settings, own)

@@ -11,10 +11,15 @@ each of which looks up every local that it uses, and turning records into tables
 - for each line `--@record name fields` functions `pack_name` and `unpack_name` made to measure: a field is a number,
   `field?` a boolean, `field$` a string of at most 64 KiB, `field[n]` n numbers.
 
+A line `--@array name as variables` makes that record an array: `variable.field` stands for `variable[number]`, and
+`variable{field = value, …}` for a table in the order of the fields. Such a table takes a quarter of the memory.
+
 A library (`compose_library`) is loaded once and has a function per script. Its Lua functions are made at the load, the
-shared ones once for all scripts. What a script sets at its top level in front of its last function is read by Lua
-functions, so it is a variable of the library, which every call sets before it does anything else. What stands behind
-the last function remains local to the call. A line `--@flags` names the function's flags.
+shared ones once for all scripts. Lua allows 200 local variables at a time, so functions that only one script needs, and
+those that only one function with a line `--@nest` needs, are in a block with it. What a script sets at its top level in
+front of its last function is read by Lua functions, so it is a variable of the library, which every call sets before it
+does anything else. A table that begins empty is emptied for the next call, unless its name begins with `kept_`. What
+stands behind the last function remains local to the call. A line `--@flags` names the function's flags.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ import functools
 import hashlib
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +42,9 @@ _FUNCTION = re.compile(r"^local function (\w+)\((?:[^\n]* end\n|.*?^end\n)", re.
 _NEST = re.compile(r"^  --@nest\n", re.MULTILINE)
 _FLAGS = re.compile(r"^--@flags ([\w -]+)\n", re.MULTILINE)
 _LOCAL = re.compile(r"^local (\w+(?:,\s*\w+)*)(\s*=)?", re.MULTILINE)
+_TABLES = re.compile(r"^(\w+(?:, \w+)*) = \{\}(?:, \{\})*\n", re.MULTILINE)
 _RECORD = re.compile(r"^--@record (\w+) ((?:[^\n]*\\\n)*[^\n]*)\n", re.MULTILINE)
+_ARRAY = re.compile(r"^--@array (\w+) as ([\w ]+)\n", re.MULTILINE)
 _COMMENT = re.compile(r"[ ]*--[^\n]*")
 _STRING_OR_WORD = re.compile(r"'[^']*'|\w+")
 _NEST_HERE = "  @nest@\n"
@@ -44,7 +52,7 @@ _NEST_HERE = "  @nest@\n"
 
 def compose(shared: str, own: str) -> str:
     """Returns the text of the script `own`, with the parts of `shared` that it needs."""
-    text = _without_comments(shared + own)
+    text = _without_comments(shared + own, _arrays(shared))
     constants = dict(_CONSTANT.findall(text))
     text = _CONSTANT.sub("", text)
     functions = _functions(text)
@@ -58,16 +66,38 @@ def compose(shared: str, own: str) -> str:
 def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
     """Returns the library of these scripts. Its name, and those of its functions, contain the hash of its text, so that
     routers of different versions can use one Redis."""
-    text = _without_comments(shared)
+    arrays = _arrays(shared)
+    text = _without_comments(shared, arrays)
     constants = dict(_CONSTANT.findall(text))
     names, per_call, functions, rest = _parts(_CONSTANT.sub("", text))
     assert not rest.strip(), "the shared parts end with a function"
+    own = {name: _without_comments(source, arrays) for name, source in scripts.items()}
+    needed = {name: _reached(source, _functions(functions)) for name, source in own.items()}
+    num_users = Counter(one for names_needed in needed.values() for one in names_needed)
+    common = {one for one, number in num_users.items() if number > 1} | _reached(per_call, _functions(functions))
+    own = {name: _only(functions, needed[name] - common) + source for name, source in own.items()}
+    functions = _scoped(_only(functions, common), per_call + "".join(own.values()))
     begin = f"local function begin_call()\n{per_call}last_call_ms = NOW\nend\n"
-    body = f"local KEYS, ARGV, last_call_ms\nlocal {', '.join(names)}\n" + _finished(functions + begin, constants)
-    body += "".join(_registration(name, own, constants) for name, own in scripts.items()) + _IDLE
+    body = f"local KEYS, ARGV, last_call_ms\nlocal {', '.join(names)}\n{_CLEARED}" + _finished(
+        functions + begin, constants
+    )
+    flags = {
+        name: [flag for line in _FLAGS.findall(source) for flag in line.split()] for name, source in scripts.items()
+    }
+    body += "".join(_registration(name, source, flags[name], constants) for name, source in own.items()) + _IDLE
     digest = hashlib.sha256(body.encode()).hexdigest()[:16]
     return Library(digest, f"#!lua name={LIBRARY_PREFIX}{digest}\n" + body.replace("@digest@", digest))
 
+
+# Empties a table for the next call. A small one is used again, since most of a call's cost is making tables.
+_CLEARED = """local function cleared(used)
+local count = 0
+for key in next, used or {} do
+used[key], count = nil, count + 1
+end
+return used and count <= 32 and used or {}
+end
+"""
 
 # How long no function of the library was called. It is not known after a restart or
 # a failover: then it counts from the first question.
@@ -80,10 +110,8 @@ end}
 """
 
 
-def _registration(name: str, own: str, constants: Mapping[str, str]) -> str:
-    """Returns Lua code that registers a script as a function of the library."""
-    flags = [flag for line in _FLAGS.findall(own) for flag in line.split()]
-    text = _without_comments(own)
+def _registration(name: str, text: str, flags: Sequence[str], constants: Mapping[str, str]) -> str:
+    """Returns Lua code that registers a script, without comments, as a function of the library."""
     constants = {**constants, **dict(_CONSTANT.findall(text))}
     names, per_call, functions, main = _parts(_CONSTANT.sub("", text))
     declared = f"local {', '.join(names)}\n" if names else ""
@@ -99,18 +127,54 @@ def _registration(name: str, own: str, constants: Mapping[str, str]) -> str:
 def _parts(text: str) -> tuple[list[str], str, str, str]:
     """Splits a text without constants: the variables that it declares in front of its last function, the code there
     that sets them, its functions, and what follows them."""
-    text = text.replace(_NEST_HERE, "")
     functions = list(_FUNCTION.finditer(text))
     end = functions[-1].end() if functions else 0
     head = _FUNCTION.sub("", text[:end])
     names = [name.strip() for match in _LOCAL.finditer(head) for name in match[1].split(",")]
     per_call = _LOCAL.sub(lambda match: match[0].removeprefix("local ") if match[2] else f"{match[1]} = nil", head)
+    per_call = _TABLES.sub(lambda match: _cleared([name.strip() for name in match[1].split(",")]), per_call)
     return names, per_call, "".join(match[0] for match in functions), text[end:]
 
 
-def _without_comments(text: str) -> str:
-    text = _RECORD.sub(lambda match: _record(match[1], match[2].replace("\\\n--", "").split()), text)
-    return _COMMENT.sub("", _NEST.sub(_NEST_HERE, text))
+def _cleared(tables: Sequence[str]) -> str:
+    """Returns Lua code that empties these tables for a call. Those whose names begin with `kept_` stay as they are."""
+    return "".join(
+        f"{name} = {name} or {{}}\n" if name.startswith("kept_") else f"{name} = cleared({name})\n" for name in tables
+    )
+
+
+def _arrays(shared: str) -> Mapping[str, Mapping[str, int]]:
+    """Returns, for each variable that holds a record as an array, the places of the record's fields."""
+    fields = {match[1]: [one.rstrip("?$") for one in _fields(match[2])] for match in _RECORD.finditer(shared)}
+    return {
+        variable: {field: place for place, field in enumerate(fields[match[1]], 1)}
+        for match in _ARRAY.finditer(shared)
+        for variable in match[2].split()
+    }
+
+
+def _fields(text: str) -> list[str]:
+    """Returns the fields of a line `--@record`."""
+    return text.replace("\\\n--", "").split()
+
+
+def _without_comments(text: str, arrays: Mapping[str, Mapping[str, int]]) -> str:
+    text = _RECORD.sub(lambda match: _record(match[1], _fields(match[2]), is_array=match[1] in arrays), text)
+    text = _COMMENT.sub("", _NEST.sub(_NEST_HERE, text))
+    for variable, places in arrays.items():
+        for match in reversed(list(re.finditer(rf"\b{variable}\{{([^}}]*)\}}", text))):
+            text = text[: match.start()] + _in_order(match[1], places) + text[match.end() :]
+        for match in reversed(list(re.finditer(rf"\b{variable}\.(\w+)", text))):
+            text = f"{text[: match.start()]}{variable}[{places[match[1]]}]{text[match.end() :]}"
+    return text
+
+
+def _in_order(entries: str, places: Mapping[str, int]) -> str:
+    """Returns the table that has the values of these entries, `field = value, …`, in their places."""
+    pairs = (entry.split("=", 1) for entry in re.split(r",(?![^(]*\))", entries) if entry.strip())
+    values = {field.strip(): value.strip() for field, value in pairs}
+    assert values.keys() == places.keys(), "the constructor of an array has all fields"
+    return "{" + ", ".join(values[field] for field in places) + "}"
 
 
 def _finished(text: str, constants: Mapping[str, str]) -> str:
@@ -136,28 +200,54 @@ def _reached(text: str, functions: dict[str, str]) -> set[str]:
 
 def _nest(name: str, text: str) -> str:
     """Returns the text with the functions that only `name` needs moved into it."""
+    text, body, nested = _separated(name, text, "")
+    # Indented, so that it no longer counts as a top-level function of the script.
+    return text.replace(body, body.replace(_NEST_HERE, textwrap.indent(nested, "  "), 1)) if body else text
+
+
+def _only(functions: str, names: Set[str]) -> str:
+    """Returns those functions, in their order."""
+    return "".join(body for name, body in _functions(functions).items() if name in names)
+
+
+def _scoped(text: str, users: str) -> str:
+    """Returns these functions, with each one that has `--@nest` in a block with those that only it needs. `users` is
+    what else uses functions of the text."""
+    for name in reversed([name for name, body in _functions(text).items() if _NEST_HERE in body]):
+        text, body, nested = _separated(name, text, users)
+        if nested:
+            text = text.replace(body, f"local {name}\ndo\n{nested}{body.removeprefix('local ')}end\n")
+    return text
+
+
+def _separated(name: str, text: str, users: str) -> tuple[str, str, str]:
+    """Returns the text without the functions that only `name` needs, the function `name` or '', and those functions."""
     functions = _functions(text)
     if name not in functions:
-        return text
+        return text, "", ""
     others = {other: body for other, body in functions.items() if other != name}
-    only_here = functions.keys() - _reached(_FUNCTION.sub("", text), others) - {name}
+    only_here = functions.keys() - _reached(_FUNCTION.sub("", text) + users, others) - {name}
     nested = "".join(body for other, body in functions.items() if other in only_here)
     text = _FUNCTION.sub(lambda match: "" if match[1] in only_here else match[0], text)
-    body = functions[name]
-    # Indented, so that it no longer counts as a top-level function of the script.
-    return text.replace(body, body.replace(_NEST_HERE, textwrap.indent(nested, "  "), 1))
+    return text, functions[name], nested
 
 
-def _record(name: str, fields: list[str]) -> str:
-    """Returns Lua code that packs the record and unpacks it into a table created at its full size."""
+def _record(name: str, fields: list[str], *, is_array: bool) -> str:
+    """Returns Lua code that packs the record and unpacks it into a table created at its full size. For an array also
+    `named_…`, which unpacks it into a table with its fields' names."""
     parts = [_field(i, field) for i, field in enumerate(fields)]
     codes, values, variables, entries = (",".join(column) for column in zip(*parts, strict=True))
+    if is_array:
+        places = {field.rstrip("?$"): place for place, field in enumerate(fields, 1)}
+        values = re.sub(r"record\.(\w+)", lambda match: f"record[{places[match[1]]}]", values)
+        in_order = ",".join(entry.partition("=")[2] for entry in entries.split(","))
     layout = "<" + codes.replace(",", "")
+    unpacked = f"  local {variables} = struct.unpack('{layout}', text)\n"
     return (
         f"local function pack_{name}(record)\n  return struct.pack('{layout}', {values})\nend\n"
-        f"local function unpack_{name}(text)\n  local {variables} = struct.unpack('{layout}', text)\n"
-        f"  return {{{entries}}}\nend\n"
-    )
+        f"local function unpack_{name}(text)\n{unpacked}"
+        f"  return {{{in_order if is_array else entries}}}\nend\n"
+    ) + (f"local function named_{name}(text)\n{unpacked}  return {{{entries}}}\nend\n" if is_array else "")
 
 
 def _field(index: int, field: str) -> tuple[str, str, str, str]:

@@ -117,12 +117,12 @@ def _has_no_code(error: ResponseError) -> bool:
     return type(error) is ResponseError and not str(error).partition(" ")[0].isupper()
 
 
-async def run_source(redis: ScriptCaller, source: str, key: str, args: Sequence[Argument]) -> Any:
-    """Runs a script that needs nothing but its key and arguments."""
+async def run_source(redis: ScriptCaller, source: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+    """Runs a script that needs nothing but its keys and arguments."""
     try:
-        return await redis.execute_command("EVALSHA", _sha(source), 1, key, *args)
+        return await redis.execute_command("EVALSHA", _sha(source), len(keys), *keys, *args)
     except NoScriptError:
-        return await redis.execute_command("EVAL", source, 1, key, *args)
+        return await redis.execute_command("EVAL", source, len(keys), *keys, *args)
 
 
 @functools.cache

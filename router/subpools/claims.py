@@ -9,26 +9,37 @@ claim is a key of its own beside the ledger of the sub-pool that follows from th
 A router moves a waiting request to another sub-pool only while the claim names this router. Another router that repeats
 the request writes its own name into the claim before it submits: so one of the two fails, and neither submits the
 request where the other has taken it from. A claim outlives the ledger's memory of the request's end.
+
+Claims of one sub-pool that wait while calls are under way go out together (`router.store.batches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from router.store.batches import Batches
 from router.store.keys import PoolKeys
 from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
 from router.subpools.assignment import home_of
 
-# KEYS [1] the claim  ARGV [1] router  [2] milliseconds to keep it  [3] sub-pool that the router chose  [4] 1 to write
-# the router's name into an earlier claim, too. Returns the sub-pool of an earlier claim, or the chosen one.
+# KEYS the claims  ARGV [1] router  [2] milliseconds to keep them, then for each: the sub-pool that the router chose, 1
+# to write the router's name into an earlier claim, too. Returns of each the sub-pool of an earlier claim, or the chosen
+# one.
 CLAIM = """
-local found = redis.call('GET', KEYS[1])
-local at = found and found:match('^%d+') or ARGV[3]
-local claim = found and ARGV[4] == '0' and found or at .. ' ' .. ARGV[1]
-redis.call('SET', KEYS[1], claim, 'PX', ARGV[2])
-return tonumber(at)
+local found = {}
+for i, key in ipairs(KEYS) do
+  local earlier = redis.call('GET', key)
+  local at = earlier and earlier:match('^%d+') or ARGV[2 * i + 1]
+  local claim = earlier and ARGV[2 * i + 2] == '0' and earlier or at .. ' ' .. ARGV[1]
+  redis.call('SET', key, claim, 'PX', ARGV[2])
+  found[i] = tonumber(at)
+end
+return found
 """
 # KEYS [1] the claim  ARGV [1] router  [2] milliseconds to keep it  [3] from  [4] to which sub-pool. Returns 1 if the
 # claim was the router's, in the first sub-pool.
@@ -45,6 +56,13 @@ FIND = "local found = redis.call('GET', KEYS[1]) return found and tonumber(found
 KEPT_TIMES = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    request_id: str
+    subpool: int
+    takes_over: bool
+
+
 class Claims:
     """The claims of one model by one router. `homes` are the servers and keys of the sub-pools."""
 
@@ -53,6 +71,11 @@ class Claims:
         self._router_id = router_id
         self._remember_ms = settings.remember_ended_ms
         self._kept_ms = KEPT_TIMES * self._remember_ms
+        self._calls: set[asyncio.Task[None]] = set()
+        self._batches: list[Batches[_Claim, int]] = [
+            Batches(partial(self._claim_all, number), partial(ledgers.turn, "claim"), self._start)
+            for number, (ledgers, _) in enumerate(homes)
+        ]
 
     @property
     def renew_after_s(self) -> float:
@@ -63,8 +86,8 @@ class Claims:
         """Returns the sub-pool of an earlier claim; else claims the id for this one and returns it. `takes_over`: an
         earlier claim of another router becomes this router's, which submits the request for a client now. Raises
         `RequestError` if Redis does not answer."""
-        args = (self._router_id, self._kept_ms, subpool, int(takes_over))
-        return int(await self._call(request_id, CLAIM, *args))
+        home = home_of(request_id, len(self._homes))
+        return await self._batches[home].ask(_Claim(request_id, subpool, takes_over))
 
     async def move(self, request_id: str, source: int, target: int) -> bool:
         """Moves a claim of this router. Returns False if it is another router's by now, or elsewhere. Raises
@@ -76,6 +99,19 @@ class Claims:
         found = await self._call(request_id, FIND)
         return None if found is None else int(found)
 
+    async def _claim_all(self, home: int, claims: Sequence[_Claim]) -> list[int]:
+        ledgers, keys = self._homes[home]
+        names = [keys.key(f"claim:{one.request_id}") for one in claims]
+        args = (arg for one in claims for arg in (one.subpool, int(one.takes_over)))
+        found = await ledgers.run_source(CLAIM, names, self._router_id, self._kept_ms, *args)
+        return [int(subpool) for subpool in found]
+
     async def _call(self, request_id: str, script: str, *args: str | int) -> Any:
         ledgers, keys = self._homes[home_of(request_id, len(self._homes))]
-        return await ledgers.run_source("claim", script, keys.key(f"claim:{request_id}"), *args)
+        async with ledgers.turn("claim"):
+            return await ledgers.run_source(script, [keys.key(f"claim:{request_id}")], *args)
+
+    def _start(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)

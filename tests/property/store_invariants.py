@@ -45,6 +45,9 @@ def _check_lines(records: Records, waiting: dict[str, Any]) -> None:
     sums = [sum(_tokens(one) for one in waiting.values() if one["class"] == class_) for class_ in CLASSES]
     assert state.get("waiting", 0) == len(waiting)
     assert state.get("bytes", 0) == sum(one["bytes"] for one in waiting.values())
+    assert (state.get("lines") or [0, 0, 0]) == [
+        sum(one["class"] == class_ for one in waiting.values()) for class_ in CLASSES
+    ]
     assert (state.get("tokens") or [0, 0, 0]) == sums
     claims = {one["id"]: one["executor_id"] for one in state.get("claims") or []}
     assert claims == {name: one["claim"] for name, one in waiting.items() if one.get("claim")}

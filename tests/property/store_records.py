@@ -23,7 +23,7 @@ local function plain(value)
   return value
 end
 local unpacked = {
-  state = unpack_state, executors = unpack_executor, tenants = unpack_tenant, requests = unpack_request,
+  state = unpack_state, executors = unpack_executor, tenants = unpack_tenant, requests = named_request,
   lengths = cmsgpack.unpack, endings = unpack_ending,
 }
 local found = {}

@@ -134,6 +134,27 @@ async def test_executors_report_to_their_own_ledger_and_the_snapshot_shows_both(
     }
 
 
+async def test_claims_that_wait_share_a_call(two: TwoSubPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    number_of_keys: list[int] = []
+    run = Ledgers.run_source
+
+    async def counting(ledgers: Ledgers, source: str, keys: Sequence[str], *args: str | int) -> Any:
+        number_of_keys.append(len(keys))
+        return await run(ledgers, source, keys, *args)
+
+    monkeypatch.setattr(Ledgers, "run_source", counting)
+    claims = two.router("a").store._claims
+    ids = [name for number in range(200) if home_of(name := f"r{number}", NUM_SUBPOOLS) == 0][:50]
+    other = two.router("b").store._claims
+    assert await other.claim(ids[20], 1, takes_over=True) == 1
+    number_of_keys.clear()
+    found = await asyncio.gather(*(claims.claim(one, number % 2, takes_over=False) for number, one in enumerate(ids)))
+    # Two calls are under way; what waits meanwhile is in as few as possible
+    assert found == [1 if number == 20 else number % 2 for number in range(50)]
+    assert (sum(number_of_keys), len(number_of_keys)) <= (50, 5)
+    assert await asyncio.gather(*(claims.find(one) for one in ids)) == found
+
+
 async def test_requests_fill_both_subpools_before_any_waits(two: TwoSubPools) -> None:
     await two.report(0)
     await two.report(1)

@@ -32,7 +32,7 @@ local function cancel(id, is_own, takes_out)
   if takes_out then
     if request.state == 'WAITING' then
       withdraw(id, request)
-      redis.call('HDEL', REQUESTS, id)
+      delete_request(id)
     end
     return found
   end

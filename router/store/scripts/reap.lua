@@ -32,6 +32,7 @@ end
 
 local function reap_executor(id)
   local first, last = placements_of(id)
+  flush_writes(PLACEMENTS)
   local placements = redis.call('ZRANGEBYLEX', PLACEMENTS, first, last, 'LIMIT', 0, MAX_PLACEMENTS)
   local empty = #placements < MAX_PLACEMENTS
   for _, member in ipairs(placements) do
@@ -82,7 +83,7 @@ local function reap_routers()
     local request = status == 'WAITING' and not lives(owner) and load_request(found[i])
     if request then -- not found twice
       withdraw(found[i], request)
-      redis.call('HDEL', REQUESTS, found[i])
+      delete_request(found[i])
     end
   end
   state.sweep_cursor = cursor
@@ -97,7 +98,7 @@ local function reap_lost()
   local lost = redis.call('ZRANGEBYSCORE', LOST, '-inf', NOW - LOST_MS - 1, 'LIMIT', 0, MAX_LOST)
   for _, id in ipairs(lost) do
     redis.call('ZREM', LOST, id)
-    redis.call('HDEL', REQUESTS, id)
+    delete_request(id)
   end
   return #lost < MAX_LOST
 end

@@ -29,6 +29,7 @@ end
 -- could not be notified.
 local function lose_placements(spared)
   local complete = true
+  flush_writes(PLACEMENTS)
   for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, placements_of(id))) do
     if not (spared and spared(member)) then
       local request_id = member:sub(#id + 2):match('^%d+%z(.*)')

@@ -29,9 +29,9 @@ local function lines(most)
         break
       end
       local name = member:match('^[^%z]*')
-      local tenant, first = load_tenant(name), load_request(id_in_line(name, member))
+      local tenant, request = load_tenant(name), load_request(id_in_line(name, member))
       told[#told + 1] = {
-        class, name, tenant.lines[class], tenant.tokens[class], first and NOW - first.since_ms or 0,
+        class, name, tenant.lines[class], tenant.tokens[class], request and NOW - request.since_ms or 0,
       }
       from = '(' .. name .. '\1'
     end

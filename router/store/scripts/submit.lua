@@ -29,6 +29,7 @@ local class, deadline_in_ms, blocks, placement_blocks, sequences, last_attempt, 
 local weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst
 local max_pool_requests, max_pool_tokens, max_pool_bytes
 local request_ms, token_ms -- of its tenant, before this request
+local newest_report -- of all executors
 
 local function read(at)
   local max_bypass, age_ms, preempts, remember_ms, tolerated_ttft_ms
@@ -125,8 +126,8 @@ end
 
 -- Returns why no executor can run the request, now or ever.
 local function impossible(request)
-  local newest = redis.call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
-  if #newest == 0 or NOW - tonumber(newest[2]) > LEASE_MS then
+  newest_report = newest_report or redis.call('ZREVRANGE', REPORTS, '0', '0', 'WITHSCORES')
+  if #newest_report == 0 or NOW - tonumber(newest_report[2]) > LEASE_MS then
     return {'REFUSED', 'NO_EXECUTOR', '', ''}
   end
   if fits_somewhere(request) then
@@ -168,7 +169,7 @@ end
 -- Removes a request that was just enqueued, and returns its rate tokens.
 local function take_back(request, tenant)
   withdraw(id, request)
-  redis.call('HDEL', REQUESTS, id)
+  delete_request(id)
   tenant.request_ms, tenant.token_ms = request_ms, token_ms
 end
 

@@ -17,10 +17,11 @@ local forgotten = {}
 local records = #ids > 0 and redis.call('HMGET', REQUESTS, unpack(ids)) or {}
 for i, text in ipairs(records) do
   local status, owner = '', ''
+  local request = text and unpack_request(text)
   if text then
     status, owner = struct.unpack('<Hc0Hc0', text) -- where a record begins
   end
-  if owner ~= CALLER or (status ~= 'WAITING' and unpack_request(text).attempt <= attempts[i]) then
+  if owner ~= CALLER or (status ~= 'WAITING' and request.attempt <= attempts[i]) then
     forgotten[#forgotten + 1] = ids[i]
   end
 end

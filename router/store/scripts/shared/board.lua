@@ -14,10 +14,15 @@ local function promote_aged()
   if NOW < state.next_age_ms then
     return
   end
+  flush_writes(AGEING)
+  for class = 1, NUM_CLASSES do
+    flush_writes(KEYS[WAITING + class])
+  end
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', AGEING, '-inf', NOW_TEXT, 'LIMIT', '0', MAX_AGED)) do
     redis.call('ZREM', AGEING, id)
     local request = load_request(id)
     if request and request.state == 'WAITING' then
+      load_tenant(request.tenant).head = nil
       redis.call('ZREM', KEYS[WAITING + request.class], line_member(id, request))
       local left = request.class
       request.class = left - 1
@@ -42,8 +47,9 @@ end
 local function drop_entry(class, name, member)
   redis.call('ZREM', KEYS[WAITING + class], member)
   local tenant = load_tenant(name)
+  tenant.head = nil
   tenant.lines[class], tenant.waiting = math.max(0, tenant.lines[class] - 1), math.max(0, tenant.waiting - 1)
-  state.waiting = math.max(0, state.waiting - 1)
+  state.waiting, state.lines[class] = math.max(0, state.waiting - 1), math.max(0, state.lines[class] - 1)
   save_tenant(name, tenant)
 end
 
@@ -58,6 +64,34 @@ local function next_kept()
   return nil
 end
 
+-- Returns the active tenants that are next in the class, more than so many if there are.
+local function first_tenants(class, num_passed)
+  if not active_tenants[class] or num_passed > 0 and #active_tenants[class] == 1 then
+    flush_writes(KEYS[ACTIVE + class])
+    active_tenants[class] = redis.call('ZRANGE', KEYS[ACTIVE + class], '0', num_passed > 0 and MAX_PASSED or '0')
+  end
+  return active_tenants[class]
+end
+
+-- Returns the first entries of a tenant's queue, more than so many if there are, beside the `num_left` that have left it
+-- in this call.
+local function first_members(class, name, num_passed)
+  local tenant = load_tenant(name)
+  local entries = tenant.head
+  if not entries or entries.class ~= class or num_passed > 0 and entries.num_passed == 0 then
+    local write = kept_writes[KEYS[WAITING + class]]
+    if write and write[1] == 'ZADD' then
+      flush_writes(KEYS[WAITING + class])
+    end
+    local first, last = line_of(name)
+    local count = (num_passed > 0 and MAX_PASSED or 0) + 1 + tenant.num_left
+    entries = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', string.format('%d', count))
+    entries.class, entries.num_passed = class, num_passed
+    tenant.head = entries
+  end
+  return entries
+end
+
 -- Returns the first request in fair order that was not bypassed in this call.
 local function next_in_line(passed)
   list_tenants()
@@ -66,13 +100,12 @@ local function next_in_line(passed)
     return kept_id, kept
   end
   for class = 1, NUM_CLASSES do
-    for _, name in ipairs(redis.call('ZRANGE', KEYS[ACTIVE + class], '0', #passed)) do
-      local first, last = line_of(name)
-      local members = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', #passed + 1)
-      for _, member in ipairs(members) do
+    for _, name in ipairs(first_tenants(class, #passed)) do
+      for _, member in ipairs(first_members(class, name, #passed)) do
         local id = id_in_line(name, member)
-        if not passed[id] then
-          local request = load_request(id)
+        local request = not passed[id] and load_request(id)
+        local has_left = request and request.state ~= 'WAITING' or dirty_requests[id] == false
+        if not passed[id] and not has_left then
           if not request then
             drop_entry(class, name, member)
           end
@@ -134,7 +167,6 @@ local function preempt_for(id, request)
       end
       if blocks >= needed and sequences >= request.sequences
         and (not pins or may_pin(executor, request.adapter, pins)) then
-        request.preempting = NOW
         return victims
       end
     end
@@ -144,13 +176,14 @@ end
 
 -- Decides on a request that does not fit: 'drop' it, 'pass' it, or 'hold' the queue for it.
 local function handle_head_of_line(id, request)
-  if redis.call('ZCARD', SIZES) > 0 and not fits_somewhere(request) then
+  if not fits_somewhere(request) and redis.call('ZCARD', SIZES) > 0 then
     drop('never_fits', id, request)
     return 'drop'
   end
   local victims = state.preempts and preempt_for(id, request)
   for _, one in ipairs(victims or {}) do
-    if not reachable(one[2].owner) then
+    local victim = one[2]
+    if not reachable(victim.owner) then
       return 'hold'
     end
   end
@@ -159,6 +192,7 @@ local function handle_head_of_line(id, request)
     tell('preempt', one[1], one[2])
   end
   if victims then
+    request.preempting = NOW
     save_request(id, request)
   end
   if request.claim ~= '' and not could_hold(load_executor(request.claim), request) then
@@ -178,7 +212,7 @@ end
 local function board_one(id, request)
   if not lives(request.owner) then
     withdraw(id, request)
-    redis.call('HDEL', REQUESTS, id)
+    delete_request(id)
     return 'drop'
   end
   if is_dead(request) then

@@ -10,12 +10,13 @@ local MARGIN = 1.2 -- by which an estimate must miss a deadline before the reque
 local function num_ahead(request, ahead_in_tenant)
   local ahead = ahead_in_tenant
   for class = 1, request.class - 1 do
-    ahead = ahead + redis.call('ZCARD', KEYS[WAITING + class])
+    ahead = ahead + state.lines[class]
   end
   list_tenants()
   local tenant = load_tenant(request.tenant)
-  local others = redis.call('ZCARD', KEYS[WAITING + request.class]) - tenant.lines[request.class]
+  local others = state.lines[request.class] - tenant.lines[request.class]
   if others > 0 then
+    flush_writes(KEYS[ACTIVE + request.class])
     local num_others = redis.call('ZCARD', KEYS[ACTIVE + request.class]) - (tenant.active and 1 or 0)
     ahead = ahead + math.min(others, num_others * (ahead_in_tenant + 1))
   end

@@ -3,8 +3,10 @@
 -- For each tenant and size of `max_tokens` (a power of two), and for all tenants together, `lengths` has a histogram:
 -- bin i of 25 counts outputs of up to size · 2^((i - 25) / 3) tokens. Counts are halved when they reach MAX_COUNT, so
 -- that the last few hundred completions count. Kept only while some executor reserves less than `max_tokens`.
-local NUM_BINS, BINS_PER_DOUBLING = 25, 3
-local MAX_COUNT, MIN_COUNT = 512, 32
+local NUM_BINS = 25
+local BINS_PER_DOUBLING = 3
+local MAX_COUNT = 512
+local MIN_COUNT = 32
 
 local function size_of(max_tokens)
   return 2 ^ math.ceil(math.log(math.max(1, max_tokens)) / math.log(2) - 1e-9)

@@ -17,10 +17,13 @@ local function is_late(until_ms)
   return NOW > (tonumber(until_ms) or math.huge)
 end
 
-local living = {[CALLER] = true, [''] = false} -- looked up in this call; '' owns what only an executor knew
+local living = {} -- looked up in this call
 
+-- Whether the router has a lease. '' owns what only an executor knew.
 local function lives(owner)
-  if living[owner] == nil then
+  if owner == CALLER or owner == '' then
+    return owner == CALLER
+  elseif living[owner] == nil then
     local until_ms = redis.call('ZSCORE', ROUTERS, owner)
     living[owner] = until_ms ~= false and tonumber(until_ms) > 0
   end
@@ -28,6 +31,7 @@ local function lives(owner)
 end
 
 local mailboxes -- router -> key, of those passed
+local mail = {} -- of this call, by mailbox
 
 local function mailbox_of(owner)
   if not mailboxes then
@@ -68,7 +72,16 @@ local function tell(kind, id, request)
     events[#events + 1] = fields
   elseif lives(request.owner) then
     local mailbox = mailbox_of(request.owner)
-    redis.call('XADD', mailbox, 'MAXLEN', '~', MAILBOX_ENTRIES, '*', unpack(fields))
+    mail[mailbox] = mail[mailbox] or {}
+    table.insert(mail[mailbox], fields)
+  end
+end
+
+local function send_mail()
+  for mailbox, entries in pairs(mail) do
+    for _, fields in ipairs(entries) do
+      redis.call('XADD', mailbox, 'MAXLEN', '~', MAILBOX_ENTRIES, '*', unpack(fields))
+    end
     redis.call('PEXPIRE', mailbox, MAILBOX_MS)
   end
 end

@@ -16,7 +16,6 @@ local MAX_CLAIMS = 8
 local MAX_SUSPECT_CANDIDATES = 64 -- executors examined for one without another suspect
 local MAX_ADAPTER_CANDIDATES = 64 -- executors examined for one with a slot for an adapter
 local MAX_SERVING = 1024 -- executors examined for one that serves an adapter
-local MAX_PREFIXES = 100000 -- remembered, in two generations: the newest and the previous
 
 local function takes_work(executor)
   return executor and executor.accepting and not executor.suspended and NOW - executor.last_report_ms <= SILENT_MS
@@ -47,23 +46,57 @@ local function room_for(request, executor)
   return room_without_adapter(request, executor)
 end
 
--- The executors with most available blocks that accept work. Each round but the last removes silent executors from
--- `room`; only a save adds them again.
+-- Whether the executor takes work. Removes a silent one from `room`; only a save adds it again.
+local function is_heard(id)
+  if silent_executors[id] then
+    return false
+  elseif takes_work(load_executor(id)) then
+    return true
+  end
+  silent_executors[id] = true
+  write_later('ZREM', ROOM, id)
+  return false
+end
+
+local room = {} -- what the key had in front when it was read
+local num_read = 0 -- how many were asked for
+
+local function is_roomier(id, other)
+  local blocks, other_blocks = available_blocks(executors[id]), available_blocks(executors[other])
+  return blocks > other_blocks or blocks == other_blocks and id < other
+end
+
+-- The executors with most available blocks that accept work: those that this call has changed, and of the others as many
+-- as are asked for.
 local function roomiest(count)
-  flush_executors()
-  for _ = 1, 32 do
-    local ids, silent = redis.call('ZRANGE', ROOM, '0', count - 1), false
-    for _, id in ipairs(ids) do
-      if not takes_work(load_executor(id)) then
-        redis.call('ZREM', ROOM, id)
-        silent = true
-      end
-    end
-    if not silent then
-      return ids
+  local found = {}
+  for id, executor in pairs(dirty_executors) do
+    if has_room(executor) and is_heard(id) then
+      found[#found + 1] = id
     end
   end
-  return {}
+  local at, last = 1, #found + count
+  while #found < last do
+    if at > #room then
+      if #room < num_read or num_read > 32 * count then
+        break
+      end
+      num_read = 2 * math.max(num_read, count, MAX_CANDIDATES)
+      room = redis.call('ZRANGE', ROOM, '0', string.format('%d', num_read - 1))
+    end
+    local id = room[at]
+    if id and not dirty_executors[id] and is_heard(id) then
+      found[#found + 1] = id
+    end
+    at = at + 1
+  end
+  if #found > 1 then
+    table.sort(found, is_roomier)
+  end
+  for i = #found, count + 1, -1 do
+    found[i] = nil
+  end
+  return found
 end
 
 local function load_of(executor)
@@ -125,6 +158,7 @@ local function holder_of_prefix(request, best)
   for _, key in ipairs(state.has_old_prefixes and {PREFIXES, OLD_PREFIXES} or {PREFIXES}) do
     local holders = redis.call('HMGET', key, unpack(names))
     for i = #names, 1, -1 do
+      holders[i] = key == PREFIXES and remembered[names[i]] or holders[i]
       local executor = holders[i] and load_executor(holders[i])
       if executor and takes_work(executor) and executor.claim == '' then
         local blocks = room_for(request, executor)
@@ -144,14 +178,9 @@ local function remember_prefixes(request, executor_id)
   if request.prefixes == '' then
     return
   end
-  local fields = {}
   for _, hash in ipairs(split_prefixes(request.prefixes)) do
-    fields[#fields + 1], fields[#fields + 2] = hash, executor_id
-  end
-  state.num_prefixes = state.num_prefixes + redis.call('HSET', PREFIXES, unpack(fields))
-  if state.num_prefixes >= MAX_PREFIXES then
-    redis.call('RENAME', PREFIXES, OLD_PREFIXES)
-    state.num_prefixes, state.has_old_prefixes = 0, true
+    local length = #remembered_words
+    remembered[hash], remembered_words[length + 1], remembered_words[length + 2] = executor_id, hash, executor_id
   end
 end
 
@@ -236,14 +265,21 @@ local function could_hold(executor, request)
     and (request.adapter == '' or serves(executor, request.adapter))
 end
 
+local fitting = {} -- what some executor would hold, as found in this call
+
 -- Whether some executor that serves its adapter, if empty, would hold this much. Silent ones count until their lease
 -- lapses: they may return.
 local function fits_somewhere(request)
+  local fits = fitting.blocks and request.blocks <= fitting.blocks and request.sequences <= fitting.sequences
+  if fits and request.adapter == '' then
+    return true
+  end
   for _, count in ipairs({1, request.adapter == '' and 64 or MAX_SERVING}) do -- the first is usually enough
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', '0', count)) do
       local executor = load_executor(id)
       if executor and executor.budget_sequences >= request.sequences
         and (request.adapter == '' or serves(executor, request.adapter)) then
+        fitting.blocks, fitting.sequences = request.blocks, request.sequences
         return true
       end
     end

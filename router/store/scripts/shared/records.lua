@@ -11,11 +11,13 @@
 --            now         milliseconds of the ledger's clock
 --
 -- Records are packed numbers and strings, made and read by functions that lua.py makes of the lines `--@record`, at a
--- tenth of the cost of JSON. Executors, tenants and the pool's own state are unpacked once in a call, changed in place,
--- and written by `flush_executors` and `finish`. "No limit", "no deadline", "not yet" is infinity, so that times are
+-- tenth of the cost of JSON. Requests, executors, tenants and the pool's own state are unpacked once in a call, changed
+-- in place, and written by `finish`. A request is an array: `request.owner` stands for `request[2]` wherever the variable
+-- has one of the names in its line `--@array`. A read of a key in between flushes the key's writes, or regards the changes of the
+-- call. "No limit", "no deadline", "not yet" is infinity, so that times are
 -- compared without asking whether there is one; '' is no name.
 
---@record state arrivals floor waiting tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
+--@record state arrivals floor waiting lines[3] tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
 --  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
 --  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$ \
 --  now_ms ahead_ms tolerated_ttft_ms
@@ -24,6 +26,7 @@
 --  prefill_speed prefilled_ms num_adapter_slots pins$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
+--@array request as request known victim
 --@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ adapter$ class asked_class deadline_in_ms deadline_ms \
 --  order_ms since_ms arrival blocks placement_blocks sequences prompt max output block_size bytes attempt strikes \
 --  counted passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
@@ -60,21 +63,50 @@ local AUDIT_GRACE_MS = 2000   -- how long a placement may take to show up in its
 local PATIENCE_MS = 60000     -- a request that comes this much later never overtakes by its deadline
 local MAX_HEADS = 32          -- requests that one call handles
 local MAX_CANDIDATES = 4      -- executors examined for a seat at a time
+local MAX_WRITE = 512         -- words of a command that is written at the end of a call
 local MAILBOX_ENTRIES = 10000 -- about how many unread entries a mailbox keeps
 local MAILBOX_MS = 600000     -- an unread mailbox is deleted after this long
 
 local CALLER = ARGV[1]
 
-local events, missing, more, registered = {}, {}, 0, 0
+local events, missing = {}, {}
+local more, registered = 0, 0
+
+-- What functions keep between calls, by pool: unpacked records and the texts of which they were made. A record is used
+-- again if its text in Redis is the same. A call takes it out of here and puts it back at its end: what a failed call
+-- has changed is lost. A script run by EVALSHA finds nothing here.
+local kept_pools = {}
+local MAX_KEPT = 4096 -- executors and tenants of all pools
+local kept = kept_pools[STATE] or {executors = {}, tenants = {}, texts = {}, num = 0}
+kept_pools[STATE] = nil
+
+local function keep_executor(id, executor, text)
+  kept.num = kept.num + (kept.executors[id] and 0 or 1)
+  kept.executors[id], kept.texts[id] = executor, text
+end
+
+local function keep_tenant(name, tenant, text)
+  kept.num = kept.num + (kept.tenants[name] and 0 or 1)
+  kept.tenants[name], tenant.text = tenant, text
+end
+
+local function keep()
+  if kept.num > MAX_KEPT then
+    kept.executors, kept.tenants, kept.texts, kept.num = {}, {}, {}, 0
+  end
+  kept_pools[STATE] = kept
+end
 
 -- The pool's own state: counters, sums over waiting requests, measurements (0: none yet), options of the newest submit.
 local state
 local text_of_state = redis.call('GET', STATE)
-if text_of_state then
+if text_of_state and kept.state_text == text_of_state then
+  state = kept.state
+elseif text_of_state then
   state = unpack_state(text_of_state)
 else
   state = {
-    arrivals = 0, floor = 0, waiting = 0, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
+    arrivals = 0, floor = 0, waiting = 0, lines = {0, 0, 0}, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
     preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0, window_since = 0,
     window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
     output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
@@ -92,13 +124,56 @@ if NOW < state.now_ms then
   NOW = state.now_ms
 end
 state.now_ms = NOW
+kept.state_text = nil
 local NOW_TEXT = string.format('%d', NOW) -- a number argument of a command costs ten times a string
 
 -- Claims: executors kept for requests that were bypassed too often, a list of {request id, class, executor_id}.
-local claims = state.claims ~= '' and cmsgpack.unpack(state.claims) or {}
+local claims = {}
+if state.claims ~= '' then
+  claims = cmsgpack.unpack(state.claims)
+end
 
 local function save_claims()
   state.claims = #claims > 0 and cmsgpack.pack(claims) or ''
+end
+
+-- Writes of this call that are not made yet, by key: one command with many members costs less than many commands.
+-- `length` of a command counts its words; what stands behind them is from an earlier call.
+local kept_writes = {}
+local written_keys = {}
+for _, write in pairs(kept_writes) do
+  write.length = 0 -- a failed call did not come to its end
+end
+
+local function flush_writes(key)
+  local write = kept_writes[key]
+  if write and write.length > 0 then
+    local length = write.length
+    write.length = 0
+    redis.call(unpack(write, 1, length))
+  end
+end
+
+-- Adds one or two words to a command on the key. What waits for the key by another command is written first.
+local function write_later(command, key, first, second)
+  local write = kept_writes[key]
+  if not write then
+    write = {length = 0}
+    kept_writes[key] = write
+  elseif write.length > 0 and (write[1] ~= command or write.length > MAX_WRITE) then
+    flush_writes(key)
+  end
+  local length = write.length
+  if length == 0 then
+    write[1], write[2], length = command, key, 2
+    written_keys[#written_keys + 1] = key
+  end
+  write[length + 1] = first
+  if second then
+    length = length + 1
+    write[length + 1] = second
+  end
+  write.length = length + 1
 end
 
 local executors, dirty_executors = {}, {}
@@ -107,9 +182,10 @@ local function load_executor(id)
   local executor = executors[id]
   if executor == nil then
     local text = redis.call('HGET', EXECUTORS, id)
-    executor = text and unpack_executor(text)
-    if executor then
+    executor = text and (kept.texts[id] == text and kept.executors[id] or unpack_executor(text))
+    if executor and executor ~= kept.executors[id] then
       executor.id = id
+      keep_executor(id, executor, text)
     end
     executors[id] = executor
   end
@@ -120,23 +196,33 @@ local function available_blocks(executor)
   return executor.budget_blocks - executor.reserved_blocks
 end
 
--- Writes the room of the changed executors. A silent executor leaves `room` only when `choose` meets it there; a
--- claimed one is not in it.
-local function flush_executors()
-  for id, executor in pairs(dirty_executors) do
-    redis.call('HSET', EXECUTORS, id, pack_executor(executor))
-    if executor.accepting and not executor.suspended and executor.claim == ''
-      and executor.reserved_sequences < executor.budget_sequences then
-      redis.call('ZADD', ROOM, string.format('%d', -available_blocks(executor)), id)
-    else
-      redis.call('ZREM', ROOM, id)
-    end
-    dirty_executors[id] = nil
-  end
+-- Whether the executor is in `room`. A silent one leaves it only when `choose` meets it there.
+local function has_room(executor)
+  return executor.accepting and not executor.suspended and executor.claim == ''
+    and executor.reserved_sequences < executor.budget_sequences
 end
 
+local silent_executors = {} -- those that left `room` in this call
+
 local function save_executor(id, executor)
-  executors[id], dirty_executors[id] = executor, executor
+  executors[id], dirty_executors[id], silent_executors[id] = executor, executor, nil
+end
+
+-- Writes the changed executors and their room.
+local function flush_executors()
+  for id, executor in pairs(dirty_executors) do
+    local text = pack_executor(executor)
+    write_later('HSET', EXECUTORS, id, text)
+    keep_executor(id, executor, text)
+    if has_room(executor) and not silent_executors[id] then
+      write_later('ZADD', ROOM, string.format('%d', -available_blocks(executor)), id)
+    end
+  end
+  for id, executor in pairs(dirty_executors) do
+    if not has_room(executor) then
+      write_later('ZREM', ROOM, id)
+    end
+  end
 end
 
 local tenants, dirty_tenants, unlisted_tenants = {}, {}, {}
@@ -145,12 +231,14 @@ local function load_tenant(name)
   local tenant = tenants[name]
   if tenant == nil then
     local text = redis.call('HGET', TENANTS, name)
-    tenant = text and unpack_tenant(text) or {
+    tenant = kept.tenants[name]
+    tenant = text and (tenant and tenant.text == text and tenant or unpack_tenant(text)) or {
       counter = 0, weight = 1, lines = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
       waiting = 0, tokens = {0, 0, 0}, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
       request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW,
     }
-    tenants[name] = tenant
+    tenants[name], tenant.text = tenant, nil -- it may be changed and not saved
+    tenant.head, tenant.num_left = nil, 0 -- of this call: see board.lua
   end
   return tenant
 end
@@ -159,9 +247,16 @@ local function save_tenant(name, tenant)
   tenant.used_ms, dirty_tenants[name], unlisted_tenants[name] = NOW, tenant, tenant
 end
 
+local requests, dirty_requests = {}, {} -- false for one that is not there (any more)
+
 local function load_request(id)
-  local text = redis.call('HGET', REQUESTS, id)
-  return text and unpack_request(text)
+  local request = requests[id]
+  if request == nil then
+    local text = redis.call('HGET', REQUESTS, id)
+    request = text and unpack_request(text)
+    requests[id] = request
+  end
+  return request
 end
 
 -- The tokens of prompt and output that its next placement reserves: all, unless another placement has to follow.
@@ -172,5 +267,37 @@ local function reserved_tokens(request)
 end
 
 local function save_request(id, request)
-  redis.call('HSET', REQUESTS, id, pack_request(request))
+  requests[id], dirty_requests[id] = request, request
+end
+
+local function delete_request(id)
+  requests[id], dirty_requests[id] = false, false
+end
+
+local function flush_requests()
+  for id, request in pairs(dirty_requests) do
+    if not request then
+      write_later('HDEL', REQUESTS, id)
+    end
+  end
+  for id, request in pairs(dirty_requests) do
+    if request then
+      write_later('HSET', REQUESTS, id, pack_request(request))
+    end
+  end
+end
+
+-- Prefixes whose executor this call has recorded: by hash, and as words of the command that writes them.
+local remembered, remembered_words = {}, {}
+local MAX_PREFIXES = 100000 -- remembered, in two generations: the newest and the previous
+
+local function flush_prefixes()
+  if #remembered_words == 0 then
+    return
+  end
+  state.num_prefixes = state.num_prefixes + redis.call('HSET', PREFIXES, unpack(remembered_words))
+  if state.num_prefixes >= MAX_PREFIXES then
+    redis.call('RENAME', PREFIXES, OLD_PREFIXES)
+    state.num_prefixes, state.has_old_prefixes = 0, true
+  end
 end

@@ -38,6 +38,7 @@ local function count_waiting(request, sign, class)
   tenant.lines[class] = tenant.lines[class] + sign
   tenant.tokens[class] = tenant.tokens[class] + sign * tokens
   state.waiting, state.bytes = state.waiting + sign, state.bytes + sign * request.bytes
+  state.lines[class] = state.lines[class] + sign
   state.tokens[class] = state.tokens[class] + sign * tokens
   save_tenant(request.tenant, tenant)
   if state.waiting == 0 then
@@ -69,7 +70,7 @@ local function new_request(
   output, block_size, bytes, adapter
 )
   state.arrivals = state.arrivals + 1
-  return {
+  return request{
     owner = owner, tenant = tenant, prefixes = prefixes, digest = digest, class = class, asked_class = class,
     deadline_in_ms = deadline_in_ms, deadline_ms = NOW + deadline_in_ms,
     order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals, blocks = blocks,
@@ -82,19 +83,27 @@ end
 
 -- Enqueues the request by its original order key. The caller saves it.
 local function enqueue(id, request)
-  request.state = 'WAITING'
-  redis.call('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
+  local tenant = load_tenant(request.tenant)
+  if tenant.num_left > 0 then -- it may be one of them
+    for class = 1, NUM_CLASSES do
+      flush_writes(KEYS[WAITING + class])
+    end
+  end
+  request.state, tenant.head = 'WAITING', nil
+  write_later('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
   if request.class > 1 then
-    redis.call('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
+    write_later('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
     state.next_age_ms = math.min(state.next_age_ms, NOW + state.age_ms)
   end
   count_waiting(request, 1)
 end
 
 local function leave_line(id, request)
-  redis.call('ZREM', KEYS[WAITING + request.class], line_member(id, request))
+  local tenant = load_tenant(request.tenant)
+  tenant.head, tenant.num_left = nil, tenant.num_left + 1
+  write_later('ZREM', KEYS[WAITING + request.class], line_member(id, request))
   if request.class > 1 then
-    redis.call('ZREM', AGEING, id)
+    write_later('ZREM', AGEING, id)
   end
   if request.claim ~= '' then
     unclaim(request)
@@ -103,7 +112,7 @@ local function leave_line(id, request)
 end
 
 local function leave_executor(id, request)
-  redis.call('ZREM', PLACEMENTS, placement_member(request.executor_id, request.attempt, id))
+  write_later('ZREM', PLACEMENTS, placement_member(request.executor_id, request.attempt, id))
   if state.preempts then
     redis.call('ZREM', PREEMPTIBLE, id)
   end
@@ -161,7 +170,7 @@ local function seat(id, request, executor_id, attempt, blocks, cached)
   save_executor(executor_id, executor)
   tenant.running = tenant.running + request.sequences
   save_tenant(request.tenant, tenant)
-  redis.call('ZADD', PLACEMENTS, '0', placement_member(executor_id, attempt, id))
+  write_later('ZADD', PLACEMENTS, '0', placement_member(executor_id, attempt, id))
   if state.preempts and request.class > 1 then
     redis.call('ZADD', PREEMPTIBLE, request.class * 1e13 + NOW, id)
   end
@@ -282,13 +291,15 @@ local function lose(id, request, executor_lives)
     set_lost(id, request)
     tell('lost', id, request)
   else
-    redis.call('HDEL', REQUESTS, id)
+    delete_request(id)
   end
   return true
 end
 
 -- Removes up to `limit` expired tombstones.
 local function sweep_tombstones(limit)
+  flush_writes(ENDED)
+  flush_writes(ENDINGS)
   local old = redis.call('ZRANGEBYSCORE', ENDED, '-inf', string.format('%d', NOW - state.remember_ms - 1), 'LIMIT', '0', limit)
   if #old > 0 then
     redis.call('ZREM', ENDED, unpack(old))
@@ -298,8 +309,8 @@ end
 
 -- Leaves a tombstone: the id has ended. Each new tombstone sweeps two expired ones, which keeps `ended` from growing.
 local function bury(id)
-  redis.call('HDEL', REQUESTS, id)
-  redis.call('ZADD', ENDED, NOW_TEXT, id)
+  delete_request(id)
+  write_later('ZADD', ENDED, NOW_TEXT, id)
 end
 
 -- Leaves a tombstone that also records how a placed request ended: a repeat of a cancelled request starts again, any
@@ -307,25 +318,30 @@ end
 local function bury_with_ending(id, request, cancelled)
   bury(id)
   if request.attempt > 0 then
-    request.cancelled = cancelled
-    redis.call('HSET', ENDINGS, id, pack_ending(request))
+    local ending = {
+      executor_id = request.executor_id, digest = request.digest, attempt = request.attempt,
+      generation = request.generation, cancelled = cancelled,
+    }
+    write_later('HSET', ENDINGS, id, pack_ending(ending))
   end
 end
 
 -- Removes the tombstone of the id.
 local function forget_end(id)
-  redis.call('ZREM', ENDED, id)
-  redis.call('HDEL', ENDINGS, id)
+  write_later('ZREM', ENDED, id)
+  write_later('HDEL', ENDINGS, id)
 end
 
 -- Returns how a request with a tombstone ended; nil if it was never placed.
 local function load_ending(id)
+  flush_writes(ENDINGS)
   local text = redis.call('HGET', ENDINGS, id)
   return text and unpack_ending(text) or nil
 end
 
 -- Returns when the id ended, or nil if that is not known (any more).
 local function ended_ms(id)
+  flush_writes(ENDED)
   local ended = redis.call('ZSCORE', ENDED, id)
   if ended and NOW - tonumber(ended) <= state.remember_ms then
     return tonumber(ended)
@@ -336,7 +352,11 @@ local function ended_ms(id)
 end
 
 local function num_ahead_in_tenant(id, request)
+  if load_tenant(request.tenant).lines[request.class] <= 1 then
+    return 0
+  end
   local first = line_of(request.tenant)
+  flush_writes(KEYS[WAITING + request.class])
   return redis.call('ZLEXCOUNT', KEYS[WAITING + request.class], first, '(' .. line_member(id, request))
 end
 

@@ -8,11 +8,13 @@
 local OUTPUT_WEIGHT = 2
 local SHARE_STEP = 0.05 -- of the newest output in how much of its reservation is used; a new tenant is taken for an average one
 
+local active_tenants = {} -- the first tenants of each class, of this call
+
 local function is_active(tenant)
   return tenant.waiting > 0 and tenant.running < tenant.max_running
 end
 
--- Writes the positions of the changed tenants among the active ones of each class: before these are read, and at the
+-- Sets the positions of the changed tenants among the active ones of each class: before these are read, and at the
 -- end. `listed` has what is written there, infinity for nothing. Whole numbers: a sorted set reads and writes those
 -- faster.
 local function list_tenants()
@@ -26,10 +28,11 @@ local function list_tenants()
     for class = 1, NUM_CLASSES do
       local counter = active and tenant.lines[class] > 0 and math.floor(tenant.counter) or math.huge
       if counter ~= tenant.listed[class] then
+        active_tenants[class] = nil
         if counter < math.huge then
-          redis.call('ZADD', KEYS[ACTIVE + class], string.format('%d', counter), name)
+          write_later('ZADD', KEYS[ACTIVE + class], string.format('%d', counter), name)
         else
-          redis.call('ZREM', KEYS[ACTIVE + class], name)
+          write_later('ZREM', KEYS[ACTIVE + class], name)
         end
         tenant.listed[class] = counter
       end
@@ -113,19 +116,30 @@ end
 
 -- Ends a script that only reads.
 local function answer(outcome)
+  keep()
   return {outcome, events, missing, more, registered, NOW}
 end
 
 -- Writes what was changed; ends every other script.
 local function finish(outcome)
-  flush_executors()
+  --@nest
   list_tenants()
+  flush_requests()
+  flush_executors()
   for name, tenant in pairs(dirty_tenants) do
-    redis.call('HSET', TENANTS, name, pack_tenant(tenant))
+    local text = pack_tenant(tenant)
+    write_later('HSET', TENANTS, name, text)
+    keep_tenant(name, tenant, text)
   end
+  flush_prefixes()
+  for _, key in ipairs(written_keys) do
+    flush_writes(key)
+  end
+  send_mail()
   local text = pack_state(state)
   if text ~= text_of_state then
     redis.call('SET', STATE, text)
   end
+  kept.state, kept.state_text = state, text
   return answer(outcome)
 end

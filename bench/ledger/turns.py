@@ -1,0 +1,231 @@
+"""The processor time of Redis per call by two versions or two ways, in turns on one server.
+
+    python -m bench.ledger.turns --redis-server PATH                  # EVALSHA and FCALL
+    python -m bench.ledger.turns --redis-server PATH --before TREE    # the scripts of another checkout and of this one
+
+Each side has a pool of its own and a process that loads the code of its tree: scripts, routers' store and load. The
+figures are medians over rounds of the time of Redis' main thread, requests and replies included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.ledger.commands import record_commands
+from bench.ledger.loop import Loop
+from bench.ledger.measure import FILL_REFRESH_S, MAX_SEATED_AT_ONCE
+from bench.ledger.scale import PoolScale
+from bench.ledger.server import Server, Usage, difference
+from bench.ledger.traffic import Traffic
+from bench.redis.wire import connect
+from inflight.local.redis_server import PrivateRedis
+from router.store.lua import load_scripts
+
+TREE = Path(__file__).parents[2]
+# A user who may not call functions: for it the routers' store uses EVALSHA.
+WITHOUT_FUNCTIONS = ("ACL", "SETUSER", "without", "on", ">functions", "~*", "&*", "+@all", "-fcall")
+KINDS = (
+    "submit 1",
+    "settle 4",
+    "submit 16",
+    "settle 16",
+    "submit 1",
+    "settle 1",
+    "report 1",
+)
+NAMES = {
+    "submit 1": "submit, queued",
+    "submit 16": "16 submits in a call, queued",
+    "settle 1": "settle of 1",
+    "settle 4": "settle of 4",
+    "settle 16": "settle of 16",
+    "report 1": "report",
+}
+NUM_CALLS = 256
+SEED = 1
+
+
+class Side:
+    """One pool and its load, in a process of its own: reads orders from standard input, answers each with a line."""
+
+    def __init__(self, url: str, pool: str, scale: PoolScale) -> None:
+        server = Server(url)
+        for script in load_scripts().values():
+            server.load_script(script.source)
+        server.close()
+        self._scale = scale
+        commands = asyncio.run(record_commands(url, pool, scale, SEED))
+        self._traffic = Traffic(scale, commands, SEED)
+        self._loop = Loop(url, commands.mailboxes, 1, self._traffic)
+
+    def obey(self, order: str) -> int:
+        """Sends calls of one kind and returns how many."""
+        traffic, (kind, number) = self._traffic, order.split()
+        match kind:
+            case "fill":
+                self._fill()
+                return 0
+            case "refresh":
+                calls = [*traffic.all_reports(), *traffic.all_renewals()]
+            case "report":
+                calls = list(traffic.all_reports())
+            case "submit" if number == "1":
+                calls = [traffic.submit() for _ in range(self._num_missing)]
+            case "submit":
+                calls = [traffic.submit_batch(int(number)) for _ in range(self._num_missing // int(number))]
+            case "settle":
+                possible = range(NUM_CALLS // int(number))
+                calls = [traffic.settle(int(number)) for _ in possible if traffic.can_settle(int(number))]
+            case _:
+                raise ValueError(f"no such order: {order!r}")
+        self._loop.pipeline(calls)
+        self._loop.read_mail()
+        return len(calls)
+
+    @property
+    def _num_missing(self) -> int:
+        """How many requests give the queue its length and those that a round ends."""
+        return max(16, min(2 * NUM_CALLS, self._scale.queued + NUM_CALLS - self._traffic.num_waiting))
+
+    def _fill(self) -> None:
+        self.obey("refresh 0")
+        refreshed_s = self._loop.now_s()
+        missing = self._scale.num_seats + self._scale.queued
+        while missing > 0:
+            self._loop.pipeline([self._traffic.submit() for _ in range(min(missing, MAX_SEATED_AT_ONCE))])
+            missing -= MAX_SEATED_AT_ONCE
+            if self._loop.now_s() - refreshed_s > FILL_REFRESH_S:
+                self.obey("refresh 0")
+                refreshed_s = self._loop.now_s()
+
+
+@dataclass(slots=True)
+class Worker:
+    """The process of a side, as the measuring process sees it."""
+
+    process: subprocess.Popen[str]
+
+    def order(self, text: str) -> int:
+        """Has the side send calls; returns how many."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit("error: a side has ended; its message is above")
+        return int(answer)
+
+
+@contextmanager
+def _started(tree: Path, url: str, pool: str, options: argparse.Namespace) -> Iterator[Worker]:
+    """Starts a side with the code of a tree."""
+    flags = ("--executors", options.executors, "--waiting", options.waiting, "--traffic", options.traffic)
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--side", url, pool, *map(str, flags)],
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Worker(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+
+
+@dataclass(slots=True)
+class Found:
+    """What calls of one kind by one side cost, by round."""
+
+    cpu_us: list[float]
+    num_commands: list[float]
+
+
+def measure(server: Server, workers: dict[str, Worker], num_rounds: int) -> dict[str, dict[str, Found]]:
+    """Returns the cost of each kind of call, by side."""
+    for worker in workers.values():
+        worker.order("fill 0")
+    found: dict[str, dict[str, Found]] = {}
+    for number in range(num_rounds):
+        for side in workers if number % 2 else reversed(workers):
+            for kind in KINDS:
+                workers[side].order("refresh 0")
+                before, usages = server.cpu_s(), server.usages()
+                num_calls = workers[side].order(kind)
+                cpu_s, used = server.cpu_s() - before, difference(server.usages(), usages)
+                costs = found.setdefault(NAMES[kind], {}).setdefault(side, Found([], []))
+                costs.cpu_us.append(cpu_s / num_calls * 1e6)
+                costs.num_commands.append(_num_commands(used) / num_calls)
+    return found
+
+
+def _num_commands(used: dict[str, Usage]) -> int:
+    """Returns how many commands the scripts called."""
+    return sum(usage.calls for name, usage in used.items() if name not in ("evalsha", "info", "xread"))
+
+
+def main() -> None:
+    """Measures, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--redis-server", type=Path, help="a server of version 7 or later; else the one that is found")
+    add("--before", type=Path, metavar="TREE", help="another checkout, to compare with this one")
+    add("--executors", type=int, default=20)
+    add("--waiting", type=int, default=1000)
+    add("--traffic", choices=("mixed", "plain"), default="plain", help="see bench.ledger.scale; default: plain")
+    add("--rounds", type=int, default=20)
+    add("--side", nargs=2, metavar=("URL", "POOL"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.getLogger("router.store").setLevel(logging.ERROR)
+    if options.side:
+        scale = PoolScale(options.waiting, options.executors, is_mixed=options.traffic == "mixed")
+        url, pool = options.side
+        side = Side(url, pool, scale)
+        for line in sys.stdin:
+            print(side.obey(line), flush=True)
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server) as redis,
+    ):
+        server, url = Server(redis.admin_url), redis.admin_url
+        names = ("before", "after") if options.before else ("EVALSHA", "FCALL")
+        first_tree, first_url = (options.before, url) if options.before else (TREE, _without_functions(server, url))
+        with (
+            _started(first_tree, first_url, names[0], options) as first,
+            _started(TREE, url, names[1], options) as second,
+        ):
+            found = measure(server, dict(zip(names, (first, second), strict=True)), options.rounds)
+        server.close()
+    _print(found, *names)
+
+
+def _without_functions(server: Server, url: str) -> str:
+    server.execute(*WITHOUT_FUNCTIONS)
+    address = connect(url)[0].getpeername()
+    return f"redis://without:functions@{address[0]}:{address[1]}/0"
+
+
+def _print(found: dict[str, dict[str, Found]], first: str, second: str) -> None:
+    print(f"| call | {first}, µs | {second}, µs | change | commands |\n| --- | --- | --- | --- | --- |")
+    for kind, sides in found.items():
+        us = [statistics.median(sides[name].cpu_us) for name in (first, second)]
+        commands = [f"{statistics.mean(sides[name].num_commands):.1f}" for name in (first, second)]
+        print(f"| {kind} | {us[0]:.0f} | {us[1]:.0f} | {us[1] / us[0] - 1:+.0%} | {' → '.join(commands)} |")
+
+
+if __name__ == "__main__":
+    main()

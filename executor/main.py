@@ -153,7 +153,7 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         settings.batching,
     )
     if limits.num_host_blocks:
-        log.info("%d KV blocks of host memory for preempted sequences", limits.num_host_blocks)
+        log.info("%d KV blocks of host memory for preempted sequences and evicted prefixes", limits.num_host_blocks)
     return Loaded(source, model, num_blocks, limits, adapters)
 
 

@@ -134,7 +134,10 @@ class ExecutorSettings(ProcessSettings):
         0.2, gt=0, le=0.9, description="share of the free memory that the KV cache takes on a CPU"
     )
     kv_cache_host_memory_bytes: int = Field(
-        0, ge=0, description="host memory for the KV blocks of preempted sequences; 0: none, they are recomputed"
+        0,
+        ge=0,
+        description="host memory for KV blocks of preempted sequences and of evicted prefixes; 0: none, they are "
+        "recomputed",
     )
     max_sequence_length: int = Field(
         0, ge=0, description="maximum tokens of prompt and output together; 0: the model's context length"

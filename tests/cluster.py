@@ -114,6 +114,7 @@ class BrakedStep:
     """A step that ends when the brake lets it."""
 
     allows_next = True
+    copied_s = 0.0
     began_s = 0.0
     ended_s = 0.0
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence as ReadOnlyList
 
 from executor.engine.runner import PendingStep
 from executor.scheduler.blocks import BlockPool
+from executor.scheduler.prefix_cache import chain_hashes
 from executor.scheduler.sequence import (
     NO_LOGPROBS,
     FinishReason,
@@ -68,6 +69,7 @@ class RunStep:
     """A step that is through."""
 
     allows_next = True
+    copied_s = 0.0
     began_s = 0.0
     ended_s = 0.0
 
@@ -115,6 +117,11 @@ class FakeDevice:
             if row.samples:
                 sampled_ids += self._sample(row)
         return tuple(sampled_ids)
+
+    def host_content(self, host_block: int) -> list[int]:
+        """The content of a host block, as far as it was written."""
+        places = ((host_block, offset) for offset in range(self._pool.block_size))
+        return [self._host_contents[place] for place in places if place in self._host_contents]
 
     def _sample(self, row: PlanRow) -> list[int]:
         first = row.start + row.num_tokens - len(row.drafts)
@@ -206,6 +213,19 @@ def _copy(
             target.pop((copy, offset), None)
         else:
             target[copy, offset] = content
+
+
+def block_contents(sequence: Sequence, output: ReadOnlyList[int], block_size: int) -> dict[bytes, list[int]]:
+    """What is in each full block of the sequence once it has this output, by the block's hash."""
+    if sequence.cache_salt is None:
+        return {}
+    token_ids = [*sequence.token_ids[: sequence.num_prompt_tokens], *output]
+    contents = [root_content(sequence)]
+    for token_id in token_ids:
+        contents.append(next_content(contents[-1], token_id))
+    hashes = chain_hashes(token_ids, block_size, sequence.cache_salt)
+    firsts = range(1, len(contents), block_size)
+    return {block_hash: contents[first : first + block_size] for block_hash, first in zip(hashes, firsts, strict=False)}
 
 
 def solo_output(sequence: Sequence, context_length: int) -> tuple[list[int], FinishReason]:

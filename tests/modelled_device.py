@@ -31,6 +31,7 @@ class ModelledStep:
     began_s: float
     ended_s: float
     num_sampled: int
+    copied_s: float = 0.0
 
     def result(self) -> tuple[int, ...]:
         """See `PendingStep`."""
@@ -43,17 +44,19 @@ class ModelledStep:
 
 @dataclass(slots=True)
 class ModelledDevice:
-    """Steps vary by up to `jitter` of their time."""
+    """Steps vary by up to `jitter` of their time. A block that is copied takes `copy_s`."""
 
     jitter: float
     now_s: float = 0.0
+    copy_s: float = 80e-6
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""
         began_s = self.now_s
-        self.now_s += step_seconds(StepLoad.of(plan)) * (1 + self.jitter * self.random.uniform(-1, 1))
-        return ModelledStep(began_s, self.now_s, sum(plan.samples))
+        copied_s = self.copy_s * (len(plan.swaps_out) + len(plan.swaps_in))
+        self.now_s += copied_s + step_seconds(StepLoad.of(plan)) * (1 + self.jitter * self.random.uniform(-1, 1))
+        return ModelledStep(began_s, self.now_s, sum(plan.samples), copied_s)
 
     def close(self) -> None:
         """See `StepRunner`."""

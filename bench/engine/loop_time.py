@@ -32,6 +32,7 @@ class EndedStep:
     """A step of a device that takes no time."""
 
     allows_next = True
+    copied_s = 0.0
 
     def __init__(self, plan: StepPlan, now_s: float) -> None:
         self.began_s = self.ended_s = now_s

@@ -30,8 +30,12 @@ class StepCost:
             + self.token_s * load.num_tokens
             + self.context_s * load.decode_context
             + self.prefill_s * load.prefill_work
-            + self.block_copy_s * (len(plan.swaps_out) + len(plan.swaps_in))
+            + self.copies_of(plan)
         )
+
+    def copies_of(self, plan: StepPlan) -> float:
+        """Returns the seconds of a plan's copies."""
+        return self.block_copy_s * (len(plan.swaps_out) + len(plan.swaps_in))
 
 
 # The fit of docs/cpu.md's steps: a 135M model in bfloat16 on two cores.
@@ -50,6 +54,7 @@ class _Step:
     allows_next = True
     began_s: float
     ended_s: float
+    copied_s: float
     sampled_ids: tuple[int, ...]
     device: ModelledDevice
 
@@ -86,7 +91,7 @@ class ModelledDevice:
             )
             if samples
         )
-        return _Step(began_s, self._free_s, sampled, self)
+        return _Step(began_s, self._free_s, self._cost.copies_of(plan), sampled, self)
 
     def close(self) -> None:
         """Does nothing: the device holds no resources."""

@@ -1,4 +1,4 @@
-"""KV blocks in host memory, for the KV of preempted sequences.
+"""KV blocks in host memory, for the KV of preempted sequences and of evicted prefixes.
 
 A host block is one row of memory with the content of a block of the pool in every layer, keys and values, whatever the
 backend's layout. Host blocks are numbered from 0. The tier only copies: the scheduler assigns the blocks, and the

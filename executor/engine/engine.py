@@ -162,12 +162,13 @@ class Engine:
         if self._stopping:
             return StepPlan.of(())
         scheduler = self._scheduler
-        budget, allowance, terms = self._prefill_budget, None, None
+        budget, allowance, terms, copy_cost = self._prefill_budget, None, None, None
         if scheduler.has_prefill:
             allowance = budget.allowance(scheduler.decode_load(), scheduler.pool.block_size)
+            copy_cost = budget.copy_cost()
         if scheduler.drafts:
             terms = budget.draft_terms(scheduler.decode_load())
-        return scheduler.schedule(allowance, terms)
+        return scheduler.schedule(allowance, terms, copy_cost)
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         try:
@@ -286,9 +287,10 @@ class Engine:
             return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}"), NO_TIMES
         self._num_failures = 0
         times = self._speed.observe(plan, step)
-        if not (plan.swaps_out or plan.swaps_in or plan.scored):
-            # The time of copies, or of the logits that score a prompt, would be attributed to the rows.
-            self._prefill_budget.step_time.observe(StepLoad.of(plan), times.busy_s)
+        self._prefill_budget.copy_time.observe(plan, step.copied_s)
+        if not plan.scored:
+            # The time of the logits that score a prompt would be attributed to the rows.
+            self._prefill_budget.step_time.observe(StepLoad.of(plan), times.busy_s - step.copied_s)
         if self._scheduler.drafts:
             self._prefill_budget.observe_wait(plan, times.exposed_s)
         outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))

@@ -8,9 +8,12 @@ sequences decode, prompts get at least a third of the device's time, or a block 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from executor.engine.copy_time import CopyTime
 from executor.engine.step_time import LARGEST_SURPRISE, StepLoad, StepTime
 from executor.scheduler.sequence import StepPlan
-from executor.scheduler.step_constraint import DecodeLoad, DraftTerms, PrefillAllowance
+from executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance
 
 # Factor on the target, so that variance between steps does not exceed it.
 MARGIN = 0.95
@@ -41,11 +44,12 @@ class PrefillBudget:
 
     def __init__(self, max_inter_token_ms: float = 0.0) -> None:
         self.step_time = StepTime()
+        self.copy_time = CopyTime()
         self._max_inter_token_ms = max_inter_token_ms
         self._waits = [MeanWait(), MeanWait()]
 
-    def allowance(self, decodes: DecodeLoad, least_tokens: int) -> PrefillAllowance | None:
-        """Returns what prompts may take of a step, at least `least_tokens`; None is no limit."""
+    def allowance(self, decodes: DecodeLoad, block_size: int) -> PrefillAllowance | None:
+        """Returns what prompts may take of a step, at least a block of tokens; None is no limit."""
         if decodes.num_decodes == 0 or not self.step_time.knows_prefill:
             return None
         decode_s = self.step_time.predict(StepLoad(decodes.num_decodes, decodes.context))
@@ -53,7 +57,16 @@ class PrefillBudget:
         if longest_s is None:
             return None
         seconds = max(longest_s * MARGIN - decode_s, LEAST_SHARE * decode_s)
-        return PrefillAllowance(least_tokens, seconds, self.step_time.prefill_cost())
+        cost, copy_s = self.step_time.prefill_cost(), self.copy_time.block_s
+        # A prompt takes blocks whose content has to be copied to host memory first.
+        cost = replace(cost, token_s=cost.token_s + copy_s / block_size)
+        return PrefillAllowance(block_size, seconds, cost, copy_s)
+
+    def copy_cost(self) -> CopyCost | None:
+        """Returns what copying a block costs against computing its tokens; None while that is not known."""
+        if not self.step_time.knows_prefill:
+            return None
+        return CopyCost(self.copy_time.block_s, self.step_time.prefill_cost())
 
     def draft_terms(self, decodes: DecodeLoad) -> DraftTerms:
         """Returns what drafts may cost in a step with these decodes."""

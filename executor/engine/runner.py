@@ -36,6 +36,11 @@ class PendingStep(Protocol):
         ...
 
     @property
+    def copied_s(self) -> float:
+        """Seconds of that time in which blocks were copied between device and host memory."""
+        ...
+
+    @property
     def allows_next(self) -> bool:
         """Whether the next step may be launched before this one was read."""
         ...
@@ -58,6 +63,7 @@ class FailedStep:
     """A step that could not be launched. `result` raises the error. It yields no tokens for the next step to carry."""
 
     allows_next = False
+    copied_s = 0.0
 
     def __init__(self, error: Exception) -> None:
         self.began_s = self.ended_s = time.perf_counter()

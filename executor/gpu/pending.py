@@ -42,9 +42,23 @@ class StepTimer:
         self._began = torch.cuda.Event(enable_timing=True) if is_cuda else None
         # Blocking: a waiting thread sleeps and leaves the core to others.
         self._ended = torch.cuda.Event(enable_timing=True, blocking=True) if is_cuda else None
-        self._ended_s = self.began_s
+        self._copied: torch.cuda.Event | None = None
+        self._copied_s = self._ended_s = self.began_s
         if self._began is not None:
             self._began.record()
+
+    def copied(self) -> None:
+        """Marks the end of the copies between device and host memory."""
+        self._copied_s = time.perf_counter()
+        if self._began is not None:
+            self._copied = torch.cuda.Event(enable_timing=True)
+            self._copied.record()
+
+    def copies_took_s(self) -> float:
+        """Returns the seconds that the copies took, 0 without any. Must be called after `wait`."""
+        if self._began is None:
+            return self._copied_s - self.began_s
+        return 0.0 if self._copied is None else self._began.elapsed_time(self._copied) / 1000
 
     def stop(self) -> None:
         """Marks the end of the launch."""
@@ -84,6 +98,7 @@ class GpuStep:
     ) -> None:
         self.began_s = timer.began_s
         self.ended_s = timer.began_s
+        self.copied_s = 0.0
         self._timer = timer
         self._read_back = read_back
         self._on_host = on_host
@@ -97,6 +112,7 @@ class GpuStep:
         before, self._before = self._before, None  # otherwise every step would keep the previous one alive
         try:
             self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
+            self.copied_s = self._timer.copies_took_s()
             sampled_ids = self._on_host[: self._sampling.num_rows].tolist()
             self._sampling.append(sampled_ids)
             return token_ids_of(sampled_ids)

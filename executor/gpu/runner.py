@@ -128,8 +128,9 @@ class GpuRunner:
         are_filled = self._masks.start(constrained) if constrained else None
         with torch.inference_mode():
             # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
-            if self._host_tier is not None:
+            if self._host_tier is not None and (plan.swaps_out or plan.swaps_in):
                 self._host_tier.swap(plan.swaps_out, plan.swaps_in)
+                timer.copied()
             self._buffers.upload(layout, batch, sampling, entries)
             self._follower.sent()
             self._compute(layout, bucket, batch.num_decodes)

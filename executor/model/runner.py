@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.machine import num_usable_cores
-from executor.attention.host_tier import open_host_tier
+from executor.attention.host_tier import HostTier, open_host_tier
 from executor.engine.runner import PendingStep, token_ids_of
 from executor.logits.grammar import MaskFiller
 from executor.model.model import PagedModel
@@ -41,6 +41,7 @@ class LaunchedStep:
         self.swaps_in = plan.swaps_in
         self.began_s = 0.0
         self.ended_s = 0.0
+        self.copied_s = 0.0
         self.marks: GpuMarks | None = None
         self.reported: StepLogprobs | None = None
         self._outcome: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
@@ -55,6 +56,7 @@ class LaunchedStep:
             raise outcome
         if self.marks is not None:
             self.began_s, self.ended_s = self.marks.wait()
+            self.copied_s = self.marks.copied_s()
         return token_ids_of(outcome.tolist())
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
@@ -71,10 +73,20 @@ class GpuMarks:
     def __init__(self, before: GpuMarks | None) -> None:
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._copied: torch.cuda.Event | None = None
         self._before = None if before is None or before._end.query() else before
         self._launched_s = time.perf_counter()
         self._ended_s = 0.0
         self._begin.record()
+
+    def copied(self) -> None:
+        """Marks the end of the copies between device and host memory."""
+        self._copied = torch.cuda.Event(enable_timing=True)
+        self._copied.record()
+
+    def copied_s(self) -> float:
+        """Returns the seconds that the copies took, 0 without any. Must be called after `wait`."""
+        return 0.0 if self._copied is None else self._begin.elapsed_time(self._copied) / 1000
 
     def end(self) -> None:
         """Marks the end, after everything of the step is on the stream."""
@@ -154,13 +166,21 @@ class ModelRunner:
         step.settle(on_host)
         return sampled_ids, marks
 
+    def _swap(self, host_tier: HostTier, step: LaunchedStep) -> None:
+        began_s = time.perf_counter()
+        host_tier.swap(step.swaps_out, step.swaps_in)
+        if step.marks is not None:
+            step.marks.copied()
+        else:
+            step.copied_s = time.perf_counter() - began_s
+
     def _compute(self, step: LaunchedStep, sampled_before: Tensor | None) -> Tensor:
         batch = step.batch.to(self._model.device)
         # After a failed step there is nothing to carry: the rows that needed it belong to sequences that have ended.
         if sampled_before is not None:
             batch.resolve(sampled_before)
-        if self._host_tier is not None:
-            self._host_tier.swap(step.swaps_out, step.swaps_in)
+        if self._host_tier is not None and (step.swaps_out or step.swaps_in):
+            self._swap(self._host_tier, step)
         if constrained := step.sampling.constrained():
             # The masks depend on the previous step's tokens, not on this one's logits.
             fill = self._masks.start(constrained) if self._overlaps_masks else partial(self._masks.fill, constrained)

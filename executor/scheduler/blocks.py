@@ -1,8 +1,8 @@
-"""The KV block pool: reference counts, free blocks and cached prefixes. Pure bookkeeping; the KV itself lives on the
-device.
+"""The KV block pool: reference counts, free blocks and cached prefixes; and the blocks of host memory. Pure
+bookkeeping; the KV itself lives on the device and in host memory.
 
-Blocks are numbered from 1 to `num_blocks`. Block 0 is spare: no sequence ever owns it, padding writes go there. Each
-block is in exactly one state:
+The pool's blocks are numbered from 1 to `num_blocks`. Block 0 is spare: no sequence ever owns it, padding writes go
+there. Each block is in exactly one state:
 
 | state  | references | hash   | where it is kept                                          |
 | ------ | ---------- | ------ | --------------------------------------------------------- |
@@ -22,34 +22,159 @@ from itertools import chain
 
 
 class HostBlocks:
-    """Free list of the host memory's blocks, numbered from 0."""
+    """Blocks of host memory, numbered from 0: copies of preempted sequences' KV, and prefix blocks that were evicted
+    from the pool. Each block is in exactly one state:
+
+    | state    | content                                     | where it is kept                            |
+    | -------- | ------------------------------------------- | ------------------------------------------- |
+    | free     | none that is needed                         | `_free`                                     |
+    | copy     | KV of a preempted sequence                  | the sequence's `HostCopy`                   |
+    | held     | a prefix block that the newest plan writes, or that a sequence is to get back | `_num_holds` |
+    | idle     | any other prefix block                      | `_idle`, the next one to be dropped first   |
+    | released | what the newest plan may still read         | `_released`                                 |
+
+    A step copies out before it copies in. So a plan must not write what it reads, and must not write a block twice.
+    That is why blocks that are given back stay as they are until the next plan begins.
+
+    A prefix block can be found from the plan on that stores it. It stays here when it is copied back, so that it need
+    not be copied out again, and is then the next to be dropped. Copies of sequences displace prefix blocks.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks))[::-1]
+        self._released: list[int] = []
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._num_holds: Counter[int] = Counter()
+        # Holds that end when the next plan begins, and whether the pool has the block as well.
+        self._ending_holds: list[tuple[int, bool]] = []
+        self.num_in_copies = 0
+        # Prefix blocks copied to host memory, and those dropped to make room, since the start.
+        self.num_stored = 0
+        self.num_dropped = 0
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_available(self) -> int:
+        """Blocks that can be allocated now: the free ones, and the idle ones by dropping what they hold."""
+        return len(self._free) + len(self._idle)
 
     @property
-    def num_used(self) -> int:
-        """Blocks that hold a copy."""
-        return self.num_blocks - len(self._free)
+    def num_prefix_blocks(self) -> int:
+        """Prefix blocks that can be found."""
+        return len(self._block_of)
+
+    def begin_plan(self) -> None:
+        """Begins a plan. It may write what the plans before it read, and drop what they store."""
+        self._free += self._released
+        self._released.clear()
+        for block, is_in_pool in self._ending_holds:
+            self._end_hold(block, is_in_pool)
+        self._ending_holds.clear()
+
+    # Copies of preempted sequences.
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocates `count` blocks, or returns None when there are not enough."""
-        if count > len(self._free):
+        """Allocates `count` blocks for a copy, or returns None when there are not enough."""
+        if count > self.num_available:
             return None
-        return [self._free.pop() for _ in range(count)]
+        self.num_in_copies += count
+        return [self._take() for _ in range(count)]
 
     def release(self, blocks: ReadOnlyList[int]) -> None:
-        self._free.extend(blocks)
+        """Gives back the blocks of a copy."""
+        self.num_in_copies -= len(blocks)
+        self._released.extend(blocks)
 
-    def check(self, owned: Iterable[ReadOnlyList[int]]) -> None:
-        """Asserts that each block is free or in exactly one of the copies `owned`."""
-        blocks = sorted(chain(self._free, *owned))
-        assert blocks == list(range(self.num_blocks)), f"host blocks free or owned: {blocks[:10]} of {self.num_blocks}"
+    # Prefix blocks.
+
+    def keep(self, block_hash: bytes) -> bool:
+        """Returns whether a prefix block that is being evicted from the pool is here already. Then it is the last to be
+        dropped."""
+        block = self._block_of.get(block_hash)
+        if block is None:
+            return False
+        if block in self._idle:
+            self._idle.move_to_end(block)
+        return True
+
+    def store(self, block_hash: bytes) -> int:
+        """Returns the block to which the plan has to copy an evicted prefix block. It must not be here already, and a
+        block must be available."""
+        block = self._take()
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        self._num_holds[block] = 1
+        self._ending_holds.append((block, False))
+        self.num_stored += 1
+        return block
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """Returns the blocks of the longest prefix of `hashes` that is here."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Keeps prefix blocks from being dropped until `unhold`."""
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._num_holds[block] += 1
+
+    def unhold(self, blocks: Iterable[int], *, are_in_pool: bool) -> None:
+        """Ends a `hold`. Blocks that the pool has as well are the next to be dropped."""
+        self._ending_holds += [(block, are_in_pool) for block in blocks]
+
+    def forget(self, hashes: Iterable[bytes]) -> list[int]:
+        """Makes prefix blocks impossible to find whose content is wrong, and returns them."""
+        forgotten = [block for block_hash in hashes if (block := self._block_of.pop(block_hash, None)) is not None]
+        for block in forgotten:
+            del self._hash_of[block]
+            if block in self._idle:
+                del self._idle[block]
+                self._released.append(block)
+        return forgotten
+
+    def check(self, copies: Iterable[ReadOnlyList[int]], held: Iterable[ReadOnlyList[int]] = ()) -> None:
+        """Asserts that each block is in exactly one state, and that exactly these copies and holds exist."""
+        in_copies = list(chain.from_iterable(copies))
+        blocks = sorted(chain(self._free, self._released, in_copies, self._idle, self._num_holds))
+        assert blocks == list(range(self.num_blocks)), f"host blocks by state: {blocks[:10]} of {self.num_blocks}"
+        assert len(in_copies) == self.num_in_copies, f"{len(in_copies)} host blocks in copies, not {self.num_in_copies}"
+        holds = Counter(chain.from_iterable(held)) + Counter(block for block, _ in self._ending_holds)
+        assert holds == self._num_holds, f"holds of host blocks: {holds} and {self._num_holds}"
+        assert self._block_of == {block_hash: block for block, block_hash in self._hash_of.items()}
+        assert self._idle.keys() <= self._hash_of.keys() <= self._idle.keys() | self._num_holds.keys()
+
+    def content_names(self) -> dict[int, bytes]:
+        """Returns the hash of each prefix block that can be found."""
+        return dict(self._hash_of)
+
+    def _take(self) -> int:
+        """Returns a free block, or else the idle one whose turn it is to be dropped."""
+        if self._free:
+            return self._free.pop()
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        self.num_dropped += 1
+        return block
+
+    def _end_hold(self, block: int, is_in_pool: bool) -> None:
+        self._num_holds[block] -= 1
+        if self._num_holds[block]:
+            return
+        del self._num_holds[block]
+        if block not in self._hash_of:
+            self._free.append(block)
+            return
+        self._idle[block] = None
+        if is_in_pool:
+            self._idle.move_to_end(block, last=False)
 
 
 class BlockError(Exception):
@@ -69,6 +194,8 @@ class BlockPool:
         self._num_references = [0] * (num_blocks + 1)
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
+        # Evicted blocks with their hashes, in order, where the scheduler takes them from here; None: not recorded.
+        self.evicted: list[tuple[int, bytes]] | None = None
 
     @property
     def num_free(self) -> int:
@@ -202,4 +329,6 @@ class BlockPool:
         assert block_hash is not None, f"block {block} is cached without a hash"
         del self._block_of[block_hash]
         self._hash_of[block] = None
+        if self.evicted is not None:
+            self.evicted.append((block, block_hash))
         return block

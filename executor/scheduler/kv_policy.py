@@ -56,15 +56,6 @@ class KvPolicy(Protocol):
         """Returns the blocks that can be reserved in all, including those reserved now."""
         ...
 
-    @property
-    def num_used_host_blocks(self) -> int:
-        """Host blocks that hold KV."""
-        ...
-
-    def check(self) -> None:
-        """Asserts that no block besides the device's is lost."""
-        ...
-
 
 class GuaranteedNoEvict:
     """guaranteed_no_evict: no sequence uses more than the gate has reserved for it, so an allocation cannot fail."""
@@ -72,7 +63,6 @@ class GuaranteedNoEvict:
     num_preemptions = 0
     num_recomputed_tokens = 0
     num_overrun_blocks = 0
-    num_used_host_blocks = 0
     is_scarce = False
 
     def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, queues: SequenceQueues) -> None:
@@ -86,7 +76,7 @@ class GuaranteedNoEvict:
     def take(self, sequence: Sequence, draft: StepDraft) -> bool:
         if not self._has_blocks_for(sequence):
             return False
-        self._prefix_cache.attach(sequence)
+        self._prefix_cache.attach(sequence, draft)
         return True
 
     def overdue(self) -> list[Sequence]:
@@ -99,6 +89,7 @@ class GuaranteedNoEvict:
         return self._pool.num_available
 
     def release(self, sequence: Sequence) -> None:
+        self._prefix_cache.detach(sequence)
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
@@ -106,9 +97,6 @@ class GuaranteedNoEvict:
     def budget_blocks(self, num_reserved_blocks: int) -> int:
         """Returns the whole pool, since no sequence uses more than its reservation."""
         return self._pool.num_blocks
-
-    def check(self) -> None:
-        """Does nothing: this policy uses no host blocks."""
 
     def _has_blocks_for(self, sequence: Sequence) -> bool:
         """Returns whether the reservation fits beside the reservations on seats and the blocks of leaving sequences.

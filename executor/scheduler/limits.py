@@ -75,8 +75,9 @@ class SchedulerLimits:
 
     `max_num_sequences` are the seats, and `num_standby_sequences` more may wait for one. `max_num_tokens` is the token
     budget of a step, `context_length` bounds prompt and output. Without `enable_chunked_context` a prompt takes one
-    step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences. A sequence waits
-    at most `max_prefix_wait_steps` steps for another one that computes the prefix it needs.
+    step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences and, with
+    `enable_prefix_cache`, prefixes that are evicted from the pool. A sequence waits at most `max_prefix_wait_steps`
+    steps for another one that computes the prefix it needs.
     """
 
     max_num_sequences: int

@@ -108,12 +108,17 @@ class ReserveController:
 
 class MaxUtilization:
     def __init__(
-        self, limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache, queues: SequenceQueues
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        host: HostBlocks,
+        prefix_cache: PrefixCache,
+        queues: SequenceQueues,
     ) -> None:
         self._pool = pool
         self._prefix_cache = prefix_cache
         self._queues = queues
-        self._host = HostBlocks(limits.num_host_blocks)
+        self._host = host
         self._cost = limits.overcommit.cost
         self._max_steps_away = limits.overcommit.max_steps_away
         self._num_watermark_blocks = math.ceil(limits.overcommit.watermark * pool.num_blocks)
@@ -165,7 +170,7 @@ class MaxUtilization:
     def _num_own_blocks(self, sequence: Sequence) -> int:
         """Returns a lower bound of the blocks that only this sequence holds: at least the last block of its table is
         its own."""
-        num_shared = min(sequence.num_cached_tokens // self._pool.block_size, len(sequence.block_table) - 1)
+        num_shared = min(sequence.num_shared_tokens // self._pool.block_size, len(sequence.block_table) - 1)
         return max(0, len(sequence.block_table) - num_shared)
 
     def _preempt_one(self, victim: Sequence, growing: dict[Sequence, None], num_missing: int, draft: StepDraft) -> int:
@@ -197,7 +202,7 @@ class MaxUtilization:
 
     def _cost_of(self, sequence: Sequence, num_missing: int) -> float:
         kept, block_size = self._kept(sequence, num_missing), self._pool.block_size
-        if is_swap_cheaper(kept, block_size, self._cost, self._host.num_free):
+        if is_swap_cheaper(kept, block_size, self._cost, self._host.num_available):
             return swap_cost(kept, block_size, self._cost)
         return recompute_cost(kept, self._cost)
 
@@ -213,7 +218,7 @@ class MaxUtilization:
         sequence.num_steps_away = 0
         sequence.num_lost_tokens = sequence.num_computed
         kept = self._kept(sequence, num_missing)
-        if is_swap_cheaper(kept, self._pool.block_size, self._cost, self._host.num_free):
+        if is_swap_cheaper(kept, self._pool.block_size, self._cost, self._host.num_available):
             self._swap_out(sequence, draft)
         self._queues.preempt(sequence)
         self.release_blocks(sequence)
@@ -241,7 +246,7 @@ class MaxUtilization:
         num_to_spare = 0 if is_alone else self._num_headroom_blocks() if is_back else self._num_watermark_blocks
         if self._pool.num_available <= num_to_spare:
             return False
-        self._prefix_cache.attach(sequence)
+        self._prefix_cache.attach(sequence, draft)
         num_missing = self._num_blocks_for(sequence) - len(sequence.block_table)
         if num_missing + num_to_spare > self._pool.num_available:
             self.release_blocks(sequence)
@@ -257,19 +262,22 @@ class MaxUtilization:
         return True
 
     def _restore(self, sequence: Sequence, num_found: int, draft: StepDraft) -> None:
-        """Restores from host memory what the prefix cache lacks, if the copy covers all of it, and counts recomputed
-        tokens."""
+        """Restores from its copy in host memory what the prefix cache lacks, if the copy covers all of it, and counts
+        recomputed tokens."""
         copy = sequence.host_copy
         if copy is not None:
-            if copy.first_index <= num_found and copy.num_computed > sequence.num_computed:
+            num_known = sequence.num_tokens - sequence.num_uncomputed
+            if copy.first_index <= num_found and copy.num_computed > num_known:
                 host_blocks = copy.host_blocks[num_found - copy.first_index :]
                 draft.swaps_in += zip(host_blocks, sequence.block_table[num_found:], strict=False)
                 draft.swapped.append(sequence)
                 start, blocks = num_found * self._pool.block_size, sequence.block_table[num_found:]
                 draft.restored.append(Restored(sequence, start, copy.num_computed, tuple(blocks[: len(host_blocks)])))
+                self._prefix_cache.detach(sequence)
                 sequence.num_computed = copy.num_computed
             self._drop_copy(sequence)
-        self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed)
+        num_known = sequence.num_tokens - sequence.num_uncomputed
+        self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_known)
 
     def _num_blocks_for(self, sequence: Sequence) -> int:
         """Returns the blocks of the known tokens and the next one."""
@@ -310,14 +318,14 @@ class MaxUtilization:
             self._last_victim = None
 
     def release_blocks(self, sequence: Sequence) -> None:
-        """Releases the blocks on the device."""
+        """Releases the blocks on the device, and those of its prefix that have not come back from host memory."""
+        self._prefix_cache.detach(sequence)
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
 
     def _drop_copy(self, sequence: Sequence) -> None:
-        """Frees the host blocks. A step copies out before it copies in, so a later step may overwrite what this step
-        reads."""
+        """Gives back the host blocks."""
         if sequence.host_copy is not None:
             self._host.release(sequence.host_copy.host_blocks)
             sequence.host_copy = None
@@ -347,12 +355,3 @@ class MaxUtilization:
             return self._pool.num_blocks
         num_blocks = max(0, self._pool.num_blocks - self._num_watermark_blocks - self.num_overrun_blocks)
         return min(num_blocks, num_reserved_blocks) if self._is_boarding_held else num_blocks
-
-    @property
-    def num_used_host_blocks(self) -> int:
-        return self._host.num_used
-
-    def check(self) -> None:
-        """Asserts that each host block is free or in one copy, and that only preempted sequences have copies."""
-        copies = [s.host_copy.host_blocks for s in self._queues.preempted if s.host_copy is not None]
-        self._host.check(copies)

@@ -13,19 +13,27 @@ from dataclasses import dataclass, replace
 from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.sequence import NO_DRAFTS, Restored, ScoredRows, Sequence, StepPlan
-from executor.scheduler.step_constraint import PrefillAllowance, StepConstraint
+from executor.scheduler.sequence import NO_DRAFTS, HostPrefix, Restored, ScoredRows, Sequence, StepPlan
+from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, StepConstraint
 
 
 class StepDraft:
     """Takes rows until the token budget is spent.
 
-    `allowance` bounds the prompt tokens; None does not. It applies only to chunked prefill: a prompt that must be
-    computed in one step is not cut.
+    `allowance` bounds the prompt tokens and the blocks that come back from host memory; None does not. It applies only
+    to chunked prefill: a prompt that must be computed in one step is not cut. Without `copy_cost` copying a block back
+    counts as cheaper than computing it.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool, allowance: PrefillAllowance | None) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        allowance: PrefillAllowance | None,
+        copy_cost: CopyCost | None = None,
+    ) -> None:
         self._pool = pool
+        self._copy_cost = copy_cost
         self._is_chunked = limits.enable_chunked_context
         self._num_tokens_left = limits.max_num_tokens
         self._allowance = allowance if self._is_chunked else None
@@ -52,6 +60,7 @@ class StepDraft:
         self.swaps_in: list[tuple[int, int]] = []
         self.swapped: list[Sequence] = []
         self.restored: list[Restored] = []
+        self.stored: list[bytes] = []
         # Sequences whose prompt is computed with this step, and those whose last token it yields, whatever the tokens
         # are.
         self.prompts_done: list[Sequence] = []
@@ -69,10 +78,10 @@ class StepDraft:
         num_tokens_left = self._num_tokens_left
         allowance = None if self._allowance is None else replace(self._allowance)
         for prompt in prompts:
-            num_tokens = prompt.num_tokens - prompt.num_computed
+            num_tokens = prompt.num_uncomputed
             num_tokens_left -= num_tokens
             if allowance is not None:
-                allowance.take(num_tokens, prompt.num_computed)
+                allowance.take(num_tokens, prompt.num_tokens - num_tokens)
         return num_tokens_left > 0 and (allowance is None or allowance.fitting(1, 0) > 0)
 
     def may_score(self, sequence: Sequence) -> bool:
@@ -127,6 +136,8 @@ class StepDraft:
     def add_prefill(self, sequence: Sequence) -> None:
         """Adds as much of the prompt as this step can take. A prompt that does not fit closes the step, so that no
         other overtakes it. One that waits for its turn to be scored does not."""
+        if sequence.host_prefix is not None and not self._bring_back(sequence, sequence.host_prefix):
+            return
         num_wanted = sequence.num_tokens - sequence.num_computed
         num_scorable = self._scorable_tokens(sequence, num_wanted)
         if not num_scorable:
@@ -172,9 +183,58 @@ class StepDraft:
             tuple(sequence for sequence in self.swapped if sequence not in broken),
             constraint,
             tuple(self.restored),
+            tuple(self.stored),
             tuple(self._scored),
             self._drafts,
         )
+
+    def is_copy_cheaper(self, num_blocks: int, position: int) -> bool:
+        """Returns whether these blocks should come back from host memory rather than be computed."""
+        cost = self._copy_cost
+        return cost is None or cost.is_cheaper(num_blocks, self._pool.block_size, position)
+
+    def store(self, block: int, block_hash: bytes, host_block: int) -> None:
+        """Has an evicted prefix block copied to host memory."""
+        self.stored.append(block_hash)
+        self.swaps_out.append((block, host_block))
+
+    @property
+    def num_storable(self) -> int:
+        """Evicted blocks that may still be copied to host memory. Those that computed tokens displace are paid for."""
+        if self._allowance is None:
+            return self._pool.num_blocks
+        num_paid = self.num_decodes + self._num_tokens // self._pool.block_size + len(self.swaps_in)
+        num_fitting = self._allowance.fitting_copies(self._pool.num_blocks)
+        return max(0, num_paid + num_fitting - len(self.stored))
+
+    def _bring_back(self, sequence: Sequence, prefix: HostPrefix) -> bool:
+        """Has blocks of the sequence's prefix copied back, as many as this step can take. Returns whether these were
+        the last; others follow with the next step, and this one is closed.
+
+        A step without other rows takes all, because a plan must have a row.
+        """
+        start, block_size = sequence.num_computed, self._pool.block_size
+        num_left = (prefix.end - start) // block_size
+        num_blocks = num_left
+        if self._allowance is not None and self._sequences:
+            num_blocks = self._allowance.fitting_restores(num_left, block_size)
+        if num_blocks < num_left:
+            self.is_cut = self._is_pace_spent = True
+            self._num_tokens_left = 0
+        if num_blocks:
+            end = start + num_blocks * block_size
+            if not self._grow(sequence, end):
+                return False
+            first = start // block_size
+            blocks = sequence.block_table[first : first + num_blocks]
+            host_blocks = prefix.host_blocks[len(prefix.host_blocks) - num_left :]
+            self.swaps_in += zip(host_blocks, blocks, strict=False)
+            self.swapped.append(sequence)
+            self.restored.append(Restored(sequence, start, end, tuple(blocks)))
+            sequence.num_computed = end
+            if self._allowance is not None:
+                self._allowance.take_restores(num_blocks, block_size)
+        return num_blocks == num_left
 
     def _scorable_tokens(self, sequence: Sequence, num_wanted: int) -> int:
         """Returns how many of the tokens the step can take with the rows that are left for scoring. Rows that were
@@ -295,9 +355,9 @@ class PrefillLine:
         self._is_computed = True
         given: list[tuple[int, int]] = []
         for place in self._places:
-            start = place.sequence.num_computed
+            num_uncomputed = place.sequence.num_uncomputed
             draft.add_prefill(place.sequence)
-            num_tokens = place.sequence.num_computed - start
+            num_tokens = num_uncomputed - place.sequence.num_uncomputed
             if num_tokens < place.num_left:
                 place.sequence.num_passed_tokens += sum(tokens for number, tokens in given if number > place.number)
             if num_tokens:
@@ -309,13 +369,13 @@ class PrefillLine:
         index = len(self._places)
         if not self._may_pass or sequence.num_unscored:
             return index
-        num_left = sequence.num_tokens - sequence.num_computed
+        num_left = sequence.num_uncomputed
         while index and _may_pass(sequence, num_left, self._places[index - 1]):
             index -= 1
         return index
 
     def _insert(self, index: int, sequence: Sequence, *, is_new: bool) -> None:
-        num_left = sequence.num_tokens - sequence.num_computed
+        num_left = sequence.num_uncomputed
         for place in self._places[index:]:
             place.num_passed += num_left
         place = _Place(sequence, len(self._places), num_left, sequence.num_passed_tokens, is_new)

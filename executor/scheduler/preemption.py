@@ -26,7 +26,7 @@ class PreemptedKv:
     def of(cls, sequence: Sequence, block_size: int, num_wanted_blocks: int, *, is_published: bool) -> PreemptedKv:
         """`is_published` says whether the full blocks that the sequence has computed are in the prefix cache."""
         num_computed = sequence.num_computed
-        num_shared = min(sequence.num_cached_tokens, num_computed) // block_size
+        num_shared = min(sequence.num_shared_tokens, num_computed) // block_size
         num_findable = max(num_shared, num_computed // block_size) if is_published else num_shared
         num_partial = len(sequence.block_table) - num_findable
         num_evicted = min(max(0, num_wanted_blocks - num_partial), num_findable - num_shared)
@@ -44,9 +44,10 @@ def recompute_cost(kept: PreemptedKv, cost: PreemptionCost) -> float:
     return kept.num_lost_tokens * cost.recompute_token
 
 
-def is_swap_cheaper(kept: PreemptedKv, block_size: int, cost: PreemptionCost, num_free_host_blocks: int) -> bool:
-    """Returns whether the KV should go to host memory rather than be computed again."""
-    if kept.num_own_blocks > num_free_host_blocks:
+def is_swap_cheaper(kept: PreemptedKv, block_size: int, cost: PreemptionCost, num_host_blocks: int) -> bool:
+    """Returns whether the KV should go to host memory, where so many blocks are available, rather than be computed
+    again."""
+    if kept.num_own_blocks > num_host_blocks:
         return False
     return swap_cost(kept, block_size, cost) < recompute_cost(kept, cost)
 

@@ -1,8 +1,12 @@
-"""Reuse of KV between sequences with a common prefix, and the prefixes that are being computed.
+"""Reuse of KV between sequences with a common prefix, in the pool and in host memory, and the prefixes that are being
+computed.
 
 A full block is identified by a hash over its tokens and all tokens before it, rooted in the sequence's salt and the
 content of its adapter. Equal hashes mean equal KV. Without the salt a client cannot compute a hash, and so can neither
 read a block nor probe for it. A sequence without a salt takes no part.
+
+Blocks that are evicted from the pool go to host memory, as far as there is room, under the same hash. They come back
+when a sequence has their prefix, if the model of step times predicts that copying takes less time than computing.
 
 A sequence whose prefix another one is computing waits for the blocks instead of computing them as well. Hashes of
 different salts never match, so a client cannot learn from its own wait what another client computes.
@@ -16,8 +20,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadOnlyList
 
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.sequence import Restored, Sequence
+from executor.scheduler.blocks import BlockPool, HostBlocks
+from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.sequence import HostPrefix, Restored, Sequence
 
 # 256 bits: finding two prefixes with the same hash, and so reading another client's KV, is infeasible.
 HASH_BYTES = 32
@@ -53,26 +58,80 @@ def chain_hashes(
 
 
 class PrefixCache:
-    """Gives a boarding sequence the blocks of its prefix, and publishes the blocks that sequences fill."""
+    """Gives a boarding sequence the blocks of its prefix, publishes the blocks that sequences fill, and stores evicted
+    ones in host memory."""
 
-    def __init__(self, pool: BlockPool, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, host: HostBlocks, enabled: bool) -> None:
         self._pool = pool
+        self._host = host
         self._enabled = enabled
-        # Tokens looked up for sequences that boarded, and those of them found, since the start.
+        if enabled and host.num_blocks:
+            pool.evicted = []
+        # Tokens looked up for sequences that boarded, those of them found, and of the latter those found in host
+        # memory, since the start.
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.num_host_hit_tokens = 0
+        # Blocks that came back from host memory since the start.
+        self.num_restored = 0
 
-    def attach(self, sequence: Sequence) -> None:
-        """Starts the block table with the longest published prefix. Tokens whose logits are needed are left to
-        compute."""
+    def attach(self, sequence: Sequence, draft: StepDraft) -> None:
+        """Starts the block table with the longest published prefix, and has what follows in host memory come back.
+        Tokens whose logits are needed are left to compute."""
         if not self.is_open_to(sequence):
             return
         block_size = self._pool.block_size
-        num_usable = sequence.num_reusable_tokens // block_size
-        sequence.block_table = self._pool.share(self.name_blocks(sequence)[:num_usable])
-        sequence.num_computed = len(sequence.block_table) * block_size
+        hashes = self.name_blocks(sequence)[: sequence.num_reusable_tokens // block_size]
+        sequence.block_table = self._pool.share(hashes)
+        num_found = len(sequence.block_table)
+        sequence.num_computed = num_found * block_size
+        num_host_tokens = self._attach_host(sequence, hashes[num_found:], draft) * block_size
         if not sequence.num_preemptions:
-            sequence.num_cached_tokens = sequence.num_computed
+            sequence.num_host_tokens = num_host_tokens
+            sequence.num_cached_tokens = sequence.num_computed + num_host_tokens
+
+    def _attach_host(self, sequence: Sequence, hashes: ReadOnlyList[bytes], draft: StepDraft) -> int:
+        """Returns how many blocks come back from host memory."""
+        self.store_evicted(draft)
+        host_blocks = self._host.find(hashes)
+        start, num_blocks = sequence.num_computed, len(host_blocks)
+        if not num_blocks or not draft.is_copy_cheaper(num_blocks, start):
+            return 0
+        self._host.hold(host_blocks)
+        sequence.host_prefix = HostPrefix(host_blocks, start + num_blocks * self._pool.block_size)
+        return num_blocks
+
+    def detach(self, sequence: Sequence) -> None:
+        """Ends the hold of the sequence on blocks in host memory, whether they have come back or not."""
+        prefix = sequence.host_prefix
+        if prefix is None:
+            return
+        sequence.host_prefix = None
+        num_missing = max(0, prefix.end - sequence.num_computed) // self._pool.block_size
+        num_back = len(prefix.host_blocks) - num_missing
+        self._host.unhold(prefix.host_blocks[:num_back], are_in_pool=True)
+        self._host.unhold(prefix.host_blocks[num_back:], are_in_pool=False)
+
+    def store_evicted(self, draft: StepDraft) -> None:
+        """Has the blocks that were evicted for this plan copied to host memory, as far as there is room and time."""
+        evicted = self._pool.evicted
+        if not evicted:
+            return
+        missing = [(block, block_hash) for block, block_hash in evicted if not self._host.keep(block_hash)]
+        num_storable = min(len(missing), draft.num_storable, self._host.num_available)
+        # The tail of a prefix is evicted first and is of no use without its head.
+        for block, block_hash in missing[len(missing) - num_storable :]:
+            draft.store(block, block_hash, self._host.store(block_hash))
+        evicted.clear()
+
+    def planned(self, restored: Restored) -> None:
+        """Counts prefix blocks that a plan copies back. Ends the hold of a sequence whose last ones are among them."""
+        prefix = restored.sequence.host_prefix
+        if prefix is None:
+            return
+        self.num_restored += len(restored.blocks)
+        if restored.end == prefix.end:
+            self.detach(restored.sequence)
 
     def count(self, boarded: Iterable[Sequence]) -> None:
         """Counts tokens looked up and found for the sequences that board for the first time."""
@@ -80,6 +139,7 @@ class PrefixCache:
             if self.is_open_to(sequence) and not sequence.num_preemptions:
                 self.num_query_tokens += len(sequence.token_ids)
                 self.num_hit_tokens += sequence.num_cached_tokens
+                self.num_host_hit_tokens += sequence.num_host_tokens
 
     def is_open_to(self, sequence: Sequence) -> bool:
         """Returns whether the sequence may share blocks."""
@@ -121,8 +181,9 @@ class PrefixCache:
             self.publish(sequence, start, end)
 
     def retract(self, sequence: Sequence) -> None:
-        """Withdraws the hashes of blocks that only this sequence holds."""
+        """Withdraws the hashes of blocks that only this sequence holds, and of all its blocks in host memory."""
         self._pool.retract(sequence.block_table)
+        self._host.forget(sequence.block_hashes)
 
 
 class PendingPrefixes:

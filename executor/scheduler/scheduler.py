@@ -26,7 +26,7 @@ it:
 | `preparing`  | no         | no, until prepared  |              | none                                     |
 | `waiting`    | no         | yes                 |              | none                                     |
 | `preempted`  | no         | yes, or handed back |              | none, or a copy in host memory           |
-| `prefills`   | yes        | yes                 | yes          | its own                                  |
+| `prefills`   | yes        | yes                 | yes          | its own; some may come back from the host |
 | `decodes`    | yes        | yes                 | yes          | its own                                  |
 | `pausing`    | no         | no, unless resumed  | yes          | its own                                  |
 | `ending`     | no         | no                  | yes          | its own                                  |
@@ -44,11 +44,11 @@ blocks of the sequence, is not published, and is overwritten. See `executor.sche
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 from executor.scheduler.admission import Gate, Refusal
-from executor.scheduler.blocks import BlockError, BlockPool
+from executor.scheduler.blocks import BlockError, BlockPool, HostBlocks
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
@@ -69,7 +69,14 @@ from executor.scheduler.sequence import (
     TokenLogprobs,
     accepted_ids,
 )
-from executor.scheduler.step_constraint import DecodeLoad, DraftTerms, PrefillAllowance, StepBounds, StepConstraint
+from executor.scheduler.step_constraint import (
+    CopyCost,
+    DecodeLoad,
+    DraftTerms,
+    PrefillAllowance,
+    StepBounds,
+    StepConstraint,
+)
 from executor.scheduler.step_record import KvCounts
 from executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
@@ -102,7 +109,7 @@ class Boarding:
         first = next(iter(self._queues.prefills), None)
         if first is not None:
             num_tokens_left = self._limits.max_num_tokens - num_decodes
-            self._decodes_gave_way = first.num_tokens - first.num_computed > num_tokens_left
+            self._decodes_gave_way = first.num_uncomputed > num_tokens_left
         return self._decodes_gave_way
 
     def fill(self, draft: StepDraft) -> StepConstraint:
@@ -178,9 +185,10 @@ class Scheduler:
             max_inside=limits.max_num_sequences + limits.num_standby_sequences,
             context_length=limits.context_length,
         )
-        self.prefix_cache = PrefixCache(pool, limits.enable_prefix_cache)
+        self.host = HostBlocks(limits.num_host_blocks)
+        self.prefix_cache = PrefixCache(pool, self.host, limits.enable_prefix_cache)
         self._queues = queues = SequenceQueues(limits.num_seat_rows)
-        self._kv_policy = kv_policy = _kv_policy_for(limits, pool, self.prefix_cache, queues)
+        self._kv_policy = kv_policy = _kv_policy_for(limits, pool, self.host, self.prefix_cache, queues)
         self._pending_prefixes = pending_prefixes = PendingPrefixes(
             pool, self.prefix_cache, limits.max_prefix_wait_steps
         )
@@ -240,12 +248,18 @@ class Scheduler:
 
     # Steps.
 
-    def schedule(self, allowance: PrefillAllowance | None = None, terms: DraftTerms | None = None) -> StepPlan:
+    def schedule(
+        self,
+        allowance: PrefillAllowance | None = None,
+        terms: DraftTerms | None = None,
+        copy_cost: CopyCost | None = None,
+    ) -> StepPlan:
         """Plans a step: running decodes, then prefills in progress and boarding, in the order of `PrefillLine`.
         Sequences that have been preempted for too long are handed back.
 
-        `allowance` bounds the prompt tokens of the step; None does not. Without `terms` nothing is drafted. Without
-        work, or while the sequences wait for the steps in flight, the plan has no rows. Such a plan is not in flight
+        `allowance` bounds the prompt tokens of the step; None does not. Without `terms` nothing is drafted. `copy_cost`
+        decides whether prefixes come back from host memory or are computed; without it they come back. Without work, or
+        while the sequences wait for the steps in flight, the plan has no rows. Such a plan is not in flight
         and must not be passed to `update()`.
         """
         if len(self._plans) == 2:
@@ -255,7 +269,8 @@ class Scheduler:
             waiting = self._drafting.waiting(self._queues.decodes, self._plans, terms)
             if waiting and self._waits_for(len(waiting), self._drafting.num_ahead_per_waiting):
                 return StepPlan.of(())
-        draft = StepDraft(self.limits, self.pool, allowance)
+        self.host.begin_plan()
+        draft = StepDraft(self.limits, self.pool, allowance, copy_cost)
         for sequence in self._kv_policy.overdue():
             self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way():
@@ -280,8 +295,7 @@ class Scheduler:
         plan = self._land(result.plan)
         result.keep_prompt_logprobs()
         scored = tuple(rows for rows in plan.scored if rows.sequence not in self._queues.leaving)
-        for restored in plan.restored:
-            self.prefix_cache.publish_restored(restored)
+        self._publish_restored(plan)
         assert len(result.sampled_ids) == plan.num_sampled, f"{len(result.sampled_ids)} ids for {plan.num_sampled}"
         tokens, finished = NewTokens(), list(self.take_finished())
         leaving = self._queues.leaving
@@ -313,7 +327,8 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
         """Retires the oldest plan, whose step failed. Every sequence that the plan touched ends, with or without a row,
-        and what the step wrote is not published."""
+        and what the step wrote is not published. So do sequences that get blocks back which the step was to copy to
+        host memory."""
         self._land(plan)
         finished = list(self.take_finished())
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
@@ -321,7 +336,8 @@ class Scheduler:
             sequence.num_pending -= samples
             if sequence in self._queues.leaving:
                 finished.extend(self._release_leaving(sequence))
-        finished.extend(self._end_touched(plan, error))
+        finished.extend(self._end_touched(plan.touched, error))
+        finished.extend(self._end_touched(self._readers_of(plan.stored), error))
         return StepOutcome(NewTokens(), tuple(finished))
 
     # Ending.
@@ -383,7 +399,7 @@ class Scheduler:
     def waiting_prefill_tokens(self) -> int:
         """Tokens to compute until every held sequence decodes."""
         queues = self._queues
-        return queues.num_unseated_tokens + sum(s.num_tokens - s.num_computed for s in queues.prefills)
+        return queues.num_unseated_tokens + sum(s.num_uncomputed for s in queues.prefills)
 
     @property
     def budget_blocks(self) -> int:
@@ -401,9 +417,7 @@ class Scheduler:
         return NO_DRAFT_COUNTS if self._drafting is None else self._drafting.tally.counts
 
     def kv_counts(self) -> KvCounts:
-        return KvCounts.of(
-            self.pool, self.prefix_cache, self._gate.num_reserved_blocks, self._kv_policy.num_used_host_blocks
-        )
+        return KvCounts.of(self.pool, self.host, self.prefix_cache, self._gate.num_reserved_blocks)
 
     @property
     def reserve_quantile(self) -> float:
@@ -423,7 +437,7 @@ class Scheduler:
     @property
     def num_used_host_blocks(self) -> int:
         """Host blocks that hold KV of preempted sequences."""
-        return self._kv_policy.num_used_host_blocks
+        return self.host.num_in_copies
 
     @property
     def has_prefill(self) -> bool:
@@ -447,10 +461,15 @@ class Scheduler:
     def check(self) -> None:
         """Asserts that exactly the blocks of sequences that boarded and were not released are in use. The cost grows
         with the number of blocks."""
-        boarded = chain(self._queues.boarded(), self._queues.leaving)
+        boarded = [*self._queues.boarded(), *self._queues.leaving]
         self.pool.check(sequence.block_table for sequence in boarded)
         self._queues.check()
-        self._kv_policy.check()
+        copies = (sequence.host_copy for sequence in self._queues.preempted)
+        held = (sequence.host_prefix for sequence in boarded)
+        self.host.check(
+            [copy.host_blocks for copy in copies if copy is not None],
+            [prefix.host_blocks for prefix in held if prefix is not None],
+        )
 
     def check_when_idle(self) -> None:
         """Asserts that every block is free or cached once the scheduler is idle. Does nothing while it is not idle."""
@@ -462,12 +481,16 @@ class Scheduler:
     def _launch(self, draft: StepDraft, constraint: StepConstraint) -> StepPlan:
         """Finishes the plan and puts it in flight. Sequences whose last token is in it leave their seats."""
         self._queues.launch(draft)
+        self.prefix_cache.store_evicted(draft)
         plan = draft.finish(constraint)
+        for restored in plan.restored:
+            self.prefix_cache.planned(restored)
         for sequence, error in draft.broken.items():
             self._unreturned.append(self._finish(sequence, FinishReason.ERROR, error=error))
         if not plan.sequences:
             # A plan without rows is not launched, so none of its changes would reach the device.
-            self._unreturned.extend(self._end_touched(plan, "the step that it was planned for has no rows"))
+            self.host.forget(plan.stored)
+            self._unreturned.extend(self._end_touched(plan.touched, "the step that it was planned for has no rows"))
             return plan
         self._plans.append(plan)
         self._count(draft.num_tokens, plan)
@@ -497,9 +520,30 @@ class Scheduler:
         self._pending_prefixes.publish(sequence, start, end)
         return None
 
-    def _end_touched(self, plan: StepPlan, error: str) -> Iterator[FinishEvent]:
-        """Ends the sequences whose part of the plan did not take effect and that have not ended before."""
-        for sequence in plan.touched:
+    def _publish_restored(self, plan: StepPlan) -> None:
+        """Makes the blocks that came back from host memory findable, except those of sequences that have ended."""
+        for restored in plan.restored:
+            if restored.sequence not in self._queues.leaving:
+                self.prefix_cache.publish_restored(restored)
+                self._pending_prefixes.publish(restored.sequence, restored.start, restored.end)
+
+    def _readers_of(self, stored: tuple[bytes, ...]) -> list[Sequence]:
+        """Forgets these blocks in host memory, which were not copied. Returns the sequences that get them back."""
+        host_blocks = set(self.host.forget(stored))
+        if not host_blocks:
+            return []
+        lost = {block for plan in self._plans for host, block in plan.swaps_in if host in host_blocks}
+        planned = (restored for plan in self._plans for restored in plan.restored)
+        readers = [restored.sequence for restored in planned if not lost.isdisjoint(restored.blocks)]
+        for sequence in self._queues.boarded():
+            prefix = sequence.host_prefix
+            if prefix is not None and not host_blocks.isdisjoint(prefix.host_blocks):
+                readers.append(sequence)
+        return readers
+
+    def _end_touched(self, touched: Iterable[Sequence], error: str) -> Iterator[FinishEvent]:
+        """Ends the sequences whose part of a plan did not take effect and that have not ended before."""
+        for sequence in touched:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
 
@@ -627,8 +671,8 @@ class Scheduler:
 
 
 def _kv_policy_for(
-    limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache, queues: SequenceQueues
+    limits: SchedulerLimits, pool: BlockPool, host: HostBlocks, prefix_cache: PrefixCache, queues: SequenceQueues
 ) -> KvPolicy:
     if limits.is_overcommitted:
-        return MaxUtilization(limits, pool, prefix_cache, queues)
+        return MaxUtilization(limits, pool, host, prefix_cache, queues)
     return GuaranteedNoEvict(pool, prefix_cache, queues)

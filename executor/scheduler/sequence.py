@@ -133,6 +133,15 @@ class HostCopy:
     num_computed: int
 
 
+@dataclass(frozen=True, slots=True)
+class HostPrefix:
+    """The blocks of a sequence's prefix that come back from host memory, in order. The last one ends at position
+    `end`."""
+
+    host_blocks: list[int]
+    end: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A sequence that waits or runs.
@@ -143,6 +152,9 @@ class Sequence:
     the number of tokens at which it ends here at the latest: its request's end or, without overcommitting, that of its
     reservation. `seat` is its row in arrays that are kept between steps.
     `num_in_flight` steps that are not retired have a row of it; `num_pending` of them will yield a token.
+
+    `num_cached_tokens` were found in the prefix cache when it boarded for the first time, `num_host_tokens` of them in
+    host memory. `host_prefix` is set while the plans do not yet copy back all that was found there.
 
     The larger `priority` is served first. `inter_token_target_ms` is the longest step that it should decode in; None:
     any. `deadline_ms` is by the engine's clock and only compared here. `arrival` is
@@ -174,6 +186,8 @@ class Sequence:
     cache_salt: bytes | None
     num_computed: int = 0
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+    host_prefix: HostPrefix | None = None
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     length_limit: int = 0
@@ -212,6 +226,17 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output tokens, including those that steps in flight will yield."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that steps still have to compute. What comes back from host memory is not computed."""
+        num_known = self.num_computed if self.host_prefix is None else max(self.num_computed, self.host_prefix.end)
+        return self.num_tokens - num_known
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens whose blocks were found in the pool when it boarded, and may be in use by others."""
+        return self.num_cached_tokens - self.num_host_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -301,7 +326,8 @@ class StepPlan:
 
     First of all the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host block,
     then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences that own this KV;
-    `restored` says which positions of theirs come back.
+    `restored` says which positions of theirs come back. `stored` are the hashes of the evicted prefix blocks that go
+    out; they belong to no sequence.
 
     A plan is a transaction: it takes effect for all of `touched`, or, when its step fails, those end.
     """
@@ -320,6 +346,7 @@ class StepPlan:
     swapped: tuple[Sequence, ...] = ()
     constraint: StepConstraint = StepConstraint.NO_WORK
     restored: tuple[Restored, ...] = ()
+    stored: tuple[bytes, ...] = ()
     scored: tuple[ScoredRows, ...] = ()
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: NO_DRAFTS)
 

@@ -46,13 +46,29 @@ class PrefillCost:
         return num_fitting
 
 
+@dataclass(frozen=True, slots=True)
+class CopyCost:
+    """Seconds of copying a block between device and host memory, and what computing its tokens would cost."""
+
+    block_s: float = 0.0
+    prefill: PrefillCost = PrefillCost()
+
+    def is_cheaper(self, num_blocks: int, block_size: int, position: int) -> bool:
+        """Returns whether copying these blocks, which start at `position`, takes less time than computing them."""
+        return num_blocks * self.block_s < self.prefill.of(num_blocks * block_size, position)
+
+
 @dataclass(slots=True)
 class PrefillAllowance:
-    """What the prompts of a step may still take: `seconds` by `cost`, or `least_tokens` if these are more."""
+    """What the prompts of a step may still take: `seconds` by `cost`, or `least_tokens` if these are more.
+
+    A block that is copied takes `copy_s`. Tokens that are copied back count like computed ones in `least_tokens`.
+    """
 
     least_tokens: int
     seconds: float = 0.0
     cost: PrefillCost = PrefillCost()
+    copy_s: float = 0.0
 
     def fitting(self, num_tokens: int, position: int) -> int:
         """Returns how many of `num_tokens` from `position` on a prompt may take."""
@@ -63,6 +79,21 @@ class PrefillAllowance:
         """Counts tokens that a prompt takes. What is left may become negative."""
         self.seconds -= self.cost.of(num_tokens, position)
         self.least_tokens -= num_tokens
+
+    def fitting_copies(self, num_blocks: int) -> int:
+        """Returns how many of `num_blocks` blocks may be copied."""
+        return min(num_blocks, int(max(0.0, self.seconds) / self.copy_s)) if self.copy_s else num_blocks
+
+    def fitting_restores(self, num_blocks: int, block_size: int) -> int:
+        """Returns how many of `num_blocks` blocks may come back from host memory. Each can displace another one, which
+        is copied as well."""
+        num_least = -(-self.least_tokens // block_size)
+        return max(self.fitting_copies(2 * num_blocks) // 2, min(num_blocks, num_least), 0)
+
+    def take_restores(self, num_blocks: int, block_size: int) -> None:
+        """Counts blocks that come back from host memory."""
+        self.seconds -= 2 * num_blocks * self.copy_s
+        self.least_tokens -= num_blocks * block_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from executor.scheduler.blocks import BlockPool
+from executor.scheduler.blocks import BlockPool, HostBlocks
 from executor.scheduler.prefix_cache import PrefixCache
 from executor.scheduler.sequence import StepPlan
 from executor.scheduler.step_constraint import StepConstraint
@@ -63,9 +63,21 @@ class PlanCounts(NamedTuple):
         )
 
 
+class HostPrefixCounts(NamedTuple):
+    """Prefix blocks in host memory: those there now, and since the start those that were stored, that came back to the
+    device and that were dropped to make room; and the prompt tokens found there."""
+
+    num_blocks: int = 0
+    stored_blocks: int = 0
+    restored_blocks: int = 0
+    dropped_blocks: int = 0
+    hit_tokens: int = 0
+
+
 class KvCounts(NamedTuple):
     """KV block counts: free, referenced by sequences, cached without references, findable by hash, reserved, and used
-    in host memory. `query_tokens` and `hit_tokens` were looked up and found in the prefix cache since the start."""
+    in host memory by preempted sequences. `query_tokens` and `hit_tokens` were looked up and found in the prefix cache
+    since the start, the latter on the device or in host memory."""
 
     free_blocks: int
     used_blocks: int
@@ -75,18 +87,22 @@ class KvCounts(NamedTuple):
     used_host_blocks: int
     query_tokens: int
     hit_tokens: int
+    host_prefixes: HostPrefixCounts = HostPrefixCounts()
 
     @classmethod
-    def of(cls, pool: BlockPool, cache: PrefixCache, reserved_blocks: int, used_host_blocks: int) -> KvCounts:
+    def of(cls, pool: BlockPool, host: HostBlocks, cache: PrefixCache, reserved_blocks: int) -> KvCounts:
         return cls(
             pool.num_free,
             pool.num_used,
             pool.num_cached,
             pool.num_published,
             reserved_blocks,
-            used_host_blocks,
+            host.num_in_copies,
             cache.num_query_tokens,
             cache.num_hit_tokens,
+            HostPrefixCounts(
+                host.num_prefix_blocks, host.num_stored, cache.num_restored, host.num_dropped, cache.num_host_hit_tokens
+            ),
         )
 
 

@@ -106,7 +106,8 @@ class StandingMetrics(Collector):
             ("blocks_cached", "KV blocks that hold a cached prefix.", kv.published_blocks),
             ("blocks_evictable", "Cached KV blocks that no sequence uses.", kv.evictable_blocks),
             ("host_blocks", "KV blocks in host memory.", description.host_blocks),
-            ("host_blocks_used", "KV blocks in host memory that are in use.", status.used_host_blocks),
+            ("host_blocks_used", "KV blocks in host memory with KV of preempted sequences.", status.used_host_blocks),
+            ("host_prefix_blocks", "KV blocks in host memory with an evicted prefix.", kv.host_prefixes.num_blocks),
             (
                 "draining",
                 "1 if the executor accepts no new work, else 0.",
@@ -118,7 +119,7 @@ class StandingMetrics(Collector):
             yield gauge
 
     def _counters(self, status: EngineStatus) -> Iterator[Metric]:
-        kv = status.kv
+        kv, host = status.kv, status.kv.host_prefixes
         for name, text, value in (
             ("device_busy_seconds", "Seconds in which the device computed.", status.device_busy_s),
             ("work_seconds", "Seconds in which the executor had work.", status.elapsed_s),
@@ -127,6 +128,10 @@ class StandingMetrics(Collector):
             ("recomputed_tokens", "Tokens computed again after a preemption.", status.recomputed_tokens),
             ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache.", kv.query_tokens),
             ("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", kv.hit_tokens),
+            ("host_prefix_hit_tokens", "Prompt tokens found in host memory.", host.hit_tokens),
+            ("host_prefix_blocks_stored", "Evicted prefix blocks copied to host memory.", host.stored_blocks),
+            ("host_prefix_blocks_restored", "Prefix blocks copied back from host memory.", host.restored_blocks),
+            ("host_prefix_blocks_dropped", "Prefix blocks dropped from host memory for others.", host.dropped_blocks),
             (
                 "executor_invalid_logits",
                 "Sequences ended because the logits were NaN or -inf only.",

@@ -187,6 +187,9 @@ def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], 
         report.drafts.num_drafts = status.drafts.num_drafts
         report.drafts.num_verified = status.drafts.num_verified
         report.drafts.num_accepted = status.drafts.num_accepted
+    host_prefixes = status.kv.host_prefixes
+    if host_prefixes.stored_blocks:
+        report.host_prefixes.MergeFrom(types_pb2.HostPrefixes(**host_prefixes._asdict()))
     for one in held:
         report.held.add(
             request_id=one.request_id,

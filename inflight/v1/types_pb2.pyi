@@ -87,6 +87,20 @@ class DraftCounts(_message.Message):
     num_accepted: int
     def __init__(self, num_drafts: _Optional[int] = ..., num_verified: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
+class HostPrefixes(_message.Message):
+    __slots__ = ("num_blocks", "stored_blocks", "restored_blocks", "dropped_blocks", "hit_tokens")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    stored_blocks: int
+    restored_blocks: int
+    dropped_blocks: int
+    hit_tokens: int
+    def __init__(self, num_blocks: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., restored_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+
 class StepBound(_message.Message):
     __slots__ = ("constraint", "num_steps")
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]

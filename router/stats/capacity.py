@@ -159,4 +159,6 @@ def _executor_capacity(
             setattr(capacity, name, getattr(report, name))
     if report.HasField("drafts"):
         capacity.drafts.CopyFrom(report.drafts)
+    if report.HasField("host_prefixes"):
+        capacity.host_prefixes.CopyFrom(report.host_prefixes)
     return capacity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from common.http.metrics_page import metrics_route
 from common.http.port import HttpPort
 from executor.serving.metrics import executor_metrics
+from executor.serving.report import Rates, report_of
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.http_pages import page
@@ -53,17 +54,18 @@ async def measured(shape: ExecutorShape | None = None) -> AsyncIterator[tuple[Ru
         await executor.stop()
 
 
-async def run_requests(executor: RunningExecutor) -> None:
-    """Requests one after the other, that begin alike."""
+async def run_requests(executor: RunningExecutor, prompts: Sequence[list[int]] = (PROMPT,) * NUM_REQUESTS) -> list[int]:
+    """Runs requests one after the other, that begin alike. Returns the cached tokens that each was told of."""
+    cached_tokens: list[int] = []
     async with grpc.aio.insecure_channel(executor.address) as channel:
         stream = executor_pb2_grpc.ExecutorServiceStub(channel).Serve()
         hello = executor_pb2.Hello(router_id="router", protocol_version=2, generation=1, max_unacked_steps=1000)
         await stream.write(executor_pb2.ServeRequest(hello=hello))
-        for i in range(NUM_REQUESTS):
+        for i, prompt in enumerate(prompts):
             submit = executor_pb2.Submit(
                 request_id=f"r{i}",
                 attempt=1,
-                prompt_ids=PROMPT,
+                prompt_ids=prompt,
                 reserved_blocks=4,
                 num_choices=1,
                 sampling=types_pb2.SamplingParams(temperature=0, top_p=1),
@@ -71,9 +73,11 @@ async def run_requests(executor: RunningExecutor) -> None:
             )
             await stream.write(executor_pb2.ServeRequest(submits=[submit]))
             async for response in stream:
+                cached_tokens += [started.cached_tokens for started in response.step.started]
                 if response.step.finished:
                     break
         stream.cancel()
+    return cached_tokens
 
 
 async def test_what_is_counted_is_what_was_done() -> None:
@@ -104,6 +108,28 @@ async def test_what_is_counted_is_what_was_done() -> None:
     assert value(samples, "inflight_executor_invalid_logits_total") == 0
     assert value(samples, "vllm:spec_decode_num_draft_tokens_total") == 0
     assert value(samples, "vllm:cache_config_info", block_size="4", num_gpu_blocks="32") == 1
+
+
+async def test_prefixes_in_host_memory_are_counted_as_cached_and_for_themselves() -> None:
+    # Given a pool with room for one request, and host memory for all.
+    prompts = [[number] * 10 for number in (1, 2, 1, 2)]
+    async with measured(ExecutorShape(num_blocks=4, num_host_blocks=8)) as (executor, address):
+        assert await run_requests(executor, prompts) == [0, 0, 8, 8]
+        _, text = await page(address)
+        samples = samples_of(list(parse_text(text)))
+        report = report_of(1, executor.service.status, (), Rates(0.0, 0.0)) if executor.service.status else None
+
+    def count(name: str) -> float:
+        return value(samples, f"inflight_host_prefix_{name}")
+
+    # A prompt of 10 tokens and its output fill three blocks; the second request of each finds two of them again.
+    assert value(samples, "inflight_prefix_hit_tokens_total") == count("hit_tokens_total") == 16
+    assert count("blocks_restored_total") == 4
+    assert count("blocks") == count("blocks_stored_total") >= 4
+    assert count("blocks_dropped_total") == 0
+    assert value(samples, "inflight_host_blocks_used") == 0
+    assert report is not None
+    assert (report.host_prefixes.restored_blocks, report.host_prefixes.hit_tokens) == (4, 16)
 
 
 async def test_who_runs_waits_or_is_left_behind_shows_at_once() -> None:

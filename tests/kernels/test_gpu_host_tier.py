@@ -12,6 +12,7 @@ from common.model_source import resolve_model
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
+from tests.evicted_prefixes import conversations
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
@@ -43,3 +44,14 @@ def test_sequence_goes_on_after_its_blocks_were_away(folder: Path) -> None:
     for num_ahead in (0, 1):
         runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
         assert greedy_tokens(runner, swap_after=6, num_ahead=num_ahead) == undisturbed
+
+
+def test_prefix_that_was_evicted_comes_back_as_it_was(folder: Path) -> None:
+    reference, model = load(folder, "reference"), load(folder, "triton")
+    decoder = model.gpu_decoder
+    assert decoder is not None
+    computed, _ = conversations(lambda limits: ModelRunner(reference, limits, BLOCK_SIZE), num_host_blocks=0)
+    copied, counts = conversations(lambda limits: GpuRunner(decoder, model.kv, limits, BLOCK_SIZE), num_host_blocks=12)
+
+    assert copied == computed
+    assert counts.restored_blocks >= 6

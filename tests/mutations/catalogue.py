@@ -109,9 +109,30 @@ SCHEDULER = (
     Mutation(
         "a prompt that is cached as a whole leaves no token to compute logits from",
         "executor/scheduler/prefix_cache.py",
-        "num_usable = sequence.num_reusable_tokens // block_size",
-        "num_usable = sequence.num_tokens // block_size",
+        "[: sequence.num_reusable_tokens // block_size]",
+        "[: sequence.num_tokens // block_size]",
         ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "host memory that a plan reads is written by the same plan",
+        "executor/scheduler/blocks.py",
+        "self._released.extend(blocks)",
+        "self._free.extend(blocks)",
+        ("tests/unit/test_preemption.py", "tests/unit/test_host_prefixes.py"),
+    ),
+    Mutation(
+        "blocks that a failed step was to copy to host memory are read by others",
+        "executor/scheduler/scheduler.py",
+        "finished.extend(self._end_touched(self._readers_of(plan.stored), error))",
+        "pass",
+        ("tests/unit/test_host_prefixes.py", "tests/property/test_host_prefixes.py"),
+    ),
+    Mutation(
+        "prefix blocks keep copies of preempted sequences out of host memory",
+        "executor/scheduler/blocks.py",
+        "return len(self._free) + len(self._idle)",
+        "return len(self._free)",
+        ("tests/unit/test_host_prefixes.py",),
     ),
     Mutation(
         "short prompts pass a long one without end",

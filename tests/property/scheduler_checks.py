@@ -22,7 +22,7 @@ class Standing:
 
 
 class RowChecks:
-    """What holds for the rows of every plan."""
+    """What holds for the rows and copies of every plan."""
 
     def __init__(self, limits: SchedulerLimits, block_size: int) -> None:
         self._limits = limits
@@ -30,6 +30,7 @@ class RowChecks:
 
     def check(self, plan: StepPlan) -> None:
         """Asserts it."""
+        self._check_copies(plan)
         is_alone = len(plan.rows) == 1 and not self._limits.enable_chunked_context
         assert plan.num_tokens <= self._limits.max_num_tokens or is_alone
         assert len({row.sequence for row in plan.rows}) == len(plan.rows) <= self._limits.max_num_sequences
@@ -45,6 +46,20 @@ class RowChecks:
             assert row.samples or self._limits.enable_chunked_context
             assert row.carries == (row.start >= len(sequence.token_ids))
             assert len(sequence.block_table) * self._block_size >= last
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        """Each block that is copied back is one of the positions that the plan says come back, and no step has a row
+        of a sequence before all of its blocks are back."""
+        blocks = [block for restored in plan.restored for block in restored.blocks]
+        assert blocks == [block for _, block in plan.swaps_in]
+        assert len({host_block for _, host_block in plan.swaps_out}) == len(plan.swaps_out)
+        for sequence, start, end, own in plan.restored:
+            assert sequence in plan.swapped
+            first = start // self._block_size
+            assert sequence.block_table[first : first + len(own)] == list(own) or not sequence.block_table
+            assert start % self._block_size == 0
+            assert end <= sequence.num_tokens
+        assert all(row.sequence.host_prefix is None for row in plan.rows)
 
 
 class PassingChecks:
@@ -62,7 +77,7 @@ class PassingChecks:
             row = row_of.get(passed)
             if row is not None and row.samples:
                 continue
-            num_left = passed.num_tokens - (passed.num_computed if row is None else row.start)
+            num_left = passed.num_uncomputed if row is None else passed.num_tokens - row.start
             for other in line[index + 1 :]:
                 if other in row_of:
                     assert self._may_pass
@@ -116,7 +131,8 @@ class ReservedChecks:
             # An earlier draft may have taken blocks.
             num_held = len(row.sequence.block_table)
             assert num_held == num_blocks or (num_held > num_blocks and row.sequence.max_drafts)
-        assert [*plan.preempted, *plan.swaps_out, *plan.swaps_in, *plan.swapped] == []
+        assert plan.preempted == ()
+        assert len(plan.swaps_out) == len(plan.stored), "a sequence's own blocks go out"
         self._check_boarding(plan, standing)
         self._check_decodes(plan, standing.decodes, waits)
         self._check_line_of_prefills(plan, standing.seated, standing.decodes)
@@ -145,6 +161,8 @@ class ReservedChecks:
         num_left = self.limits.max_num_tokens - plan.num_tokens + sum(map(len, plan.drafts.values()))
         if self.max_prefill_tokens is not None:
             num_prefill = sum(row.num_tokens for row in plan.rows if row.sequence not in decodes)
+            if self.limits.num_host_blocks:
+                num_prefill += sum(restored.end - restored.start for restored in plan.restored)
             num_left = min(num_left, self.max_prefill_tokens - num_prefill)
         return num_left > 0
 

@@ -19,9 +19,9 @@ from executor.scheduler.sequence import (
     StepPlan,
     StepResult,
 )
-from executor.scheduler.step_constraint import PrefillAllowance
+from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
 from tests.drafting import CHEAP, PROPOSERS, AnyTokens, eager
-from tests.fake_device import FakeDevice, logprobs_of, solo_output, token_logprobs
+from tests.fake_device import FakeDevice, block_contents, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
 from tests.property.scheduler_model import Expectation, Promises, limits_strategy, sequence_strategy
 
@@ -55,6 +55,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_tokens=st.none() | st.integers(1, 6),
         drafts=st.none() | st.sampled_from(sorted(PROPOSERS)),
         num_ahead=st.sampled_from((0, 1, 8)),
+        copy_s=st.sampled_from((0.0, 1.0)),
+        copy_cost=st.sampled_from((None, None, CopyCost(1.0, PrefillCost(1.5)), CopyCost(9.0, PrefillCost(1.0)))),
     )
     def build(
         self,
@@ -65,9 +67,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_tokens: int | None,
         drafts: str | None,
         num_ahead: int,
+        copy_s: float,
+        copy_cost: CopyCost | None,
     ) -> None:
         self.most_plans = 2 if overlap else 1
         self.max_prefill_tokens = max_prefill_tokens
+        self.copy_s, self.copy_cost = copy_s, copy_cost
         self.limits = limits
         # Overcommitted, a pool that a few of them fill.
         num_blocks = (35 + num_tokens // 4 if limits.is_overcommitted else num_tokens) // block_size
@@ -87,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.boardings: dict[Sequence, int] = {}
         self.num_boardings = 0
         self.num_offers = 0
+        # The content of each block that a sequence could have filled, by hash.
+        self.contents: dict[bytes, list[int]] = {}
 
     # Rules.
 
@@ -210,6 +217,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == self.pool.num_blocks
 
     @invariant()
+    def host_blocks_hold_what_their_names_say(self) -> None:
+        written = {
+            host for launched in self.launched if launched.sampled_ids is None for _, host in launched.plan.swaps_out
+        }
+        for host_block, block_hash in self.scheduler.host.content_names().items():
+            if host_block not in written:
+                assert self.device.host_content(host_block) == self.contents[block_hash]
+
+    @invariant()
     def who_is_in_flight_keeps_its_seat_and_blocks(self) -> None:
         in_flight = {sequence for launched in self.launched for sequence in launched.plan.sequences}
         assert all(sequence.seat is not None and sequence.block_table for sequence in in_flight)
@@ -308,8 +324,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             decodes={sequence for sequence in seated if sequence in self.sampled},
             has_leaving=not in_flight <= set(held),
         )
-        allowance = None if self.max_prefill_tokens is None else PrefillAllowance(self.max_prefill_tokens)
-        plan = self.scheduler.schedule(allowance, CHEAP)
+        allowance = None
+        if self.max_prefill_tokens is not None:
+            allowance = PrefillAllowance(self.max_prefill_tokens, copy_s=self.copy_s)
+        plan = self.scheduler.schedule(allowance, CHEAP, self.copy_cost)
         self._receive(StepOutcome(NewTokens(), self.scheduler.take_finished()))
         # Some of them may just have been handed back.
         standing.preempted[:] = [sequence for sequence in standing.preempted if sequence in held]
@@ -376,6 +394,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if expected is None:
             output, reason = solo_output(sequence, self.limits.context_length)
             self.expectations[sequence] = Expectation(sequence, output, reason, received)
+            self.contents.update(block_contents(sequence, output, self.pool.block_size))
             self.promises.held.append(sequence)
 
     def _expect_cancelled(self, sequence: Sequence, reason: FinishReason) -> None:

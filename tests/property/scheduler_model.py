@@ -99,7 +99,7 @@ def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
         batching=draw(st.sampled_from(BATCHINGS[policy])),
         enable_prefix_cache=draw(st.integers(0, 2)) > 0,
         policy=policy,
-        num_host_blocks=draw(st.sampled_from((0, 6, 40))),
+        num_host_blocks=draw(st.sampled_from((0, 1, 6, 40))),
         overcommit=Overcommit(
             cost=cost,
             watermark=draw(st.sampled_from((0.0, 0.02, 0.2))),

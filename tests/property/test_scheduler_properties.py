@@ -25,7 +25,11 @@ TestSchedulerMachine.settings = settings(max_examples=examples(150), stateful_st
 
 # What prompts may take of each step, by tokens and by time.
 ALLOWANCES = st.none() | st.builds(
-    PrefillAllowance, st.integers(1, 6), st.sampled_from((0.0, 5.0, 40.0)), st.just(PrefillCost(1.0, 0.1, 0.3))
+    PrefillAllowance,
+    st.integers(1, 6),
+    st.sampled_from((0.0, 5.0, 40.0)),
+    st.just(PrefillCost(1.0, 0.1, 0.3)),
+    st.sampled_from((0.0, 1.0)),
 )
 
 

@@ -41,6 +41,7 @@ class WatchedStep:
     gate: threading.Event
     error: Exception | None = None
     allows_next: bool = True
+    copied_s: float = 0.0
 
     def result(self) -> tuple[int | None, ...]:
         """See `PendingStep`."""

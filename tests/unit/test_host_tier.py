@@ -22,7 +22,9 @@ from executor.main import identity, load_model
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.native.pool import NativePool
+from executor.scheduler.limits import SchedulerLimits
 from executor.settings import ExecutorSettings
+from tests.evicted_prefixes import NUM_POOL_BLOCKS, conversations
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 from tests.tiny_models import save_model, sizes
@@ -186,6 +188,35 @@ def test_sequence_goes_on_after_its_blocks_were_away(folder: Path, path: str) ->
     assert len(set(undisturbed)) > 2, "tokens that repeat would show little"
     for num_ahead in (0, 1):
         assert [tokens_of(model, count, num_ahead) for count in (1, 6)] == [undisturbed] * 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_prefix_that_was_evicted_comes_back_as_it_was(folder: Path, path: str) -> None:
+    model = load(folder, PATHS[path])
+
+    def make_runner(limits: SchedulerLimits) -> ModelRunner:
+        model.allocate_kv(NUM_POOL_BLOCKS, BLOCK_SIZE)
+        return ModelRunner(model, limits, BLOCK_SIZE)
+
+    computed, _ = conversations(make_runner, num_host_blocks=0)
+    copied, counts = conversations(make_runner, num_host_blocks=12)
+
+    assert copied == computed
+    assert counts.restored_blocks >= 6
+
+
+def test_the_conversations_of_the_test_before_notice_when_nothing_is_copied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folder, PATHS["native-float32"])
+
+    def make_runner(limits: SchedulerLimits) -> ModelRunner:
+        model.allocate_kv(NUM_POOL_BLOCKS, BLOCK_SIZE)
+        return ModelRunner(model, limits, BLOCK_SIZE)
+
+    computed, _ = conversations(make_runner, num_host_blocks=0)
+    monkeypatch.setattr(CpuHostTier, "swap", lambda *_: None)
+    assert conversations(make_runner, num_host_blocks=12)[0] != computed
 
 
 def test_setting_becomes_blocks_that_the_scheduler_and_the_routers_hear_of(folder: Path) -> None:

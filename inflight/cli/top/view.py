@@ -164,7 +164,8 @@ def _blocks(capacity: inference_pb2.ExecutorCapacity, bar_width: int) -> Text:
 
 def _blocks_in_words(capacity: inference_pb2.ExecutorCapacity) -> Text:
     host_total = capacity.host_blocks_total
-    host = f", {capacity.host_blocks_used}/{host_total} in host memory" if host_total else ""
+    num_host = capacity.host_blocks_used + capacity.host_prefixes.num_blocks
+    host = f", {num_host}/{host_total} in host memory" if host_total else ""
     return Text(
         f"{capacity.blocks_used} used, {capacity.blocks_reserved} reserved, {capacity.blocks_cached} evictable "
         f"of {capacity.blocks_total}{host}",
@@ -194,6 +195,14 @@ def _details(executor: inference_pb2.ExecutorStats, step: stats_pb2.IterationSta
     if drafts.num_drafts:
         text = f"{drafts.num_accepted} of {drafts.num_verified} drafted tokens accepted, in {drafts.num_drafts} drafts"
         details.append(_labelled("drafts", Text(text)))
+    prefixes = executor.capacity.host_prefixes
+    if prefixes.stored_blocks:
+        text = (
+            f"{prefixes.num_blocks} prefix blocks in host memory, {prefixes.stored_blocks} stored, "
+            f"{prefixes.restored_blocks} brought back, {prefixes.dropped_blocks} dropped; "
+            f"{prefixes.hit_tokens} prompt tokens found"
+        )
+        details.append(_labelled("host", Text(text)))
     if executor.sequences:
         details.append(_sequences(executor.sequences))
     return details

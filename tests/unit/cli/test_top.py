@@ -112,6 +112,21 @@ def test_executor_that_drafts_shows_the_tokens_of_a_draft() -> None:
     assert "25 of 60 drafted tokens accepted, in 10 drafts" in selected
 
 
+def test_prefixes_in_host_memory_are_counted() -> None:
+    plain, storing = executor("e0"), executor("e0")
+    plain.capacity.host_blocks_total = storing.capacity.host_blocks_total = 40
+    storing.capacity.host_blocks_used = 4
+    prefixes = types_pb2.HostPrefixes(
+        num_blocks=20, stored_blocks=30, restored_blocks=12, dropped_blocks=10, hit_tokens=192
+    )
+    storing.capacity.host_prefixes.CopyFrom(prefixes)
+
+    assert "0/40 in host memory" in drawn(Screen.of(message(plain)), width=140)
+    assert "24/40 in host memory" in drawn(Screen.of(message(storing)), width=140)
+    selected = drawn(Screen.of(message(storing)).pressed(DOWN), width=140)
+    assert "20 prefix blocks in host memory, 30 stored, 12 brought back, 10 dropped; 192 prompt tokens" in selected
+
+
 def test_many_seats_wrap_and_very_many_are_a_bar() -> None:
     wrapped = drawn(Screen.of(message(executor("e0", total=80))), width=60)
     assert wrapped.count("□") == 80 + 1, "and the legend's"

@@ -1,4 +1,4 @@
-"""The cost of swapping a sequence's KV against recomputing it: `python -m bench.engine.swap`.
+"""The cost of swapping a sequence's KV against recomputing it: `python -m bench.host_tier.swap`.
 
 Loads a model and, for contexts of some lengths, copies their blocks to host memory and back as a preemption does, and
 recomputes the same tokens in steps of `--max-num-tokens`. The two take turns, so that a disturbance affects both.

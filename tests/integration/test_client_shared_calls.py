@@ -59,7 +59,7 @@ async def test_streams_share_a_call_and_fail_alone(redis_url: str, pool: str, ca
     async with run_cluster(redis_url, pool, shape=SHAPE) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
-        async with AsyncClient(*addresses(cluster)) as client:
+        async with AsyncClient(*addresses(cluster), share_calls=True) as client:
             streams = {n: start(client, [1, n]) for n in range(5)}
             refused = start(client, [1], top_logprobs=99)
             cancelled = start(client, [2, 2])
@@ -93,7 +93,7 @@ async def test_calls_have_few_streams_and_one_caller_each(
     async with run_cluster(redis_url, pool, shape=SHAPE) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
-        async with AsyncClient(*addresses(cluster)) as client:
+        async with AsyncClient(*addresses(cluster), share_calls=True) as client:
             streams = [start(client, [n]) for n in range(4)]
             await all_run(cluster, 4)
             assert sorted(len(call._streams) for call in calls) == [1, 3]
@@ -114,7 +114,7 @@ async def test_slow_reader_is_held_and_delays_no_other(
     async with run_cluster(redis_url, pool, shape=SHAPE) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
-        async with AsyncClient(*addresses(cluster)) as client:
+        async with AsyncClient(*addresses(cluster), share_calls=True) as client:
             # Accepted, Started and the first token are three events.
             slow, quick = start(client, [1], 40), start(client, [2], 40)
             await all_run(cluster, 2)
@@ -155,7 +155,7 @@ class OldRouter(ScriptedRouter):
 async def test_router_without_the_call_gets_calls_of_generate() -> None:
     router = OldRouter()
     with serving_scripted(router) as address:
-        async with AsyncClient(address) as client, asyncio.timeout(WAIT_S):
+        async with AsyncClient(address, share_calls=True) as client, asyncio.timeout(WAIT_S):
             streams = [client.generate("hi") for _ in range(5)]
             assert [await stream.text() for stream in streams] == ["".join(WORDS)] * 5
             assert [stream.num_resumes for stream in streams] == [0] * 5
@@ -169,7 +169,7 @@ async def test_large_request_has_a_call_of_its_own(
 ) -> None:
     monkeypatch.setattr(aio_many, "MAX_REQUEST_BYTES", 10)
     async with run_cluster(redis_url, pool) as cluster, asyncio.timeout(WAIT_S):
-        async with AsyncClient(*addresses(cluster)) as client:
+        async with AsyncClient(*addresses(cluster), share_calls=True) as client:
             await check(start(client, [1]), [1])
         assert not calls
 
@@ -178,7 +178,7 @@ async def test_streams_of_a_router_that_dies_continue_on_another(redis_url: str,
     async with run_cluster(redis_url, pool, routers=2, shape=SHAPE) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
-        async with AsyncClient(*addresses(cluster)) as client:
+        async with AsyncClient(*addresses(cluster), share_calls=True) as client:
             streams = [start(client, [1, n], 50) for n in range(5)]
             events = [stream.events() for stream in streams]
             await until_all_have_tokens(cluster, 5)
@@ -199,7 +199,7 @@ async def test_deadline_ends_its_stream_alone(redis_url: str, pool: str) -> None
     async with run_cluster(redis_url, pool) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
-        async with AsyncClient(*addresses(cluster)) as client:
+        async with AsyncClient(*addresses(cluster), share_calls=True) as client:
             late, other = start(client, [1], timeout=0.05), start(client, [2])
             with suppress(InflightError):  # or the router's event comes first
                 assert (await late.result()).finish_reason is FinishReason.DEADLINE
@@ -212,7 +212,7 @@ async def test_dropped_stream_is_cancelled(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
-        async with AsyncClient(*addresses(cluster)) as client:
+        async with AsyncClient(*addresses(cluster), share_calls=True) as client:
             dropped, other = start(client, [1]), start(client, [2])
             await all_run(cluster, 2)
             del dropped
@@ -225,7 +225,7 @@ async def test_closing_the_client_ends_its_streams(redis_url: str, pool: str) ->
     settings = RouterSettings(no_executor_grace_s=WAIT_S)
     async with run_cluster(redis_url, pool, settings=settings) as cluster, asyncio.timeout(WAIT_S):
         cluster.executors[0].brake.hold()
-        client = AsyncClient(*addresses(cluster))
+        client = AsyncClient(*addresses(cluster), share_calls=True)
         reading = asyncio.create_task(start(client, [1]).result())
         await all_run(cluster, 1)
         await client.close()

@@ -35,9 +35,9 @@ async def serving(stack: LocalStack, stream: AsyncStream) -> ChildProcess:
 async def test_router_killed_under_shared_calls_costs_no_token(tmp_path: Path, tiny_model: Path) -> None:
     options = StackOptions(model=str(tiny_model), routers=2, executor_args=EXECUTOR_ARGS, run_dir=tmp_path)
     async with LocalStack(options) as stack, asyncio.timeout(240):
-        async with AsyncClient(*stack.router_addresses, share_calls=False) as client:
-            alone = [await stream.result() for stream in start_all(client)]
         async with AsyncClient(*stack.router_addresses) as client:
+            alone = [await stream.result() for stream in start_all(client)]
+        async with AsyncClient(*stack.router_addresses, share_calls=True) as client:
             streams = start_all(client)
             have_begun = asyncio.Barrier(NUM_STREAMS + 1)
 

@@ -51,6 +51,7 @@ class AsyncClient:
     that found no router or executor, before any output. `resume` continues a stream whose connection breaks, on any of
     the routers, until `resume_timeout` seconds have passed without new output. For that each request gets an
     idempotency key, unless it has one or a `request_id`. Nothing is hedged: a request has one reader.
+    With `share_calls` and `resume`, streams share calls of `GenerateMany`, which costs less processor time.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class AsyncClient:
         retries: bool = True,
         resume: bool = True,
         resume_timeout: float = 60.0,
+        share_calls: bool = False,
         **access: Unpack[AccessOptions],
     ) -> None:
         self._connection = AsyncConnection(open_access(targets, access, metadata=metadata, retries=retries))
+        self._connection.share_calls = share_calls and resume
         self._policy = RecoveryPolicy(resume, retries, resume_timeout)
         self._targets = targets
 

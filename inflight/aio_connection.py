@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from common.cancellation import task_is_cancelled
 from inflight.access import Access, Metadata
+from inflight.aio_many import SharedCalls, StreamFailed
 from inflight.errors import InflightError, client_closed, from_rpc_error
 from inflight.recovery import Call
 from inflight.v1 import inference_pb2_grpc
@@ -27,6 +28,8 @@ CALL_FAILURES = (grpc.RpcError, asyncio.CancelledError)
 
 def error_of(failure: BaseException) -> InflightError:
     """Returns the error that one of `CALL_FAILURES` stands for; raises it again if the task itself is cancelled."""
+    if isinstance(failure, StreamFailed):
+        return failure.error
     if isinstance(failure, grpc.RpcError):
         return from_rpc_error(failure)
     if task_is_cancelled():
@@ -41,13 +44,19 @@ class AsyncConnection:
         self._access = access
         self._channel: grpc.aio.Channel | None = None
         self.opened: Any = None  # the stub, while the channel is open
+        # Whether streams share calls, from the next opening on; and these calls, while the channel is open.
+        self.share_calls = False
+        self.shared: SharedCalls | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def close(self) -> None:
         """Cancels the calls and closes the channel."""
         channel, self._channel, self.opened = self._channel, None, None
+        shared, self.shared = self.shared, None
         if channel is not None:
             await channel.close(None)
+        if shared is not None:
+            await shared.ended()
 
     def stub(self) -> Any:
         """Returns the stub of `InferenceService`.
@@ -65,6 +74,7 @@ class AsyncConnection:
                 else grpc.aio.secure_channel(target, credentials, options)
             )
             self.opened = inference_pb2_grpc.InferenceServiceStub(self._channel)
+            self.shared = SharedCalls(self.opened) if self.share_calls else None
         if self._loop is not loop:
             raise RuntimeError("this client is open in another event loop: close it there, or make one for each loop")
         return self.opened
@@ -93,10 +103,16 @@ class AsyncStreamCalls:
             raise client_closed()
 
     def start(self, call: Call) -> Any:
-        """Makes a call. Raises as `check_open`."""
+        """Makes a call, or starts a stream on a shared one. Raises as `check_open`."""
         self.check_open()
-        method = getattr(self._stub, call.method)
-        return method(call.request, timeout=call.timeout_s, metadata=self._connection.metadata(self._metadata))
+        metadata, shared = self._connection.metadata(self._metadata), self._connection.shared
+        if shared is not None and shared.takes(call):
+            return shared.start(call, metadata, lambda alone: self._start_alone(alone, metadata))
+        return self._start_alone(call, metadata)
+
+    def _start_alone(self, call: Call, metadata: Metadata) -> Any:
+        self.check_open()
+        return getattr(self._stub, call.method)(call.request, timeout=call.timeout_s, metadata=metadata)
 
 
 class AsyncCancelFlag:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from inflight import notebook
+from inflight.notebook import html
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 
@@ -173,7 +173,7 @@ class Capacity:
             (one.executor_id, one.model, f"{one.seats_used}/{one.seats_total}", f"{one.blocks_used}/{one.blocks_total}")
             for one in self.executors
         ]
-        return notebook.table(("executor", "model", "seats", "blocks"), rows, f"{self.num_queued} wait")
+        return html.table(("executor", "model", "seats", "blocks"), rows, f"{self.num_queued} wait")
 
 
 def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:

@@ -74,6 +74,18 @@ def from_rpc_error(error: grpc.RpcError) -> InflightError:
     return result
 
 
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def from_status(serialized: bytes) -> InflightError:
+    """Returns the error of a stream of `GenerateMany`."""
+    status = status_pb2.Status.FromString(serialized)
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    result = InflightError(code, status.message or code.name)
+    _read_details(serialized, result)
+    return result
+
+
 def _read_details(serialized: bytes, error: InflightError) -> None:
     try:
         status = status_pb2.Status.FromString(serialized)

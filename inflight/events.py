@@ -9,8 +9,8 @@ from enum import Enum
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from inflight import notebook
 from inflight.errors import InflightError
+from inflight.notebook import html
 from inflight.v1 import inference_pb2, types_pb2
 
 
@@ -309,7 +309,7 @@ class Completion:
         return self.text
 
     def _repr_html_(self) -> str:
-        return notebook.answer([choice.text for choice in self.choices], self._note())
+        return html.answer([choice.text for choice in self.choices], self._note())
 
     def _note(self) -> str:
         reason = "" if self.finish_reason is None else f", {self.finish_reason.value.replace('_', ' ')}"

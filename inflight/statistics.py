@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 from google.protobuf import json_format
 
-from inflight import notebook
 from inflight.catalogue import ExecutorCapacity, decode_executor, enum_name
+from inflight.notebook import html
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 
@@ -128,7 +128,7 @@ class Statistics:
             for c in capacities
         ]  # fmt: skip
         note = f"{self.num_queued} wait, {self.time:%H:%M:%S} UTC"
-        return notebook.table(("executor", "model", "seats", "blocks", "tokens/s", "step ms"), rows, note)
+        return html.table(("executor", "model", "seats", "blocks", "tokens/s", "step ms"), rows, note)
 
 
 def stats_json(wire: inference_pb2.GetStatsResponse) -> str:

@@ -6,7 +6,8 @@ is counted, so requests cost nothing here. Time is CPU time of threads, which ot
 
 With several trees (of git worktrees) each has its own processes, all are up at once, and they take turns in each round:
 the ratio of two trees then holds also on a busy machine. A number after a tree is the `stream_interval` of its
-requests. The executor's engine thread and the threads of its model are not part of the sum.
+requests, and `shared` behind that lets streams share calls: `--tree .:1 --tree .:1:shared`. The executor's
+engine thread and the threads of its model are not part of the sum.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 CLIENT = Path(__file__).with_name("client.py")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SHARED = "shared"
 # Parts whose sum is the cost of the path.
 PATH = ("router", "client", "executor loop")
 
@@ -53,19 +55,24 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A source tree, and the `stream_interval` of its requests."""
+    """A source tree, the `stream_interval` of its requests, and whether streams share calls."""
 
     path: Path
     interval: int = 1
+    is_shared: bool = False
 
     def __str__(self) -> str:
+        if self.is_shared:
+            return f"{self.path}:{self.interval}:{SHARED}"
         return str(self.path) if self.interval == 1 else f"{self.path}:{self.interval}"
 
 
 def tree_of(text: str) -> Tree:
-    """Returns the tree of `PATH` or `PATH:INTERVAL`. For argparse."""
-    path, _, interval = text.partition(":")
-    return Tree(Path(path), int(interval or 1))
+    """Returns the tree of `PATH`, `PATH:INTERVAL` or `PATH:INTERVAL:shared`. For argparse."""
+    path, interval, how = (*text.split(":"), "", "")[:3]
+    if how not in ("", SHARED) or text.count(":") > 2:
+        raise ValueError(text)
+    return Tree(Path(path), int(interval or 1), how == SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +153,7 @@ def environment_of(tree: Path) -> dict[str, str]:
 async def measure_round(stack: Stack, load: Load) -> Figures:
     """Runs the streams once and returns microseconds of CPU per token by part, and the events per token."""
     words = [stack.address, str(load.streams), str(load.tokens), str(stack.tree.interval)]
+    words += [SHARED] if stack.tree.is_shared else []
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, str(CLIENT), *words),
         stdout=asyncio.subprocess.PIPE,
@@ -208,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--tree",
         type=tree_of,
         action="append",
-        metavar="PATH[:N]",
+        metavar="PATH[:N[:shared]]",
         help="a source tree; repeat to compare (default: .)",
     )
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,6 +1,6 @@
 """The client process of the token path's measurement: streams of one event loop through the client library.
 
-    python client.py ADDRESS NUM_STREAMS NUM_TOKENS STREAM_INTERVAL
+    python client.py ADDRESS NUM_STREAMS NUM_TOKENS STREAM_INTERVAL [shared]
 
 Prints `Mark` as a line of JSON when every stream has its first tokens and again when the first stream ends: in between
 all streams run. Imports only the library, so that it runs in the tree of an older commit.
@@ -63,13 +63,15 @@ async def read_stream(client: AsyncClient, number: int, num_tokens: int, interva
         raise SystemExit(f"stream {number} has {num_own} tokens instead of {num_tokens}")
 
 
-async def main(address: str, num_streams: int, num_tokens: int, interval: int) -> None:
-    """Runs all streams at once."""
+async def main(address: str, num_streams: int, num_tokens: int, interval: int, *, is_shared: bool) -> None:
+    """Runs all streams at once, on shared calls if `is_shared`."""
     marks = Marks(num_streams)
-    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
+    # Clients of older trees do not know the keyword.
+    options: dict[str, Any] = {"share_calls": True} if is_shared else {}
+    async with AsyncClient(address, **options) as client, asyncio.TaskGroup() as group:
         for number in range(num_streams):
             group.create_task(read_stream(client, number, num_tokens, interval, marks))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:5])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:5]), is_shared=sys.argv[5:] == ["shared"]))

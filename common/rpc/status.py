@@ -12,7 +12,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -27,6 +28,24 @@ log = logging.getLogger(__name__)
 ERROR_DOMAIN = "inflight"
 
 Parse = Callable[[bytes], Any]
+Behavior = TypeVar("Behavior", bound=Callable[..., Any])
+
+TAKES_UNPARSED = "takes_unparsed"
+
+
+@dataclass(frozen=True, slots=True)
+class Unparsed:
+    """A message of a stream that could not be parsed, and why."""
+
+    serialized: bytes
+    error: RequestError
+
+
+def takes_unparsed(behavior: Behavior) -> Behavior:
+    """Marks a handler of streams that gets `Unparsed` for a message that cannot be parsed. Any other call ends then."""
+    setattr(behavior, TAKES_UNPARSED, True)
+    return behavior
+
 
 # Status and details are sent in HTTP/2 headers, of which the peer accepts 8 KiB by default; with more the whole answer
 # is lost. The text is percent-encoded there, at most thrice its size, the details are in base64.
@@ -139,8 +158,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(
                 _guard_stream(handler.unary_stream, check_peer, parse), None, _unless_bytes(handler.response_serializer)
             )
+        if hasattr(handler.stream_stream, TAKES_UNPARSED):
+            parse = _parsed_or_not(parse)
         return grpc.stream_stream_rpc_method_handler(
-            _guard_stream(handler.stream_stream, check_peer, _unchanged), parse, handler.response_serializer
+            _guard_stream(handler.stream_stream, check_peer, _unchanged),
+            parse,
+            _unless_bytes(handler.response_serializer),
         )
 
     def _parser(self, method: str, deserialize: Parse) -> Parse:
@@ -169,6 +192,18 @@ def _checked(deserialize: Parse, limits: WireLimits) -> Parse:
         return deserialize(serialized)
 
     return parse
+
+
+def _parsed_or_not(parse: Parse) -> Parse:
+    def parsed(serialized: bytes) -> Any:
+        try:
+            return parse(serialized)
+        except RequestError as error:
+            return Unparsed(serialized, error)
+        except message.DecodeError:
+            return Unparsed(serialized, _malformed())
+
+    return parsed
 
 
 def _metadata(details: grpc.HandlerCallDetails) -> Sequence[tuple[str, Any]]:

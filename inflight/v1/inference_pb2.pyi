@@ -430,6 +430,57 @@ class ResumeResponse(_message.Message):
     event: StreamEvent
     def __init__(self, event: _Optional[_Union[StreamEvent, _Mapping]] = ...) -> None: ...
 
+class CancelStream(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GenerateManyRequest(_message.Message):
+    __slots__ = ("stream", "generate", "resume", "cancel", "hold", "timeout", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    generate: GenerateRequest
+    resume: ResumeRequest
+    cancel: CancelStream
+    hold: bool
+    timeout: _duration_pb2.Duration
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, stream: _Optional[int] = ..., generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., resume: _Optional[_Union[ResumeRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelStream, _Mapping]] = ..., hold: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class StreamEnded(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: bytes
+    def __init__(self, status: _Optional[bytes] = ...) -> None: ...
+
+class StreamUpdate(_message.Message):
+    __slots__ = ("stream", "event", "ended")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    event: StreamEvent
+    ended: StreamEnded
+    def __init__(self, stream: _Optional[int] = ..., event: _Optional[_Union[StreamEvent, _Mapping]] = ..., ended: _Optional[_Union[StreamEnded, _Mapping]] = ...) -> None: ...
+
+class GenerateManyResponse(_message.Message):
+    __slots__ = ("updates",)
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    updates: _containers.RepeatedCompositeFieldContainer[StreamUpdate]
+    def __init__(self, updates: _Optional[_Iterable[_Union[StreamUpdate, _Mapping]]] = ...) -> None: ...
+
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "resume_token", "model", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class InferenceServiceStub:
                 request_serializer=inflight_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=inflight_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/inflight.v1.InferenceService/GenerateMany',
+                request_serializer=inflight_dot_v1_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=inflight_dot_v1_dot_inference__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/inflight.v1.InferenceService/Cancel',
                 request_serializer=inflight_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
@@ -106,6 +111,20 @@ class InferenceServiceServicer:
         """Continues the stream of a request whose connection was lost, from the given offsets, on any router. A stream that
         is still open elsewhere ends with ABORTED: a request has one reader. DATA_LOSS if the output from these offsets no
         longer exists; a Generate with `prior_output` continues then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Serves many streams of one caller on one call. The events of all of them that are ready together leave as one
+        message, which costs client and router a fraction of a message per stream. Each stream is one Generate or Resume:
+        with the same limits, deadlines and errors, and when the call breaks, each ends as if its own call had broken. A
+        refused or failed stream affects no other. The call ends with the client's half-close, after the last stream.
+
+        The credentials of the call are those of all its streams; they are verified again for each. Streams count towards
+        the router's `max_streams_per_connection`; more are refused with RESOURCE_EXHAUSTED. A message that is too large to
+        be received ends the call, as everywhere in gRPC, so send large prompts by Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,6 +194,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=inflight_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=inflight_dot_v1_dot_inference__pb2.ResumeResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=inflight_dot_v1_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=inflight_dot_v1_dot_inference__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -271,6 +295,33 @@ class InferenceService:
             '/inflight.v1.InferenceService/Resume',
             inflight_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             inflight_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/inflight.v1.InferenceService/GenerateMany',
+            inflight_dot_v1_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            inflight_dot_v1_dot_inference__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,7 +12,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -20,8 +20,10 @@ import grpc.aio
 from opentelemetry.trace import NoOpTracer, Span, Tracer
 
 from common.errors import Reason, RequestError
+from common.rpc.status import Unparsed, takes_unparsed
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 from router.api.constraining import Constraining
+from router.api.many import TRACE_KEYS, ManyCall, StreamLimit
 from router.api.prepare import PreparedRequest, RequestPreparation, model_limits
 from router.api.request_status import REQUEST_STATE_PROTO, request_standing
 from router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
@@ -48,7 +50,8 @@ from router.stats.capacity import add_capacity, described_model, described_varia
 from router.stats.source import StatsSource
 from router.store.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from router.stream.choices import AnyRelay, relay_of, run_all
-from router.stream.relay import TimedWriter, Write, grace_after
+from router.stream.outbox import varint
+from router.stream.relay import EventWriter, TimedWriter, Write, grace_after
 from router.stream.request_stream import RequestStream
 from router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
 from router.telemetry.tracing import call_span
@@ -100,6 +103,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._preparation = RequestPreparation(
             settings, admission, tokens, self._tokenizing, self._constraining, self._tracer
         )
+        self._stream_limit = StreamLimit(settings.max_streams_per_connection)
         self._is_draining = False
         self._num_streams = 0
         self._no_stream = asyncio.Event()
@@ -252,17 +256,45 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:
         """Continues the stream of a request of any router."""
-        claim = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
+        write = self._patient(writer(context))
+        await self._resume(request, self._caller(context), metadata_of(context), write)
+
+    async def _resume(
+        self, request: inference_pb2.ResumeRequest, caller: Caller, metadata: Metadata, write: Write
+    ) -> None:
+        claim = self._claims.claim_by_token(request.request_id, request.resume_token, caller)
         (pool,), places = claim.pools, resumed_places(request, len(claim.choices))
-        with self._serving(), self._span("resume", metadata_of(context)):
+        with self._serving(), self._span("resume", metadata):
             streams = await run_all([self._find(choice, pool) for choice in claim.choices])
             check_places(places, streams)
             for stream in streams:
                 stream.attend()
                 stream.record.resumed()
-            relay = relay_of(streams, self._patient(writer(context)), places)
+            relay = relay_of(streams, write, places)
             await self._relay(relay, pool)
             log.info("request %s, resumed, %s", streams[0].request_id, relay.summary)
+
+    @takes_unparsed
+    async def GenerateMany(
+        self, requests: AsyncIterator[inference_pb2.GenerateManyRequest | Unparsed], context: Context
+    ) -> None:
+        """Serves streams of `Generate` and `Resume` on one call."""
+        of_call = metadata_of(context)
+        # The caller is verified again for each stream: credentials can expire during the call.
+        identify = functools.partial(self._authenticator.identify, of_call)
+
+        async def serve(message: inference_pb2.GenerateManyRequest, write: EventWriter) -> None:
+            metadata = stream_metadata(of_call, message)
+            remaining_s = shortest(context.time_remaining(), message)
+            if message.HasField("generate"):
+                await self.generate(message.generate, identify, metadata, write, remaining_s)
+            else:
+                async with asyncio.timeout(remaining_s):
+                    await self._resume(message.resume, identify(), metadata, write)
+
+        write = TimedWriter(context.write, self._settings.write_timeout_s)
+        call = ManyCall(serve, write, self._settings.write_timeout_s, self._stream_limit, context.peer())
+        await call.run(requests)
 
     async def _find(self, named_id: str, pool: ModelBackend) -> RequestStream:
         """Returns the stream of a choice, of any router."""
@@ -466,6 +498,21 @@ def metadata_of(context: Context) -> Metadata:
     return tuple(context.invocation_metadata() or ())
 
 
+def stream_metadata(of_call: Metadata, message: inference_pb2.GenerateManyRequest) -> Metadata:
+    """Returns the metadata of a stream: that of its call, with the stream's own trace context if it has one."""
+    if not message.metadata:
+        return of_call
+    return (*(one for one in of_call if one[0] not in TRACE_KEYS), *message.metadata.items())
+
+
+def shortest(remaining_s: float | None, message: inference_pb2.GenerateManyRequest) -> float | None:
+    """Returns the time left until the deadline of a stream, given that of its call; None: it has none."""
+    if not message.HasField("timeout"):
+        return remaining_s
+    timeout_s = max(0.0, message.timeout.seconds + message.timeout.nanos / 1e9)
+    return timeout_s if remaining_s is None else min(timeout_s, remaining_s)
+
+
 def writer(context: Context) -> Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]:
     """Returns a writer of events as responses of `Generate` and `Resume`, whose only field is the event. The event is
     serialized once; a response message would copy it first."""
@@ -479,10 +526,3 @@ def writer(context: Context) -> Callable[[inference_pb2.StreamEvent], Coroutine[
 
 # Field 1, a message.
 EVENT_TAG = b"\x0a"
-
-
-def varint(number: int) -> bytes:
-    """Returns the encoding of a number in protobuf."""
-    if number < 0x80:
-        return bytes((number,))
-    return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from google.protobuf import duration_pb2
 
@@ -31,6 +31,22 @@ OnWritten = Callable[[BaseException | None], None]
 
 # Long enough for a client that reads again to see how its call ended, and to resume.
 STALLED_GRACE_S = 10.0
+
+
+@runtime_checkable
+class EventWriter(Protocol):
+    """A writer of events. A task writes by `await writer(event)`, a callback by `begin`, unless `needs_task`. `on_end`
+    is called once, with the error of the write or None. There is one write at a time."""
+
+    needs_task: bool
+
+    async def __call__(self, event: inference_pb2.StreamEvent, /) -> None: ...
+
+    def begin(self, event: inference_pb2.StreamEvent, on_end: OnWritten) -> None: ...
+
+    def close(self) -> None:
+        """Forgets the write that was begun, if any."""
+        ...
 
 
 class TimedWriter(Generic[Event]):
@@ -57,7 +73,7 @@ class TimedWriter(Generic[Event]):
             async with asyncio.timeout(self._timeout_s):
                 await self._write(event)
         except TimeoutError as error:
-            raise self._stalled() from error
+            raise stalled(self._timeout_s) from error
 
     def begin(self, event: Event, on_end: OnWritten) -> None:
         """Begins a write. `on_end` is called once, with its error or None, possibly before this returns."""
@@ -101,11 +117,13 @@ class TimedWriter(Generic[Event]):
         if loop.time() < self._due_s:
             self._timer = loop.call_at(self._due_s, self._look)
         else:
-            self._end(self._stalled())
+            self._end(stalled(self._timeout_s))
 
-    def _stalled(self) -> RequestError:
-        text = f"the stream was not read for {self._timeout_s:g} s; resume it from the next offset"
-        return RequestError(Reason.STALLED, text)
+
+def stalled(timeout_s: float) -> RequestError:
+    """Returns the error for a stream that its client has not read for so long."""
+    text = f"the stream was not read for {timeout_s:g} s; resume it from the next offset"
+    return RequestError(Reason.STALLED, text)
 
 
 def grace_after(error: RequestError) -> float:
@@ -143,6 +161,7 @@ class Relay:
         self._unsent_parts: list[Part] = []
         self._reasoning = None if self._parser is None else ReasoningCount(self._parser)
         self._write = write
+        self._writer = write if isinstance(write, EventWriter) else None
         self._place = place
         # Bytes of the text that the client has. None: unknown until all its tokens have passed through the text.
         self._num_bytes_known = place.text_bytes if place.offset else place.text_bytes or 0
@@ -205,8 +224,8 @@ class Relay:
             await self._run()
         finally:
             self._may_begin, self._stream.on_output = False, None
-            if isinstance(self._write, TimedWriter):
-                self._write.close()
+            if self._writer is not None:
+                self._writer.close()
 
     async def _run(self) -> None:
         while True:
@@ -237,7 +256,7 @@ class Relay:
         # Not before the first token, whose deadline this task watches, nor with stop strings.
         is_reading_on = self._has_told_tokens and not self._text.has_stops
         stream.on_output = self._on_output if is_reading_on else None
-        self._may_begin = is_reading_on and isinstance(self._write, TimedWriter) and not self._write.needs_task
+        self._may_begin = is_reading_on and self._writer is not None and not self._writer.needs_task
         try:
             is_in_time = await self._wait_until_deadline()
         finally:
@@ -285,8 +304,8 @@ class Relay:
             return
         self._is_idle.clear()
         self._being_sent = (event.delta.offset, event.delta.num_tokens)
-        assert isinstance(self._write, TimedWriter)
-        self._write.begin(event, self._end_output)
+        assert self._writer is not None
+        self._writer.begin(event, self._end_output)
 
     def _end_output(self, error: BaseException | None) -> None:
         self._is_idle.set()

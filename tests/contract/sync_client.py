@@ -17,6 +17,7 @@ HEADER = "# Generated from {source} by `make sync-client`. Do not edit.\n"
 
 # Applied in this order to code and docstrings alike.
 REPLACEMENTS = (
+    (r"(?m)^.*\bshare_calls\b.*\n", ""),
     (r"\basync (def|for|with)\b", r"\1"),
     (r"\bawait ", ""),
     (r"\b__a(enter|exit|iter)__\b", r"__\1__"),

@@ -29,6 +29,8 @@ def test_tree_is_a_path_with_an_interval() -> None:
     assert tree_of("../old") == Tree(Path("../old"), 1)
     assert tree_of(".:8") == Tree(Path(), 8)
     assert str(tree_of(".:8")) == ".:8"
+    assert tree_of(".:1:shared") == Tree(Path(), 1, is_shared=True)
+    assert str(tree_of(".:1:shared")) == ".:1:shared"
 
 
 def test_table_has_medians_and_ratios_to_the_first_tree() -> None:

@@ -66,14 +66,14 @@ class Product {
           stride_(blocks_at_once_ * BLOCK_COLUMNS),
           num_rows_(num_rows),
           num_columns_(matrix.num_blocks / blocks_at_once_),
-          num_passes_((num_rows + most_rows_of_pass() - 1) / most_rows_of_pass()),
+          num_passes_(std::max<int64_t>(1, (num_rows + most_rows_of_pass() - 1) / most_rows_of_pass())),
           rows_of_pass_(whole_tiles(num_rows, num_passes_)),
           rows_of_task_(whole_tiles(rows_of_pass_, tasks_of_column(num_threads))),
           tasks_of_column_((rows_of_pass_ + rows_of_task_ - 1) / rows_of_task_),
           num_threads_(num_threads),
           prefetches_(num_rows >= stream.prefetch_from_rows),
           after_(after),
-          num_tasks(num_passes_ * num_columns_ * tasks_of_column_) {}
+          num_tasks(num_rows == 0 ? 0 : num_passes_ * num_columns_ * tasks_of_column_) {}
 
     // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns.
     template <class Finish>
@@ -115,9 +115,9 @@ class Product {
         return std::clamp<int64_t>(rows_of_pass_ / (LEAST_TILES * TILE_ROWS), 1, wanted);
     }
 
-    // Returns the rows of one of `count` parts of about the same size.
+    // Returns the rows of one of `count` parts of about the same size, at least a tile.
     static int64_t whole_tiles(int64_t num_rows, int64_t count) {
-        return round_up((num_rows + count - 1) / count, TILE_ROWS);
+        return std::max<int64_t>(round_up((num_rows + count - 1) / count, TILE_ROWS), TILE_ROWS);
     }
 
     int64_t column_of(int64_t task) const { return task / tasks_of_column_ % num_columns_; }

@@ -349,8 +349,9 @@ void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_star
             store(scores + key, soft_capped(load(scores + key) * call.scale, call.softcap));
         factor = LOG2_E;
     }
-    for (int key = 0; key < std::min(num_keys, first_key - chunk_start); ++key) scores[key] = MASKED;
-    for (int key = std::max(0, last_key + 1 - chunk_start); key < num_keys; ++key) scores[key] = MASKED;
+    if (chunk_start < first_key || chunk_start + num_keys - 1 > last_key)
+        for (int key = 0; key < num_keys; ++key)
+            if (chunk_start + key < first_key || chunk_start + key > last_key) scores[key] = MASKED;
     Floats maximums = all(MASKED);
     for (int key = 0; key < num_keys; key += WIDTH) {
         const Floats x = load(scores + key);

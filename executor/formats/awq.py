@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
 from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 from executor.formats.layer_tensors import SCALE_DTYPES, LayerTensors, unpacked
-from executor.formats.quantization_config import ANY, check_fields, whole_number
+from executor.formats.quantization_config import ANY, check_fields, group_size_of, groups_in_words, whole_number
 
 WHAT = "AWQ checkpoint"
 BITS = 4
@@ -61,13 +60,13 @@ class Awq:
     @property
     def description(self) -> str:
         """The encoding in words."""
-        return f"AWQ, {BITS} bits, groups of {self.group_size if self.group_size > 0 else 'a row'}"
+        return f"AWQ, {BITS} bits, {groups_in_words(self.group_size)}"
 
     def read(self, layer: LayerTensors) -> QuantizedWeight:
         """Returns the matrix of a layer."""
         layer.check_names(("qweight", "qzeros", "scales"))
         num_out, num_in = layer.out_features, layer.in_features
-        num_groups = layer.num_groups(num_in if self.group_size == -1 else self.group_size)
+        num_groups = layer.num_groups(self.group_size)
         codes = _in_order(layer.get("qweight", (torch.int32,), (num_in, num_out // 8)))
         zeros = _in_order(layer.get("qzeros", (torch.int32,), (num_groups, num_out // 8)))
         scale = layer.get("scales", SCALE_DTYPES, (num_groups, num_out))
@@ -78,10 +77,7 @@ def read_awq(config: Mapping[str, Any]) -> Awq:
     """Returns how a checkpoint with this configuration is encoded."""
     check_fields(WHAT, config, _FIELDS)
     whole_number(WHAT, config, "bits")
-    group_size = whole_number(WHAT, config, "group_size")
-    if group_size < 1 and group_size != -1:
-        raise ModelError(f"{WHAT}: group_size {group_size} is neither -1 nor positive")
-    return Awq(group_size)
+    return Awq(group_size_of(WHAT, config))
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from common.model_source import ModelError
 from executor.checkpoint.quantized_weight import QuantizedWeight
 from executor.formats.layer_tensors import INDEX_DTYPES, SCALE_DTYPES, LayerTensors, as_bytes, unpacked
-from executor.formats.quantization_config import ANY, check_fields, whole_number
+from executor.formats.quantization_config import ANY, check_fields, group_size_of, groups_in_words, whole_number
 
 WHAT = "GPTQ checkpoint"
 BITS = (4, 8)
@@ -92,13 +91,13 @@ class Gptq:
     @property
     def description(self) -> str:
         """The encoding in words."""
-        return f"GPTQ, {self.bits} bits, groups of {self.group_size if self.group_size > 0 else 'a row'}"
+        return f"GPTQ, {self.bits} bits, {groups_in_words(self.group_size)}"
 
     def read(self, layer: LayerTensors) -> QuantizedWeight:
         """Returns the matrix of a layer."""
         layer.check_names(("qweight", "qzeros", "scales"), ("g_idx",))
         num_out, num_in, bits = layer.out_features, layer.in_features, self.bits
-        num_groups = layer.num_groups(num_in if self.group_size == -1 else self.group_size)
+        num_groups = layer.num_groups(self.group_size)
         words = layer.get("qweight", (torch.int32,), (num_in * bits // 32, num_out))
         zeros = unpacked(layer.get("qzeros", (torch.int32,), (num_groups, num_out * bits // 32)), bits)
         scale = layer.get("scales", SCALE_DTYPES, (num_groups, num_out))
@@ -112,8 +111,6 @@ class Gptq:
 def read_gptq(config: Mapping[str, Any]) -> Gptq:
     """Returns how a checkpoint with this configuration is encoded."""
     check_fields(WHAT, config, _FIELDS)
-    bits, group_size = whole_number(WHAT, config, "bits"), whole_number(WHAT, config, "group_size")
-    if group_size < 1 and group_size != -1:
-        raise ModelError(f"{WHAT}: group_size {group_size} is neither -1 nor positive")
+    bits, group_size = whole_number(WHAT, config, "bits"), group_size_of(WHAT, config)
     stored = config.get("checkpoint_format") or config.get("format") or FORMATS[0]
     return Gptq(bits, group_size, stores_zeros_less_one=stored == FORMATS[0])

@@ -48,7 +48,9 @@ class LayerTensors:
         return tensor
 
     def num_groups(self, group_size: int) -> int:
-        """Returns the groups of a row."""
+        """Returns the groups of a row, which is one itself if the size is -1."""
+        if group_size == -1:
+            return 1
         if self.in_features % group_size:
             raise ModelError(f"{self.layer}: {self.in_features} columns are not a multiple of groups of {group_size}")
         return self.in_features // group_size

@@ -46,6 +46,19 @@ def whole_number(what: str, fields: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def group_size_of(what: str, fields: Mapping[str, Any]) -> int:
+    """Returns the field `group_size`: columns, or -1 for the whole row."""
+    group_size = whole_number(what, fields, "group_size")
+    if group_size < 1 and group_size != -1:
+        raise ModelError(f"{what}: group_size {group_size} is neither -1 nor positive")
+    return group_size
+
+
+def groups_in_words(group_size: int) -> str:
+    """Returns a group size as text."""
+    return "a scale per row" if group_size == -1 else f"groups of {group_size}"
+
+
 def _listed(accepted: Collection[Any]) -> str:
     return " or ".join(_shown(value) for value in accepted)
 

@@ -30,6 +30,7 @@ from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, u
 from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
 from executor.formats.loading import describe_weights, load_network
 from executor.model.model import PagedModel
+from inflight.cli import doctor
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.quantized_checkpoints import (
@@ -368,3 +369,10 @@ def test_size_counts_the_weights_of_a_quantized_folder(name: str, tmp_path: Path
     folder = save_quantized(tmp_path / "model", "llama", config, encode)
     expected = read_model_shape(str(tmp_path / "model-dense")).num_parameters
     assert read_model_shape(str(folder)).num_parameters == expected
+
+
+def test_doctor_names_the_format_or_what_is_not_supported(gptq_folder: Path, tmp_path: Path) -> None:
+    found = doctor.weights(str(gptq_folder))
+    assert (found.verdict, found.text) == (doctor.Verdict.GOOD, "GPTQ, 4 bits, groups of 128")
+    refused = doctor.weights(str(changed(gptq_folder, tmp_path / "model", quant_method="hqq")))
+    assert (refused.verdict, refused.advice[:38]) == (doctor.Verdict.MISSING, "quantization method 'hqq' is not suppo")

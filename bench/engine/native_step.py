@@ -3,7 +3,8 @@
 Loads a model, computes steps of some shapes through the native forward pass, and compares the time of each part with
 its limit here: reading its weights or KV once at the measured bandwidth, or its operations at the measured rate of a
 large matrix product, whichever is longer. The weights have the model's type, and int8 in a second model. Prints
-Markdown. Shapes and types take turns, so that a disturbance affects all of them.
+Markdown. Shapes and types take turns, so that a disturbance affects all of them. Of each part it also prints the
+processor time per thread without waiting, the least of the rounds, in which other processes hardly count.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence, load_native_model, made_up_ids, model_parser
 from bench.report.table import Table, shown
+from common.machine import num_usable_cores
 from executor.checkpoint.decoder_weights import DecoderShape
 from executor.cpu.decoder import PARTS, NativeDecoder
 from executor.model.model import PagedModel
@@ -31,20 +33,31 @@ READ_BYTES = 512 << 20
 INT8_BYTES = 1 + 4 / 64
 MATRIX_SIZE = 2048
 SECONDS_OF_RATE = 0.5
+DECODE_CONTEXT = 300
 
+
+# Before the name of a part: its processor time per thread, without waiting; of the step with it.
+TASKS = "tasks of "
 
 Times = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """`num_sequences` with `num_context` tokens each, of which the step computes the last `num_new`."""
+    """`num_sequences` with `num_context` tokens each, of which the step computes the last `num_new`.
+
+    Beside them are `num_decodes` decodes with contexts of `DECODE_CONTEXT`.
+    """
 
     num_sequences: int
     num_new: int
     num_context: int
+    num_decodes: int = 0
 
     def __str__(self) -> str:
+        if self.num_decodes > 0:
+            chunk = f"{self.num_new} tokens of a prompt at the end of {self.num_context}"
+            return f"{chunk}, beside {self.num_decodes} decodes with contexts of {DECODE_CONTEXT}"
         if self.num_new == 1:
             return f"decodes: {self.num_sequences}, contexts of {self.num_context}"
         return f"prompts: {self.num_sequences}, {self.num_new} new tokens each, contexts of {self.num_context}"
@@ -74,11 +87,12 @@ class MachineLimits:
 
 
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), StepShape(1, 512, 512))
+CHUNKS = (StepShape(1, 128, 128), StepShape(1, 128, 512, num_decodes=31))
 
 
 def part_works(shape: DecoderShape, step: StepShape, element_bytes: int, is_int8: bool) -> dict[str, Work]:
     """Returns the least work of the parts that have any to speak of; weights of layers may be int8."""
-    num_tokens = step.num_sequences * step.num_new
+    num_tokens = step.num_sequences * step.num_new + step.num_decodes
     width, heads, inner = shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size
     kv_width = shape.num_kv_heads * shape.head_dim
     # Multiplications per token; the head is computed for the last token of each sequence alone.
@@ -87,7 +101,7 @@ def part_works(shape: DecoderShape, step: StepShape, element_bytes: int, is_int8
         "output": (heads * width, num_tokens, shape.num_layers),
         "gate_up": (2 * width * inner, num_tokens, shape.num_layers),
         "down": (inner * width, num_tokens, shape.num_layers),
-        "head": (width * shape.vocabulary_size, step.num_sequences, 1),
+        "head": (width * shape.vocabulary_size, step.num_sequences + step.num_decodes, 1),
     }
     works = {}
     for part, (size, rows, layers) in products.items():
@@ -95,9 +109,11 @@ def part_works(shape: DecoderShape, step: StepShape, element_bytes: int, is_int8
         num_bytes = INT8_BYTES if rounded else element_bytes
         works[part] = Work(size * layers * num_bytes, 2.0 * size * rows * layers, rounded)
     mean_context = step.num_context - (step.num_new - 1) / 2
+    decode_keys = step.num_decodes * DECODE_CONTEXT
+    num_keys = step.num_sequences * step.num_context + decode_keys
+    num_pairs = step.num_sequences * step.num_new * mean_context + decode_keys
     works["attention"] = Work(
-        step.num_sequences * step.num_context * 2 * kv_width * element_bytes * shape.num_layers,
-        4.0 * num_tokens * mean_context * heads * shape.num_layers,
+        num_keys * 2 * kv_width * element_bytes * shape.num_layers, 4.0 * num_pairs * heads * shape.num_layers
     )
     return works
 
@@ -126,9 +142,14 @@ def _best_rate(product: Callable[[], torch.Tensor]) -> float:
 def measure_steps(
     models: Sequence[PagedModel], shapes: Sequence[StepShape], rounds: int
 ) -> list[list[dict[str, float]]]:
-    """Median seconds of each part, and of the whole step (`step`), for each model and shape."""
+    """Seconds of each part, and of the whole step (`step`), for each model and shape.
+
+    The median wall time, and under the name with `TASKS` the least processor time per thread.
+    """
     for model in models:
-        model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in shapes), BLOCK_SIZE)
+        assert model.native is not None
+        model.native.task_seconds = np.zeros(len(PARTS))
+        model.allocate_kv(max(_all_blocks_of(shape) for shape in shapes), BLOCK_SIZE)
         for kv in model.kv:
             kv.keys.fill_(0.01)
             kv.values.fill_(0.01)
@@ -143,33 +164,45 @@ def measure_steps(
 
 def _part_times(model: PagedModel, batch: StepBatch) -> Times:
     native = model.native
-    assert native is not None
-    before, began = native.part_seconds.copy(), time.perf_counter()
+    assert native is not None and native.task_seconds is not None
+    before, began, cpu_began = native.part_seconds.copy(), time.perf_counter(), time.process_time()
+    native.task_seconds[:] = 0
     native.greedy(batch, model.kv)
-    whole = time.perf_counter() - began
-    return np.append(native.part_seconds - before, whole)
+    cpu, whole = time.process_time() - cpu_began, time.perf_counter() - began
+    walls = np.append(native.part_seconds - before, whole)
+    return np.concatenate([walls, np.append(native.task_seconds, cpu) / num_usable_cores()])
 
 
 def _medians(times: Sequence[Times]) -> dict[str, float]:
-    return dict(zip((*PARTS, "step"), np.median(np.array(times), axis=0).tolist(), strict=True))
+    names = (*PARTS, "step")
+    walls, tasks = np.split(np.array(times), 2, axis=1)
+    medians = dict(zip(names, np.median(walls, axis=0).tolist(), strict=True))
+    return medians | dict(zip((TASKS + name for name in names), tasks.min(axis=0).tolist(), strict=True))
 
 
 def table_of(measured: dict[str, float], works: dict[str, Work], limits: MachineLimits) -> Table:
     """Returns the parts of one shape, and the whole step."""
-    rows = [_row(part, measured[part], works[part].least_s(limits) if part in works else None) for part in PARTS]
-    whole = _row("**step**", measured["step"], sum(work.least_s(limits) for work in works.values()))
-    return Table(["part", "measured ms", "limit ms", "share of the limit"], [*rows, whole])
-
-
-def _row(part: str, measured_s: float, least_s: float | None) -> list[str]:
-    of_limit = None if least_s is None else least_s / measured_s
-    limit_ms = None if least_s is None else least_s * 1e3
-    return [part, f"{measured_s * 1e3:.2f}", shown(limit_ms, ".2f"), shown(of_limit, ".0%")]
+    least = {part: work.least_s(limits) for part, work in works.items()}
+    least["step"] = sum(least.values())
+    rows = []
+    for part in (*PARTS, "step"):
+        limit_s, measured_s = least.get(part), measured[part]
+        limits_shown = [
+            shown(None if limit_s is None else limit_s * 1e3, ".2f"),
+            shown(None if limit_s is None else limit_s / measured_s, ".0%"),
+        ]
+        name = "**step**" if part == "step" else part
+        rows.append([name, f"{measured_s * 1e3:.2f}", f"{measured[TASKS + part] * 1e3:.2f}", *limits_shown])
+    return Table(["part", "measured ms", "processor ms", "limit ms", "share of the limit"], rows)
 
 
 def blocks_of(shape: StepShape) -> int:
     """Returns the blocks of one sequence."""
     return -(-shape.num_context // BLOCK_SIZE)
+
+
+def _all_blocks_of(shape: StepShape) -> int:
+    return shape.num_sequences * blocks_of(shape) + shape.num_decodes * -(-DECODE_CONTEXT // BLOCK_SIZE)
 
 
 def batch_of(shape: StepShape) -> StepBatch:
@@ -188,6 +221,10 @@ def batch_of(shape: StepShape) -> StepBatch:
         )
         for table in tables
     ]
+    first, blocks = 1 + shape.num_sequences * blocks, -(-DECODE_CONTEXT // BLOCK_SIZE)
+    for i in range(shape.num_decodes):
+        table = list(range(first + i, first + blocks * shape.num_decodes, shape.num_decodes))
+        rows.append(PlanRow(greedy_sequence(made_up_ids(DECODE_CONTEXT), table), DECODE_CONTEXT - 1, 1, True))
     return pack(StepPlan.of(rows), BLOCK_SIZE)
 
 
@@ -204,11 +241,11 @@ def main(argv: Sequence[str]) -> int:
     native = loaded[0].native
     assert native is not None
     limits = measure_limits(native, loaded[0].dtype)
-    measured = measure_steps(loaded, SHAPES, options.rounds)
+    measured = measure_steps(loaded, (*SHAPES, *CHUNKS), options.rounds)
     print(f"- {processor().text}\n- {loaded[0].dtype_name}; {loaded[0].backend_reason}")
     print(f"- reading memory: {limits.bytes_per_s / 1e9:.1f} GB/s, large matrix product: ", end="")
     print(f"{limits.operations_per_s / 1e12:.2f} TFLOP/s, in int8: {limits.int8_operations_per_s / 1e12:.2f}\n")
-    for place, shape in enumerate(SHAPES):
+    for place, shape in enumerate((*SHAPES, *CHUNKS)):
         for weight_type, of_model in zip(weight_types, measured, strict=True):
             works = part_works(native.form.shape, shape, loaded[0].dtype.itemsize, weight_type == "int8")
             print(f"## {shape}, weights: {weight_type}\n\n{table_of(of_model[place], works, limits).markdown()}\n")

@@ -232,12 +232,11 @@ class ViewedRows {
 // Rows that are multiplied at once: fewer than of plain weights, which was faster.
 constexpr int CODED_ROWS = REGISTER_ROWS * 2 / 3;
 
-// Makes Elements of the packed codes of BITS bits; of 32 bits, lanes are Elements already.
+// Makes Elements of the packed codes of BITS bits.
 template <class Element, int BITS>
 class Codes {
   public:
-    static constexpr int UNITS = BITS == 32 ? 1 : 32 / BITS / Element::PAIR;  // of a lane
-    static constexpr int LANES_AT_ONCE = BITS == 32 ? 16 / Element::PAIR : 1;
+    static constexpr int UNITS = 32 / BITS / Element::PAIR;  // of a lane
 
     explicit Codes(int64_t center) {
         if constexpr (BITS != 4) return;
@@ -257,9 +256,7 @@ class Codes {
 
     // Returns the unit `index` of each lane.
     ALWAYS_INLINE typename Element::Vector unit(Words lanes, int index) const {
-        if constexpr (BITS == 32) {
-            return (typename Element::Vector)lanes;
-        } else if constexpr (Element::PAIR == 2) {
+        if constexpr (Element::PAIR == 2) {
 #if defined(__AVX512BW__)
             if constexpr (BITS == 4)
                 return (Words)_mm512_permutexvar_epi16((__m512i)(lanes >> (4 * index)), table_);
@@ -290,18 +287,6 @@ class Codes {
 #endif
 };
 
-// Groups of a block, and their codes, which may have been unpacked.
-struct CodedPiece {
-    const CodeFormat& format;
-    const char* block;
-    int64_t first_group, num_groups;
-    const char* unpacked = nullptr;
-
-    const char* group(int64_t index) const {
-        return block + format.FACTOR_BYTES + (first_group + index) * format.group_bytes();
-    }
-};
-
 // A row's scales of 16 bits are IEEE halves, which is known to vector units since AVX-512.
 ALWAYS_INLINE Floats load_halves(const char* from) {
 #if defined(__AVX512F__)
@@ -324,49 +309,44 @@ ALWAYS_INLINE Floats load_scales(const CodeFormat& format, const char* scales, i
 
 // Adds to `sums[row, 32 columns]`, for the columns of one pass. `row_sums` are those of a row's groups.
 template <class Element, int BITS, int ROWS>
-void multiply_codes(const CodedPiece& piece, const char* next, int pass, const Rows<Element>& rows,
-                    const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+void multiply_codes(const CodeFormat& format, const char* block, const char* next, int pass,
+                    const Rows<Element>& rows, const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     using Number = typename Element::Number;
     using These = Codes<Element, BITS>;
-    const CodeFormat& format = piece.format;
     const These codes(format.center);
     const int64_t num_lanes = format.group_size / (These::UNITS * Element::PAIR);
-    const int64_t unpacked_bytes = BLOCK_COLUMNS * format.group_size * sizeof(Number);
     int column_of[PASS_VECTORS];
     Floats factors[PASS_VECTORS];
     for (int v = 0; v < PASS_VECTORS; ++v) {
         column_of[v] = (pass * PASS_VECTORS + v) * WIDTH;
-        factors[v] = load(reinterpret_cast<const float*>(piece.block) + column_of[v]);
+        factors[v] = load(reinterpret_cast<const float*>(block) + column_of[v]);
     }
     const Number* numbers = rows.numbers;
     const int64_t stride = rows.stride;
-    for (int64_t group = 0; group < piece.num_groups; ++group, numbers += format.group_size) {
-        const char* const from = piece.group(group);
-        const char* lanes = BITS == 32 ? piece.unpacked + group * unpacked_bytes : from;
+    for (int64_t group = 0; group < format.num_groups; ++group, numbers += format.group_size) {
+        const char* const from = block + format.FACTOR_BYTES + group * format.group_bytes();
+        const char* lanes = from;
         if (next != nullptr) {
             for (int64_t byte = 0; byte < format.group_bytes(); byte += 64) prefetch_line(next + byte);
             next += format.group_bytes();
         }
         Floats sum[ROWS][PASS_VECTORS] = {};
         const Number* left = numbers;
-        for (int64_t lane = 0; lane < num_lanes; lane += These::LANES_AT_ONCE) {
-#pragma GCC unroll 16
-            for (int some = 0; some < These::LANES_AT_ONCE; ++some, lanes += 4 * BLOCK_COLUMNS) {
-                Words packed[PASS_VECTORS];
+        for (int64_t lane = 0; lane < num_lanes; ++lane, lanes += 4 * BLOCK_COLUMNS) {
+            Words packed[PASS_VECTORS];
 #pragma GCC unroll 2
-                for (int v = 0; v < PASS_VECTORS; ++v) packed[v] = (Words)load((const float*)lanes + column_of[v]);
+            for (int v = 0; v < PASS_VECTORS; ++v) packed[v] = (Words)load((const float*)lanes + column_of[v]);
 #pragma GCC unroll 8
-                for (int i = 0; i < These::UNITS; ++i, left += Element::PAIR) {
-                    typename Element::Vector loaded[PASS_VECTORS];
+            for (int i = 0; i < These::UNITS; ++i, left += Element::PAIR) {
+                typename Element::Vector loaded[PASS_VECTORS];
 #pragma GCC unroll 2
-                    for (int v = 0; v < PASS_VECTORS; ++v) loaded[v] = codes.unit(packed[v], i);
+                for (int v = 0; v < PASS_VECTORS; ++v) loaded[v] = codes.unit(packed[v], i);
 #pragma GCC unroll 12
-                    for (int r = 0; r < ROWS; ++r) {
-                        const auto unit = unit_at<Element>(left + r * stride, 0);
+                for (int r = 0; r < ROWS; ++r) {
+                    const auto unit = unit_at<Element>(left + r * stride, 0);
 #pragma GCC unroll 2
-                        for (int v = 0; v < PASS_VECTORS; ++v)
-                            sum[r][v] = Element::multiply_add(sum[r][v], unit, loaded[v]);
-                    }
+                    for (int v = 0; v < PASS_VECTORS; ++v)
+                        sum[r][v] = Element::multiply_add(sum[r][v], unit, loaded[v]);
                 }
             }
         }
@@ -389,65 +369,32 @@ void multiply_codes(const CodedPiece& piece, const char* next, int pass, const R
 
 // Calls `multiply_codes` with the number of rows as a constant.
 template <class Element, int BITS, int ROWS = CODED_ROWS>
-void multiply_some_codes(int num_rows, const CodedPiece& piece, const char* next, int pass, const Rows<Element>& rows,
-                         const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+void multiply_some_codes(int num_rows, const CodeFormat& format, const char* block, const char* next, int pass,
+                         const Rows<Element>& rows, const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     if constexpr (ROWS > 1)
         if (num_rows < ROWS)
-            return multiply_some_codes<Element, BITS, ROWS - 1>(num_rows, piece, next, pass, rows, row_sums, sums);
-    multiply_codes<Element, BITS, ROWS>(piece, next, pass, rows, row_sums, sums);
+            return multiply_some_codes<Element, BITS, ROWS - 1>(num_rows, format, block, next, pass, rows, row_sums,
+                                                                sums);
+    multiply_codes<Element, BITS, ROWS>(format, block, next, pass, rows, row_sums, sums);
 }
 
-// Computes `out[r, 0..32) = rows[r] · piece` for up to 32 rows, or with `adds` adds that to `out`.
+// Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows. `next` is what is probably multiplied next, or null.
 template <class Element>
-void multiply_coded(const CodedPiece& piece, const char* next, const Rows<Element>& rows, const float* row_sums,
-                    int num_rows, bool adds, float* out, int64_t out_stride) {
+void multiply_coded(const CodeFormat& format, const char* block, const char* next, const Rows<Element>& rows,
+                    const float* row_sums, int num_rows, float* out, int64_t out_stride) {
     Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
-    for (int row = 0; adds && row < num_rows; ++row)
-        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) sums[row][v] = load(out + row * out_stride + v * WIDTH);
     const int num_turns = (num_rows + CODED_ROWS - 1) / CODED_ROWS;
     const int rows_at_once = (num_rows + num_turns - 1) / num_turns;
-    const int bits = piece.unpacked != nullptr ? 32 : (int)piece.format.bits;
     for (int pass = 0; pass < NUM_PASSES; ++pass)
         for (int row = 0; row < num_rows; row += rows_at_once) {
             const int count = std::min(rows_at_once, num_rows - row);
             const bool is_last = pass == NUM_PASSES - 1 && row + count == num_rows;
-            const char* const ahead = is_last ? next : nullptr;
-            const auto multiply = bits == 4   ? multiply_some_codes<Element, 4>
-                                  : bits == 8 ? multiply_some_codes<Element, 8>
-                                              : multiply_some_codes<Element, 32>;
-            multiply(count, piece, ahead, pass, rows.from(row, 0), row_sums + row * piece.format.num_groups,
-                     sums + row);
+            const auto multiply = format.bits == 4 ? multiply_some_codes<Element, 4> : multiply_some_codes<Element, 8>;
+            multiply(count, format, block, is_last ? next : nullptr, pass, rows.from(row, 0),
+                     row_sums == nullptr ? nullptr : row_sums + row * format.num_groups, sums + row);
         }
     for (int row = 0; row < num_rows; ++row)
         for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
-}
-
-template <class Element, int BITS>
-void unpack_codes(const CodedPiece& piece, char* to) {
-    using These = Codes<Element, BITS>;
-    const These codes(piece.format.center);
-    const int64_t num_lanes = piece.format.group_size / (These::UNITS * Element::PAIR);
-    for (int64_t group = 0; group < piece.num_groups; ++group) {
-        const char* from = piece.group(group);
-        for (int64_t lane = 0; lane < num_lanes; ++lane)
-            for (int column = 0; column < BLOCK_COLUMNS; column += WIDTH) {
-                const auto packed = (Words)load((const float*)(from + lane * 4 * BLOCK_COLUMNS) + column);
-#pragma GCC unroll 8
-                for (int i = 0; i < These::UNITS; ++i)
-                    store((float*)to + ((group * num_lanes + lane) * These::UNITS + i) * BLOCK_COLUMNS + column,
-                          (Floats)codes.unit(packed, i));
-            }
-    }
-}
-
-// Unpacks the codes of a piece to `[depth / PAIR, 32 columns, PAIR]` Elements, and returns them.
-template <class Element>
-const char* unpack_codes(const CodedPiece& piece, char* to) {
-    if (piece.format.bits == 4)
-        unpack_codes<Element, 4>(piece, to);
-    else
-        unpack_codes<Element, 8>(piece, to);
-    return to;
 }
 
 }  // namespace inflight

@@ -56,6 +56,8 @@ struct DecoderStep {
     const int32_t *banned_ids, *banned_starts;     // of row i: [banned_starts[i], banned_starts[i + 1]); or null
     const int32_t* adapter_slots;                  // [num_sequences], -1: no adapter; or null, none has one
     double* part_seconds;                          // [NUM_PARTS], added to, or null
+    // [NUM_PARTS], added to, or null: processor seconds that all threads together spent in tasks, without waiting.
+    double* task_seconds;
     int64_t num_tokens, num_sequences, num_logits, table_stride, block_size;
 };
 

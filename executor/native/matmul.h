@@ -342,14 +342,18 @@ void multiply_by_vectors(const Panels& panels, const char* block, const char* ne
             if constexpr (LINES > 1) prefetch_line(next + 64);
             if constexpr (LINES > 0) next += WHOLE_STEP_BYTES - STEP_BYTES;
             const auto* scales = reinterpret_cast<const float*>(block + step * WHOLE_STEP_BYTES + STEP_BYTES);
+            Floats column_scales[PASS_VECTORS];
+#pragma GCC unroll 2
+            for (int v = 0; v < PASS_VECTORS; ++v) column_scales[v] = load(scales + (pass * PASS_VECTORS + v) * WIDTH);
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r)
+            for (int r = 0; r < ROWS; ++r) {
+                const float row_scale = row_scales[r * scale_stride].scale;
 #pragma GCC unroll 2
                 for (int v = 0; v < PASS_VECTORS; ++v) {
-                    const int vector = pass * PASS_VECTORS + v;
-                    sums[r][vector] = add_scaled(sums[r][vector], sum[r][v], load(scales + vector * WIDTH),
-                                                 row_scales[r * scale_stride].scale);
+                    Floats& to = sums[r][pass * PASS_VECTORS + v];
+                    to = add_scaled(to, sum[r][v], column_scales[v], row_scale);
                 }
+            }
         }
     }
     if constexpr (!IS_INT8<Element>) {

@@ -15,6 +15,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -42,6 +43,13 @@ ALWAYS_INLINE void pause_briefly() {
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
+}
+
+// Of this thread. Time in which other processes have its core does not count.
+inline int64_t processor_nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 // A number that threads wait on until it changes.

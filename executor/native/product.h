@@ -21,10 +21,7 @@ struct WeightStream {
 struct ProductScratch {
     static constexpr int64_t TILE_NUMBERS = 64 << 10;
 
-    static constexpr int64_t PIECE_BYTES = 16 << 10;  // of codes, in the first-level cache besides rows that pass
-
     alignas(64) float tile[TILE_NUMBERS];  // sums of a task
-    alignas(64) char unpacked[PIECE_BYTES];
 };
 
 // Rows as the parts of a matrix with codes read them.
@@ -66,9 +63,13 @@ Rows<Element> take_rows(Cursor& cursor, int64_t num_rows, int64_t depth) {
     return rows;
 }
 
-// rows · matrix. A task has some blocks of columns and as many rows as stay in the second-level cache while the
-// columns pass. A block is multiplied in pieces. With many rows, a piece stays in the first-level cache until all rows
-// have passed; with few rows, it is as long as may be prefetched at once.
+// rows · matrix, in passes over the columns. A pass has as many rows as stay in the second-level cache meanwhile. A task
+// has some blocks of columns and some rows of a pass: so few that all threads end a product at about the same time. The
+// tasks of a column are neighbours, so that its blocks come from memory once.
+//
+// A task multiplies all its blocks with a tile of rows before the next tile, so that the sums are still in the
+// first-level cache when `finish` reads them. A deep block is multiplied in pieces, each as long as may be prefetched at
+// once.
 template <class Element>
 class Product {
   public:
@@ -81,96 +82,113 @@ class Product {
           blocks_at_once_(matrix.blocks_at_once),
           stride_(blocks_at_once_ * BLOCK_COLUMNS),
           num_rows_(num_rows),
-          rows_of_task_(fitting_rows()),
           num_columns_(matrix.num_blocks / blocks_at_once_),
+          num_passes_(std::max<int64_t>(1, (num_rows + most_rows_of_pass() - 1) / most_rows_of_pass())),
+          rows_of_pass_(whole_tiles(num_rows, num_passes_)),
+          rows_of_task_(whole_tiles(rows_of_pass_, tasks_of_column(num_threads))),
+          tasks_of_column_((rows_of_pass_ + rows_of_task_ - 1) / rows_of_task_),
           num_threads_(num_threads),
           prefetches_(num_rows >= stream.prefetch_from_rows),
           after_(after),
-          num_tasks((num_rows + rows_of_task_ - 1) / rows_of_task_ * num_columns_) {}
+          num_tasks(num_rows == 0 ? 0 : num_passes_ * num_columns_ * tasks_of_column_) {}
 
     // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns.
     template <class Finish>
     void compute(int64_t task, ProductScratch& scratch, const Finish& finish) const {
-        const int64_t first_block = task % num_columns_ * blocks_at_once_, start = task / num_columns_ * rows_of_task_;
-        const int64_t end = std::min(num_rows_, start + rows_of_task_);
-        for (int64_t i = 0; i < blocks_at_once_; ++i) {
-            const char* next = i + 1 < blocks_at_once_ ? matrix_.block(first_block + i + 1) : probably_next(task);
-            float* const out = scratch.tile + i * BLOCK_COLUMNS;
-            if constexpr (!IS_INT8<Element>)
-                if (matrix_.mixed != nullptr && matrix_.mixed[first_block + i].format != nullptr) {
-                    multiply_codes_of_block(matrix_.mixed[first_block + i], next, start, end, scratch, out);
-                    continue;
-                }
-            multiply_block(matrix_.block(first_block + i), prefetches_ ? next : nullptr, start, end, out);
+        const int64_t first_block = column_of(task) * blocks_at_once_;
+        const int64_t first_row = task / (num_columns_ * tasks_of_column_) * rows_of_pass_;
+        const int64_t start = first_row + task % tasks_of_column_ * rows_of_task_;
+        const int64_t end = std::min({num_rows_, first_row + rows_of_pass_, start + rows_of_task_});
+        const char* const next_task = probably_next(task);
+        for (int64_t row = start; row < end; row += TILE_ROWS) {
+            const int num_rows = (int)std::min<int64_t>(TILE_ROWS, end - row);
+            for (int64_t i = 0; i < blocks_at_once_; ++i) {
+                const CodeFormat* const format = format_of(first_block + i);
+                const char* next = nullptr;
+                if (end - start <= TILE_ROWS && i + 1 < blocks_at_once_)
+                    next = matrix_.block(first_block + i + 1);
+                else if (row + TILE_ROWS >= end && next_task != nullptr)
+                    // With several tiles, the blocks of this task have been read already.
+                    next = next_task + (end - start <= TILE_ROWS ? 0 : i * bytes_of(format));
+                float* const out = scratch.tile + i * BLOCK_COLUMNS;
+                if (format != nullptr)
+                    multiply_codes_of_block(matrix_.block(first_block + i), *format, next, row, num_rows, out);
+                else
+                    multiply_block(matrix_.block(first_block + i), prefetches_ ? next : nullptr, row, num_rows, out);
+            }
+            finish(first_block, row, num_rows, scratch.tile);
         }
-        for (int64_t row = start; row < end; row += TILE_ROWS)
-            finish(first_block, row, rows_of_tile(row, end), scratch.tile + (row - start) * stride_);
     }
 
   private:
     static constexpr int64_t CACHED_BYTES = 768 << 10;  // of activations, in the second-level cache
-    static constexpr int64_t CACHED_STEPS = 9;          // of a piece in the first-level cache, besides rows that pass
     static constexpr int64_t AHEAD_STEPS = 64;          // of a piece that is prefetched
+    static constexpr int64_t TASKS_OF_THREAD = 32;      // in a product of many rows
+    static constexpr int64_t LEAST_TILES = 2;           // of a task, if there are several of a column
 
-    int64_t fitting_rows() const {
-        const int64_t fitting = std::min(CACHED_BYTES / rows_.row_bytes(), ProductScratch::TILE_NUMBERS / stride_);
-        return std::max<int64_t>(fitting / TILE_ROWS * TILE_ROWS, TILE_ROWS);
+    int64_t most_rows_of_pass() const {
+        return std::max<int64_t>(CACHED_BYTES / rows_.row_bytes() / TILE_ROWS * TILE_ROWS, TILE_ROWS);
     }
 
-    static int rows_of_tile(int64_t row, int64_t end) { return (int)std::min<int64_t>(TILE_ROWS, end - row); }
+    // As many tasks as give each thread enough of them, each of at least some tiles.
+    int64_t tasks_of_column(int num_threads) const {
+        const int64_t wanted = TASKS_OF_THREAD * num_threads / (num_passes_ * num_columns_) + 1;
+        return std::clamp<int64_t>(rows_of_pass_ / (LEAST_TILES * TILE_ROWS), 1, wanted);
+    }
 
-    // The first block of the task that this thread gets next if tasks take equally long.
+    // Returns the rows of one of `count` parts of about the same size, at least a tile.
+    static int64_t whole_tiles(int64_t num_rows, int64_t count) {
+        return std::max<int64_t>(round_up((num_rows + count - 1) / count, TILE_ROWS), TILE_ROWS);
+    }
+
+    int64_t column_of(int64_t task) const { return task / tasks_of_column_ % num_columns_; }
+
+    // The first block of the task that this thread gets next if tasks take equally long; null if it has been read.
     const char* probably_next(int64_t task) const {
         const int64_t next = task + num_threads_;
-        if (next < num_tasks) return matrix_.block(next % num_columns_ * blocks_at_once_);
+        if (next < num_tasks)
+            return column_of(next) == column_of(task) ? nullptr : matrix_.block(column_of(next) * blocks_at_once_);
         if (after_ == nullptr) return nullptr;
         return after_->block(std::min((next - num_tasks) * after_->blocks_at_once, after_->num_blocks - 1));
     }
 
-    void multiply_block(const char* block, const char* next, int64_t start, int64_t end, float* out) const {
-        const int64_t most_steps = end - start > TILE_ROWS ? CACHED_STEPS : AHEAD_STEPS;
-        const int64_t num_pieces = (matrix_.num_steps + most_steps - 1) / most_steps;
+    void multiply_block(const char* block, const char* next, int64_t row, int num_rows, float* out) const {
+        const int64_t num_pieces = (matrix_.num_steps + AHEAD_STEPS - 1) / AHEAD_STEPS;
         for (int64_t piece = 0; piece < num_pieces; ++piece) {
             const int64_t first = piece * matrix_.num_steps / num_pieces;
             const int64_t last = (piece + 1) * matrix_.num_steps / num_pieces;
             const char* following = piece + 1 < num_pieces ? block + last * matrix_.WHOLE_STEP_BYTES : next;
-            for (int64_t row = start; row < end; row += TILE_ROWS)
-                multiply<Element>(matrix_.panels, block + first * matrix_.WHOLE_STEP_BYTES,
-                                  row + TILE_ROWS < end || next == nullptr ? nullptr : following, last - first,
-                                  rows_.from(row, first), rows_of_tile(row, end), piece > 0,
-                                  out + (row - start) * stride_, stride_);
+            multiply<Element>(matrix_.panels, block + first * matrix_.WHOLE_STEP_BYTES,
+                              next == nullptr ? nullptr : following, last - first, rows_.from(row, first), num_rows,
+                              piece > 0, out, stride_);
         }
     }
 
-    // With many rows, codes of 8 bits are unpacked once for all of them; those of 4 bits take two instructions for 32
-    // numbers. The next block is always prefetched.
-    void multiply_codes_of_block(const MixedBlock& block, const char* next, int64_t start, int64_t end,
-                                 ProductScratch& scratch, float* out) const {
-        const CodeFormat& format = *block.format;
-        const Rows<Element>& rows = prepared_.rows->rows(*prepared_.views, format.view, rows_);
-        const float* sums = prepared_.rows->sums(format.view);
-        const bool has_many_rows = end - start > TILE_ROWS, unpacks = has_many_rows && format.bits == 8;
-        const int64_t unpacked_bytes = format.group_size * BLOCK_COLUMNS * (int64_t)sizeof(typename Element::Number);
-        const int64_t piece_bytes = unpacks ? unpacked_bytes : format.group_bytes();
-        const int64_t most_groups = has_many_rows ? ProductScratch::PIECE_BYTES / piece_bytes : format.num_groups;
-        for (int64_t first = 0; first < format.num_groups; first += most_groups) {
-            CodedPiece piece{format, block.data, first, std::min(most_groups, format.num_groups - first)};
-            if (unpacks) piece.unpacked = unpack_codes<Element>(piece, scratch.unpacked);
-            for (int64_t row = start; row < end; row += TILE_ROWS) {
-                Rows<Element> some = rows.from(row, 0);
-                some.numbers += first * format.group_size;
-                const bool is_last = row + TILE_ROWS >= end;
-                multiply_coded<Element>(piece, next != nullptr && is_last ? next + first * format.group_bytes() : nullptr,
-                                        some, sums == nullptr ? nullptr : sums + row * format.num_groups + first,
-                                        rows_of_tile(row, end), first > 0, out + (row - start) * stride_, stride_);
-            }
+    // Of a block with codes, or null.
+    const CodeFormat* format_of(int64_t block) const {
+        return matrix_.mixed == nullptr ? nullptr : matrix_.mixed[block].format;
+    }
+
+    int64_t bytes_of(const CodeFormat* format) const {
+        return format == nullptr ? matrix_.block_bytes : format->block_bytes();
+    }
+
+    // The next block is always prefetched.
+    void multiply_codes_of_block(const char* block, const CodeFormat& format, const char* next, int64_t row,
+                                 int num_rows, float* out) const {
+        if constexpr (!IS_INT8<Element>) {
+            const Rows<Element>& rows = prepared_.rows->rows(*prepared_.views, format.view, rows_);
+            const float* sums = prepared_.rows->sums(format.view);
+            multiply_coded<Element>(format, block, next, rows.from(row, 0),
+                                    sums == nullptr ? nullptr : sums + row * format.num_groups, num_rows, out, stride_);
         }
     }
 
     const Matrix<Element>& matrix_;
     const Rows<Element> rows_;
     const PreparedRows<Element> prepared_;
-    const int64_t blocks_at_once_, stride_, num_rows_, rows_of_task_, num_columns_;
+    const int64_t blocks_at_once_, stride_, num_rows_, num_columns_;
+    const int64_t num_passes_, rows_of_pass_, rows_of_task_, tasks_of_column_;
     const int num_threads_;
     const bool prefetches_;
     const Blocks* const after_;

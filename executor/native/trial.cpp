@@ -1,7 +1,5 @@
 // Times of products with weights that come from memory, to choose how they are read (executor/cpu/streams.py).
 
-#include <time.h>
-
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -83,13 +81,6 @@ class TrialOf final : public Trial {
             nanoseconds += processor_nanoseconds() - began;
         });
         return 1e-9 * (double)nanoseconds / pool.num_threads();
-    }
-
-    // Of this thread. Time in which other processes have its core does not count.
-    static int64_t processor_nanoseconds() {
-        timespec now;
-        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-        return now.tv_sec * 1000000000 + now.tv_nsec;
     }
 
     static constexpr int SOME_BYTE = 0x3c;  // small numbers in every type

@@ -148,7 +148,7 @@ def measure_steps(
     """
     for model in models:
         assert model.native is not None
-        model.native.task_seconds = np.zeros(len(PARTS))
+        model.native.processor_seconds = np.zeros(len(PARTS))
         model.allocate_kv(max(_all_blocks_of(shape) for shape in shapes), BLOCK_SIZE)
         for kv in model.kv:
             kv.keys.fill_(0.01)
@@ -164,13 +164,13 @@ def measure_steps(
 
 def _part_times(model: PagedModel, batch: StepBatch) -> Times:
     native = model.native
-    assert native is not None and native.task_seconds is not None
+    assert native is not None and native.processor_seconds is not None
     before, began, cpu_began = native.part_seconds.copy(), time.perf_counter(), time.process_time()
-    native.task_seconds[:] = 0
+    native.processor_seconds[:] = 0
     native.greedy(batch, model.kv)
     cpu, whole = time.process_time() - cpu_began, time.perf_counter() - began
     walls = np.append(native.part_seconds - before, whole)
-    return np.concatenate([walls, np.append(native.task_seconds, cpu) / num_usable_cores()])
+    return np.concatenate([walls, np.append(native.processor_seconds, cpu) / num_usable_cores()])
 
 
 def _medians(times: Sequence[Times]) -> dict[str, float]:

@@ -106,7 +106,7 @@ class NativeDecoder:
         # Seconds that the steps so far spent in each of PARTS.
         self.part_seconds = np.zeros(len(PARTS))
         # Processor seconds of all threads in each of PARTS, without waiting, once a benchmark has set an array.
-        self.task_seconds: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
+        self.processor_seconds: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
         calls = _declared(library.calls)
         layout, kept = _layout(form)
         decoder = calls.inflight_decoder_new(
@@ -226,7 +226,7 @@ class NativeDecoder:
             is_int8=(c_int64 * count)(*(layer.is_int8 for layer in kv)),
             adapter_slots=None if batch.adapter_slots is None else batch.adapter_slots.data_ptr(),
             part_seconds=self.part_seconds.ctypes.data,
-            task_seconds=None if self.task_seconds is None else self.task_seconds.ctypes.data,
+            processor_seconds=None if self.processor_seconds is None else self.processor_seconds.ctypes.data,
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
             num_logits=batch.logit_rows.shape[0],
@@ -417,7 +417,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
         ("is_int8", ctypes.POINTER(c_int64)),
         *((name, c_void_p) for name in ("logits", "greedy_ids", "processed", "banned_ids", "banned_starts")),
-        *((name, c_void_p) for name in ("adapter_slots", "part_seconds", "task_seconds")),
+        *((name, c_void_p) for name in ("adapter_slots", "part_seconds", "processor_seconds")),
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
     )
 

@@ -68,10 +68,10 @@ class DecoderOf final : public Decoder {
             const TilesInUse tiles;
             Run(*this, step, items, team).through_layers();
         });
-        if (step.task_seconds == nullptr) return;
+        if (step.processor_seconds == nullptr) return;
         for (const auto& scratch : scratch_)
             for (int part = 0; part < NUM_PARTS; ++part)
-                step.task_seconds[part] += std::exchange(scratch->task_seconds[part], 0.0);
+                step.processor_seconds[part] += std::exchange(scratch->processor_seconds[part], 0.0);
     }
 
     int64_t adapter_slot_bytes(int64_t max_rank) const override { return adapters_.slot_bytes(max_rank); }
@@ -94,7 +94,7 @@ class DecoderOf final : public Decoder {
         std::vector<float> scores;               // of the experts for a row
         std::vector<Product<Factor>> products;   // of the experts that have rows, and the end of each one's tasks
         std::vector<int64_t> last_tasks;
-        double task_seconds[NUM_PARTS] = {};
+        double processor_seconds[NUM_PARTS] = {};
     };
 
     // One thread's part of a step.
@@ -146,13 +146,13 @@ class DecoderOf final : public Decoder {
 
         template <class Work>
         void phase(Part part, int64_t num_tasks, const Work& work) {
-            if (step_.task_seconds == nullptr)
+            if (step_.processor_seconds == nullptr)
                 team_.each(num_tasks, work);
             else
                 team_.each(num_tasks, [&](int64_t task) {
                     const int64_t began = processor_nanoseconds();
                     work(task);
-                    scratch_.task_seconds[part] += 1e-9 * (double)(processor_nanoseconds() - began);
+                    scratch_.processor_seconds[part] += 1e-9 * (double)(processor_nanoseconds() - began);
                 });
             if (team_.thread == 0 && step_.part_seconds != nullptr) {
                 const auto now = Clock::now();

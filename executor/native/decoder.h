@@ -57,7 +57,7 @@ struct DecoderStep {
     const int32_t* adapter_slots;                  // [num_sequences], -1: no adapter; or null, none has one
     double* part_seconds;                          // [NUM_PARTS], added to, or null
     // [NUM_PARTS], added to, or null: processor seconds that all threads together spent in tasks, without waiting.
-    double* task_seconds;
+    double* processor_seconds;
     int64_t num_tokens, num_sequences, num_logits, table_stride, block_size;
 };
 

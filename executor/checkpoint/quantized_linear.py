@@ -31,6 +31,11 @@ class QuantizedLinear(nn.Module):
         return outputs if self.bias is None else outputs.add_(self.bias)
 
 
+def is_quantized(network: nn.Module) -> bool:
+    """Returns whether a layer has a quantized weight."""
+    return any(isinstance(module, QuantizedLinear) for module in network.modules())
+
+
 def make_dense(network: nn.Module, dtype: torch.dtype) -> None:
     """Replaces the quantized layers by dense ones, one after the other."""
     for name, module in [*network.named_modules()]:

@@ -27,7 +27,7 @@ from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerPro
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
 from executor.checkpoint.files import GenerationDefaults, read_generation_defaults
 from executor.checkpoint.packed_linear import pack_linears
-from executor.checkpoint.quantized_linear import make_dense
+from executor.checkpoint.quantized_linear import is_quantized, make_dense
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.rounding import round_linears
 from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
@@ -117,8 +117,8 @@ class PagedModel:
     ) -> PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-        `weight_dtype` is `auto` (that of the checkpoint), `int8`, with which products of layers are in int8, or `int4`,
-        with which linear layers are rounded to 4 bits.
+        `weight_dtype` is `auto` (that of the checkpoint), `dense`, which expands a quantized checkpoint to the dtype,
+        `int8`, with which products of layers are in int8, or `int4`, with which linear layers are rounded to 4 bits.
         `kv_cache_dtype` is `auto` or `int8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of the
         activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
@@ -127,6 +127,10 @@ class PagedModel:
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
         network, folder = load_network(source, dtype, device)
+        if weight_dtype == "dense":
+            make_dense(network, dtype)
+        if weight_dtype == "auto" and is_quantized(network):
+            weight_dtype = "quantized"
         if weight_dtype == "int4":
             log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
         with _unsupported(network.config):
@@ -169,8 +173,8 @@ class PagedModel:
 
     @property
     def weight_dtype_name(self) -> str:
-        """Type of the layers' weights: that of the model, `int8` or `int4`."""
-        return self.dtype_name if self._weight_dtype == "auto" else self._weight_dtype
+        """Type of the layers' weights: that of the model, `quantized` as in the checkpoint, `int8` or `int4`."""
+        return self.dtype_name if self._weight_dtype in ("auto", "dense") else self._weight_dtype
 
     @property
     def kv_cache_dtype_name(self) -> str:
@@ -279,7 +283,7 @@ def _native_forward(
         weights = obstacle
     if isinstance(weights, str):
         log.info("using the forward pass of transformers, because %s", weights)
-    if weight_dtype != "auto":
+    if weight_dtype in ("int8", "int4"):
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
         raise ModelError(f"{weight_dtype} weights need the native forward pass on a CPU, and {why}")
     pack_linears(network)

@@ -149,7 +149,7 @@ class OldRouter(ScriptedRouter):
 
     def GenerateMany(self, requests: Any, context: grpc.ServicerContext) -> Any:
         self.num_asked += 1
-        return super().GenerateMany(requests, context)
+        return super().GenerateMany(requests, context)  # type: ignore[no-untyped-call]
 
 
 async def test_router_without_the_call_gets_calls_of_generate() -> None:

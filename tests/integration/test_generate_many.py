@@ -80,8 +80,7 @@ class Call:
         return [token_id for delta in deltas for token_id in delta.token_ids]
 
     def code(self, number: int) -> int:
-        code: int = self.ends[number][0].code
-        return code
+        return int(self.ends[number][0].code)
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -47,7 +47,7 @@ def main() -> None:
 
 def _calls(source: str, ids: str, num_together: int) -> list[bytes]:
     sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-    keys = [f"inflight:1:{{model#0}}:claim:key-{ids}-{number:032x}" for number in range(NUM_CLAIMS)]
+    keys = [f"inflight:{FORMAT}:{{model#0}}:claim:key-{ids}-{number:032x}" for number in range(NUM_CLAIMS)]
     return [
         command("EVALSHA", sha, num_together, *together, "host:50051:0123abcd", KEPT_MS, *([3, 1] * num_together))
         for together in (keys[start : start + num_together] for start in range(0, NUM_CLAIMS, num_together))

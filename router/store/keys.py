@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMAT = 1
+FORMAT = 2
 """The version of a pool's format in Redis. Increase it with every change that a router of the previous version would
 misread: fields of records, names or contents of keys, kinds of events. Two formats coexist, each with its own
 ledger."""

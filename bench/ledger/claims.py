@@ -17,6 +17,7 @@ from bench.redis.pipelined import RedisWire
 from bench.redis.wire import command
 from inflight.local.redis_server import PrivateRedis
 from router.store.batches import MAX_ITEMS
+from router.store.keys import FORMAT
 from router.subpools.claims import CLAIM
 
 NOTHING = "return 1"

@@ -35,9 +35,9 @@ class ExecutorSettings(ProcessSettings):
     weight_dtype: Literal["auto", "dense", "int8", "int4"] = Field(
         "auto",
         description="type of the weights; auto: as in the checkpoint; dense: a quantized checkpoint is expanded to "
-        "dtype, which takes more memory and is faster with many requests; int8: about half the memory of bfloat16, faster, "
-        "with activations rounded to int8 in products; int4: a third of the memory, fastest with few requests, less "
-        "quality; int8 and int4 on a CPU only; the same for all executors of a model",
+        "dtype, which takes more memory and is faster with many requests; int8: about half the memory of bfloat16, "
+        "faster, with activations rounded to int8 in products; int4: a third of the memory, fastest with few "
+        "requests, less quality; int8 and int4 on a CPU only; the same for all executors of a model",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "float32", "int8"] = Field(
         "auto",

@@ -22,6 +22,7 @@ from torch import Tensor
 from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
+from executor.checkpoint.shards import WHOLE, Shard
 from executor.cpu.logits import address, addresses_of
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from executor.native.library import NativeLibrary
@@ -34,7 +35,10 @@ LANES = 16
 # `ProductScratch::TILE_NUMBERS` of product.h, which holds a row.
 MAX_WIDTH = 64 << 10
 # The parts of a step that are timed separately, in the order of decoder.h.
-PARTS = ("embed", "norm", "qkv", "attention", "output", "gate_up", "down", "head")
+PARTS = ("embed", "norm", "qkv", "attention", "output", "gate_up", "down", "head", "exchange")
+# Type of `AllGather` of decoder.h: a function of the address of all ranks' parts and the bytes of one.
+ALL_GATHER = ctypes.CFUNCTYPE(c_int64, c_void_p, c_int64)
+STEP_INCOMPLETE = 2
 
 
 class Packed(IntEnum):
@@ -107,18 +111,34 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
     return None
 
 
+class ExchangeError(Exception):
+    """A step is incomplete, because other ranks did not take part."""
+
+
 class NativeDecoder:
-    """A packed model, computed on the threads of `pool`. One step at a time."""
+    """A packed model or shard, computed on the threads of `pool`. One step at a time.
+
+    With several ranks `all_gather`, an `ALL_GATHER`, or `shared_parts`, the address of `SharedParts` of exchange.h, must
+    be set before the first step.
+    """
 
     def __init__(
-        self, library: NativeLibrary, pool: NativePool, form: DecoderForm, stream: WeightStream | None = None
+        self,
+        library: NativeLibrary,
+        pool: NativePool,
+        form: DecoderForm,
+        stream: WeightStream | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self.form = form
+        self.shard = shard
+        self.all_gather: Any = None
+        self.shared_parts: int | None = None
         self.stream = stream or _choose_stream(library, pool, form)
         # Seconds that the steps so far spent in each of PARTS.
         self.part_seconds = np.zeros(len(PARTS))
         calls = _declared(library.calls)
-        layout, kept = _layout(form)
+        layout, kept = _layout(form, shard)
         decoder = calls.inflight_decoder_new(
             ctypes.byref(layout),
             form.dtype == torch.bfloat16,
@@ -133,7 +153,7 @@ class NativeDecoder:
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
-        for layer, part, tensor in _parts(weights):
+        for layer, part, tensor in _parts(weights, self.shard):
             dtype = self.form.dtype if part in MATRICES else torch.float32
             numbers = tensor.detach().to(dtype).contiguous()
             self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
@@ -155,6 +175,11 @@ class NativeDecoder:
             seconds.append(time.perf_counter() - began)
         return num_bytes / min(seconds)
 
+    @property
+    def row_part_bytes(self) -> int:
+        """The most bytes of a row of activations that a rank gives the others at once."""
+        return int(self._calls.inflight_decoder_row_part_bytes(self._decoder))
+
     def adapter_slot_bytes(self, max_rank: int) -> int:
         """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
         return int(self._calls.inflight_decoder_adapter_slot_bytes(self._decoder, max_rank))
@@ -173,10 +198,18 @@ class NativeDecoder:
             raise ValueError(f"an adapter of rank {weights.rank} does not fit a slot")
 
     def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
-        """Computes the logits `[R, vocabulary]` float32 of the rows that yield a token."""
-        logits = torch.empty((batch.logit_rows.shape[0], self.form.shape.vocabulary_size))
+        """Computes the logits `[R, vocabulary]` float32 of the rows that yield a token; those of the shard's tokens."""
+        logits = torch.empty((batch.logit_rows.shape[0], self._num_tokens))
         self._run(batch, kv, logits=logits.data_ptr())
         return logits
+
+    def largest(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> tuple[Tensor, Tensor]:
+        """Computes the largest of the shard's logits `[R]` and their ids, which begin at 0. They are not changed
+        before."""
+        num_rows = batch.logit_rows.shape[0]
+        logits, ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        self._run(batch, kv, greedy_ids=ids.data_ptr(), greedy_logits=logits.data_ptr())
+        return logits, ids
 
     def greedy(self, batch: StepBatch, kv: tuple[LayerKv, ...], sampling: SamplingBatch | None = None) -> Tensor:
         """Computes the ids `[R]` int64 of the largest logits, the lowest among equals, after the changes of `sampling`,
@@ -199,7 +232,14 @@ class NativeDecoder:
         )
         return ids
 
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of the vocabulary whose logits this shard computes."""
+        columns = self.shard.columns(self.form.shape.vocabulary_size)
+        return int(columns.stop - columns.start)
+
     def _run(self, batch: StepBatch, kv: tuple[LayerKv, ...], **results: int | None) -> None:
+        assert self.shard.num_ranks == 1 or self.all_gather is not None or self.shared_parts is not None
         count = len(kv)
         step = _Step(
             token_ids=batch.token_ids.data_ptr(),
@@ -215,6 +255,8 @@ class NativeDecoder:
             is_int8=(c_int64 * count)(*(layer.is_int8 for layer in kv)),
             adapter_slots=None if batch.adapter_slots is None else batch.adapter_slots.data_ptr(),
             part_seconds=self.part_seconds.ctypes.data,
+            all_gather=None if self.all_gather is None else ctypes.cast(self.all_gather, c_void_p),
+            shared_parts=self.shared_parts,
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
             num_logits=batch.logit_rows.shape[0],
@@ -222,7 +264,10 @@ class NativeDecoder:
             block_size=batch.block_size,
             **results,
         )
-        if self._calls.inflight_decoder_step(self._decoder, self._pool.address, ctypes.byref(step)):
+        result = self._calls.inflight_decoder_step(self._decoder, self._pool.address, ctypes.byref(step))
+        if result == STEP_INCOMPLETE:
+            raise ExchangeError(f"a step of {batch.num_tokens} tokens is incomplete")
+        if result:
             raise RuntimeError(f"not enough memory for a step of {batch.num_tokens} tokens")
 
 
@@ -256,9 +301,9 @@ def _choose_stream(library: NativeLibrary, pool: NativePool, form: DecoderForm) 
     return choose_stream(library, pool, trial)
 
 
-def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
+def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
     """Returns the form as C++ takes it, and the arrays that it points to."""
-    shape = form.shape
+    shape = shard.shape(form.shape)
     windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
     layer_ropes = np.array(shape.layer_ropes, np.int64)
     frequencies = np.array([rope.inverse_frequencies for rope in shape.ropes], np.float32)
@@ -269,6 +314,8 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
         *(int(getattr(form, name)) for name in _FORM_FLAGS),
         shape.activation == GELU_TANH,
         form.head_norms,
+        shard.num_ranks,
+        shard.rank,
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
         windows.ctypes.data,
         layer_ropes.ctypes.data,
@@ -278,21 +325,22 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
     return layout, (windows, layer_ropes, frequencies, scalings)
 
 
-def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
+def _parts(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, Tensor]]:
     """Yields everything that is packed: layer (for a matrix of an expert, its index among those of all layers), part,
     numbers. Fused weights are made one at a time."""
-    yield 0, Packed.EMBEDDING, weights.embedding
-    yield 0, Packed.HEAD, weights.head
+    shape = weights.shape
+    yield 0, Packed.EMBEDDING, shard.embedding(weights)
+    yield 0, Packed.HEAD, shard.head(weights)
     yield 0, Packed.FINAL_NORM, weights.final_norm
     for index, layer in enumerate(weights.layers):
         optional = (
-            (Packed.QKV, layer.qkv),
-            (Packed.OUTPUT, layer.output),
+            (Packed.QKV, shard.qkv(shape, layer.qkv)),
+            (Packed.OUTPUT, shard.hidden(shape, layer.output)),
             (Packed.INPUT_NORM, layer.input_norm),
             (Packed.POST_ATTENTION_NORM, layer.post_attention_norm),
             (Packed.QUERY_NORM, layer.query_norm),
             (Packed.KEY_NORM, layer.key_norm),
-            (Packed.QKV_BIAS, layer.qkv_bias),
+            (Packed.QKV_BIAS, None if layer.qkv_bias is None else shard.qkv(shape, layer.qkv_bias)),
             (Packed.OUTPUT_BIAS, layer.output_bias),
             (Packed.ATTENTION_OUTPUT_NORM, layer.attention_output_norm),
             (Packed.FEED_FORWARD_OUTPUT_NORM, layer.feed_forward_output_norm),
@@ -302,12 +350,12 @@ def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
             if tensor is not None:
                 yield index, part, tensor
         if layer.router is None:
-            yield index, Packed.GATE_UP, layer.gate_up
-            yield index, Packed.DOWN, layer.down
+            yield index, Packed.GATE_UP, shard.gate_up(shape, layer.gate_up)
+            yield index, Packed.DOWN, shard.hidden(shape, layer.down)
             continue
         for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
-            yield index * weights.shape.num_experts + expert, Packed.EXPERT_GATE_UP, gate_up
-            yield index * weights.shape.num_experts + expert, Packed.EXPERT_DOWN, down
+            yield index * shape.num_experts + expert, Packed.EXPERT_GATE_UP, gate_up
+            yield index * shape.num_experts + expert, Packed.EXPERT_DOWN, down
 
 
 def _adapter_matrix(matrix: AdapterMatrix | None, dtype: torch.dtype) -> tuple[_AdapterMatrix, tuple[Tensor, ...]]:
@@ -349,6 +397,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in _SHAPE_SIZES),
         *((name, c_int64) for name in ("num_ropes", *_FORM_FLAGS, "has_gelu", "head_norms")),
+        *((name, c_int64) for name in ("num_ranks", "rank")),
         *((name, c_float) for name in _SHAPE_FACTORS),
         *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "inverse_frequencies", "rope_scalings")),
     )
@@ -368,8 +417,9 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("block_tables", "table_rows", "logit_rows")),
         *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
         ("is_int8", ctypes.POINTER(c_int64)),
-        *((name, c_void_p) for name in ("logits", "greedy_ids", "processed", "banned_ids", "banned_starts")),
-        *((name, c_void_p) for name in ("adapter_slots", "part_seconds")),
+        *((name, c_void_p) for name in ("logits", "greedy_ids", "greedy_logits", "processed")),
+        *((name, c_void_p) for name in ("banned_ids", "banned_starts")),
+        *((name, c_void_p) for name in ("adapter_slots", "part_seconds", "all_gather", "shared_parts")),
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
     )
 
@@ -381,6 +431,8 @@ def _declared(library: Any) -> Any:
     library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
     library.inflight_decoder_matrix_bytes.restype = c_int64
     library.inflight_decoder_matrix_bytes.argtypes = (c_void_p,)
+    library.inflight_decoder_row_part_bytes.restype = c_int64
+    library.inflight_decoder_row_part_bytes.argtypes = (c_void_p,)
     library.inflight_decoder_adapter_slot_bytes.restype = c_int64
     library.inflight_decoder_adapter_slot_bytes.argtypes = (c_void_p, c_int64)
     library.inflight_decoder_reserve_adapters.restype = c_int64

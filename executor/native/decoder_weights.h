@@ -12,7 +12,8 @@
 
 namespace inflight {
 
-// Argument of `pack`. Matrices are `[columns, depth]` of the element type, the rest is float32.
+// Argument of `pack`. Matrices are `[columns, depth]` of the element type, of which the columns are those of this rank,
+// and the embedding is `[vocabulary_size, columns]` of them. The rest is float32, and whole except the QKV bias.
 enum Packed {
     PACK_EMBEDDING,
     PACK_HEAD,
@@ -87,12 +88,13 @@ class PackedWeights {
     void pack(int64_t layer, int64_t part, const void* numbers) {
         const int64_t hidden = shape_.hidden_size, heads = shape_.num_heads + 2 * shape_.num_kv_heads;
         const int64_t dim = shape_.head_dim, inner = shape_.intermediate_size;
+        const int64_t columns = shape_.hidden_columns().count;
         auto plain = [](int64_t column) { return column; };
         switch (part) {
             case PACK_EMBEDDING:
-                std::memcpy(embedding, numbers, shape_.vocabulary_size * hidden * sizeof(Number));
+                std::memcpy(embedding, numbers, shape_.vocabulary_size * columns * sizeof(Number));
                 break;
-            case PACK_HEAD: pack_matrix(head, numbers, shape_.vocabulary_size, hidden, plain); break;
+            case PACK_HEAD: pack_matrix(head, numbers, shape_.vocabulary_columns().count, hidden, plain); break;
             case PACK_QKV:
                 // Each head begins a new block.
                 pack_matrix(layers[layer].qkv, numbers, heads * dim, hidden, [&](int64_t column) {
@@ -100,17 +102,17 @@ class PackedWeights {
                 });
                 break;
             case PACK_OUTPUT:
-                pack_matrix(layers[layer].output, numbers, hidden, shape_.num_heads * dim, plain);
+                pack_matrix(layers[layer].output, numbers, columns, shape_.attention_depth(), plain);
                 break;
             case PACK_GATE_UP: pack_gate_up(layers[layer].gate_up, numbers); break;
-            case PACK_DOWN: pack_matrix(layers[layer].down, numbers, hidden, inner, plain); break;
+            case PACK_DOWN: pack_matrix(layers[layer].down, numbers, columns, inner, plain); break;
             case PACK_ROUTER:
                 for (int64_t expert = 0; expert < shape_.num_experts; ++expert)
                     std::memcpy(layers[layer].router + expert * round_up(hidden, LANES),
                                 static_cast<const float*>(numbers) + expert * hidden, hidden * sizeof(float));
                 break;
             case PACK_EXPERT_GATE_UP: pack_gate_up(expert_of(layer).gate_up, numbers); break;
-            case PACK_EXPERT_DOWN: pack_matrix(expert_of(layer).down, numbers, hidden, inner, plain); break;
+            case PACK_EXPERT_DOWN: pack_matrix(expert_of(layer).down, numbers, columns, inner, plain); break;
             default: {
                 const auto [vector, size] = vector_of(layer, part);
                 std::memcpy(vector, numbers, size * sizeof(float));
@@ -129,12 +131,13 @@ class PackedWeights {
     void place(Cursor& cursor) {
         const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
         const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads;
-        embedding = cursor.take<Number>(shape_.vocabulary_size * hidden);
-        head = take_matrix<Element>(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS, stream.panels());
+        const int64_t columns = shape_.hidden_columns().count;
+        embedding = cursor.take<Number>(shape_.vocabulary_size * columns);
+        head = take_matrix<Element>(cursor, shape_.vocabulary_columns().count, hidden, HEAD_BLOCKS, stream.panels());
         final_norm = cursor.take<float>(width);
         for (Layer<Factor>& layer : layers) {
             layer.qkv = place_matrix(cursor, heads * head_blocks * BLOCK_COLUMNS, hidden, head_blocks);
-            layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
+            layer.output = place_matrix(cursor, columns, shape_.attention_depth());
             layer.experts.resize(shape_.num_experts);
             for (FeedForward<Factor>& expert : layer.experts) place_feed_forward(cursor, expert);
             if (shape_.num_experts == 0) place_feed_forward(cursor, layer);
@@ -160,10 +163,9 @@ class PackedWeights {
     }
 
     void place_feed_forward(Cursor& cursor, FeedForward<Factor>& layer) {
-        const int64_t hidden = shape_.hidden_size, inner = shape_.intermediate_size;
-        layer.gate_up = place_matrix(cursor, 2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
-                                     2 * GATE_BLOCKS<Factor>);
-        layer.down = place_matrix(cursor, hidden, inner);
+        const int64_t columns = 2 * round_up(shape_.inner_columns().count, GATE_BLOCKS<Factor> * BLOCK_COLUMNS);
+        layer.gate_up = place_matrix(cursor, columns, shape_.hidden_size, 2 * GATE_BLOCKS<Factor>);
+        layer.down = place_matrix(cursor, shape_.hidden_columns().count, shape_.intermediate_size);
     }
 
     const FeedForward<Factor>& expert_of(int64_t index) const {
@@ -172,7 +174,7 @@ class PackedWeights {
 
     // Blocks of the gate and of the up projection alternate.
     void pack_gate_up(const Matrix<Factor>& matrix, const void* numbers) {
-        const int64_t inner = shape_.intermediate_size;
+        const int64_t inner = shape_.inner_columns().count;
         pack_matrix(matrix, numbers, 2 * inner, shape_.hidden_size, [&](int64_t column) {
             const int64_t index = column % inner;
             return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;

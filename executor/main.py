@@ -470,6 +470,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         device=str(loaded.model.device),
         host_blocks=limits.num_host_blocks,
         num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
+        tensor_parallel_size=settings.tensor_parallel_size,
     )
     targets = InterTokenTargets(
         settings.inter_token_target_interactive_ms,

@@ -258,8 +258,8 @@ class WorkerGroup:
             self.send(Kind.ALIVE, b"")
 
     def _check_processes(self) -> None:
-        if self._failure:
-            raise ModelError(self._failure)
+        if self._failure or self._is_closing:
+            raise ModelError(self._failure or "the executor ends")
         for rank, process in self._processes.items():
             if rank not in self.hellos and process.poll() is not None:
                 raise ModelError(f"rank {rank} ended with code {process.returncode} before it joined; see its log")

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,8 @@ class WorkerGroup:
         self.is_local = not settings.listen
         self.hellos: dict[int, Hello] = {}
         self._connections: dict[int, Connection] = {}
+        # With those of workers that have not joined.
+        self._open_connections: set[Connection] = set()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._joining: queue.SimpleQueue[tuple[Hello, Connection]] = queue.SimpleQueue()
         self._exchange: Exchange | None = None
@@ -159,7 +162,12 @@ class WorkerGroup:
         with self._failing:
             self._is_closing = True
         self._kill()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        if self._memory_fd is not None:
+            os.close(self._memory_fd)
+            self._memory_fd = None
 
     # ---- from here on on threads of their own ----
 
@@ -176,6 +184,7 @@ class WorkerGroup:
     def _serve(self, connection: Connection, address: Any) -> None:
         """Reads what a worker sends until its connection ends."""
         name, is_member = f"the worker at {address[0]}:{address[1]}", False
+        self._open_connections.add(connection)
         try:
             while True:
                 kind, content = connection.receive(self.timeout_s if is_member and self._is_joined else None)
@@ -193,7 +202,9 @@ class WorkerGroup:
                 self.fail(f"{name}: {self._end_of(name) or error}")
             else:
                 log.warning("%s has left before it joined: %s", name, error)
-                connection.close()
+        finally:
+            self._open_connections.discard(connection)
+            connection.close()
 
     def _end_of(self, name: str) -> str:
         """Returns how the process of a rank has ended, if this is known."""
@@ -270,7 +281,7 @@ class WorkerGroup:
     def _kill(self) -> None:
         for process in self._processes.values():
             process.kill()
-        for connection in self._connections.values():
+        for connection in tuple(self._open_connections):
             connection.close()
         for process in self._processes.values():
             try:

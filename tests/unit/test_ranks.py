@@ -49,11 +49,14 @@ def group() -> Iterator[WorkerGroup]:
 
 
 @pytest.fixture
-def joining(group: WorkerGroup) -> Future[Any]:
+def joining(group: WorkerGroup) -> Iterator[Future[Any]]:
     """The leader waits for its workers, which need nothing of its decoder before they have joined."""
     decoder: Any = None
     library: Any = None
-    return ThreadPoolExecutor(1).submit(group.join, decoder, library, OWN)
+    threads = ThreadPoolExecutor(1)
+    yield threads.submit(group.join, decoder, library, OWN)
+    group.close()
+    threads.shutdown()
 
 
 def connect(group: WorkerGroup) -> Connection:
@@ -126,9 +129,11 @@ def test_second_worker_of_a_rank_is_refused(group: WorkerGroup) -> None:
 
 
 def test_worker_that_cannot_load_its_shard_ends_the_start(group: WorkerGroup, joining: Future[Any]) -> None:
-    connect(group).send(Kind.FAILED, b"ModelError: a shard is truncated")
+    connection = connect(group)
+    connection.send(Kind.FAILED, b"ModelError: a shard is truncated")
     with pytest.raises(ModelError, match="a shard is truncated"):
         joining.result(10)
+    connection.close()
 
 
 def test_strangers_do_not_disturb_the_start(group: WorkerGroup, joining: Future[Any]) -> None:
@@ -214,11 +219,10 @@ def test_ranks_of_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_hello_that_is_none_is_refused() -> None:
-    for content in ({}, {"rank": 1, "same": []}, {"rank": "x", "same": {}, "host": "", "free_bytes": 0}):
-        with pytest.raises(ValueError, match=""):
+    wrong_rank = {"rank": "x", "same": {}, "host": "", "free_bytes": 0}
+    for content in ({}, [], {"rank": 1, "same": []}, wrong_rank):
+        with pytest.raises(ValueError, match="joined without|invalid literal"):
             Hello.parse(json.dumps(content).encode())
-    with pytest.raises(ValueError, match=""):
-        Hello.parse(b"[]")
 
 
 def tuple_of(address: str) -> tuple[str, int]:

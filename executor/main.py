@@ -393,15 +393,18 @@ async def _until(awaited: Coroutine[Any, Any, object], work: SequenceOf[asyncio.
 
 async def _stop_engine(parts: Parts, exit_code: int, group: WorkerGroup | None) -> int:
     """Waits for the step in flight. A step that does not end cannot be stopped, so the process exits without it."""
-    has_ended = await asyncio.to_thread(parts.engine.stop, ENGINE_STOP_TIMEOUT_S)
-    if group is not None:
-        group.close()
-    if not has_ended:
+    if not await asyncio.to_thread(parts.engine.stop, ENGINE_STOP_TIMEOUT_S):
         log.error("the step in flight does not end; leaving it")
         logging.shutdown()
         os._exit(exit_code)
+    if group is not None:
+        group.close()
     if exit_code == 0:
         parts.runner.close()
+    elif group is not None:
+        # The threads of an exchange that has failed would abort the interpreter's end.
+        logging.shutdown()
+        os._exit(exit_code)
     log.info("stopped")
     return exit_code
 

@@ -15,7 +15,7 @@ TARGETS = InterTokenTargets()
 
 
 class ExecutorSettings(ProcessSettings):
-    """Settings of the executor, which runs a model on one device with in-flight batching."""
+    """Settings of the executor, which runs a model with in-flight batching."""
 
     listen: str = Field("127.0.0.1:50061", description="address for routers, host:port; port 0 picks a free port")
     model: str = Field(
@@ -142,8 +142,8 @@ class ExecutorSettings(ProcessSettings):
         0,
         ge=0,
         le=1024,
-        description="compute threads, of each rank; 0: one per core that the process may use, divided between the ranks "
-        "that it starts",
+        description="compute threads, of each rank; 0: one per core that the process may use, divided between the "
+        "ranks that it starts",
     )
     tensor_parallel_size: int = Field(
         1,
@@ -154,8 +154,8 @@ class ExecutorSettings(ProcessSettings):
     )
     tensor_parallel_listen: str = Field(
         "",
-        description="address host:port on which rank 0 waits for ranks on other machines, without TLS; empty: it starts "
-        "the others on its own machine",
+        description="address host:port on which rank 0 waits for ranks on other machines, without TLS; empty: it "
+        "starts the others on its own machine",
     )
     tensor_parallel_rank: NonNegativeInt = Field(
         0, description="this process's rank; from 1 on it is a worker of the executor at tensor_parallel_leader"

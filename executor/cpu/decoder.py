@@ -118,8 +118,8 @@ class ExchangeError(Exception):
 class NativeDecoder:
     """A packed model or shard, computed on the threads of `pool`. One step at a time.
 
-    With several ranks `all_gather`, an `ALL_GATHER`, or `shared_parts`, the address of `SharedParts` of exchange.h, must
-    be set before the first step.
+    With several ranks `all_gather`, an `ALL_GATHER`, or `shared_parts`, the address of `SharedParts` of exchange.h,
+    must be set before the first step.
     """
 
     def __init__(

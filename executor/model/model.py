@@ -25,9 +25,9 @@ from common.version import installed_version
 from executor.attention.backend import AttentionBackend, LayerKv
 from executor.attention.choice import BackendChoice, choose_backend
 from executor.attention.cpu import CpuAttention
+from executor.attention.host_tier import HostTier, open_host_tier
 from executor.attention.quantized import kv_dtypes
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
-from executor.attention.host_tier import HostTier, open_host_tier
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
 from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
 from executor.checkpoint.gguf import import_gguf

@@ -25,6 +25,8 @@ class ParallelDecoder:
     def __init__(self, own: NativeDecoder, group: WorkerGroup, exchange: Exchange) -> None:
         exchange.connect(own)
         self._own, self._group, self._exchange = own, group, exchange
+        shards = [group.shard.of(rank) for rank in range(group.shard.num_ranks)]
+        self._first_ids = torch.tensor([[shard.columns(own.form.shape.vocabulary_size).start] for shard in shards])
 
     @property
     def form(self) -> DecoderForm:
@@ -52,12 +54,8 @@ class ParallelDecoder:
         values, ids = torch.stack(self._compute(Want.LARGEST, batch, kv)).unbind(1)
         # The first rank of equals, which has the lowest ids.
         best = values.argmax(0, keepdim=True)
-        first_ids = torch.tensor([[self._first_token(rank)] for rank in range(len(ids))])
-        chosen = (ids.long() + first_ids).gather(0, best)[0]
+        chosen = (ids.long() + self._first_ids).gather(0, best)[0]
         return chosen.masked_fill(values.gather(0, best)[0] == float("-inf"), NO_TOKEN)
-
-    def _first_token(self, rank: int) -> int:
-        return self._group.shard.of(rank).columns(self.form.shape.vocabulary_size).start
 
     def _compute(self, want: Want, batch: StepBatch, kv: tuple[LayerKv, ...]) -> list[Tensor]:
         self._group.send(Kind.STEP, pack_step(batch, want))

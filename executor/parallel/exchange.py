@@ -41,7 +41,9 @@ class Exchange(Protocol):
         """Ends a wait for other ranks, from another thread."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the exchange. No thread may be in it."""
+        ...
 
 
 class _Header(ctypes.Structure):
@@ -97,7 +99,7 @@ class SharedMemory:
         self._header.is_broken = 1
 
     def close(self) -> None:
-        pass  # a thread may still be in it; the memory goes with the process
+        pass  # the memory goes with the process
 
     def _result(self, rank: int, like: Tensor) -> Tensor:
         offset = self._results_at + rank * self._result_bytes
@@ -106,13 +108,12 @@ class SharedMemory:
 
 
 class ProcessGroup:
-    """Ranks of a group of torch.distributed."""
+    """Ranks that exchange by gloo, of torch.distributed."""
 
-    def __init__(self, store: dist.Store, shard: Shard, timeout_s: float, backend: str = "gloo") -> None:
+    def __init__(self, store: dist.Store, shard: Shard, timeout_s: float) -> None:
         self._shard = shard
-        self._failure: BaseException | None = None
         dist.init_process_group(
-            backend,
+            "gloo",
             store=store,
             rank=shard.rank,
             world_size=shard.num_ranks,

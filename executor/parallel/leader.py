@@ -1,9 +1,9 @@
 """The leader's side of a tensor-parallel executor: its workers, from their start until one fails.
 
-The leader is rank 0. It starts the other ranks itself, or waits for them on an address where they run on other machines.
-A worker that joins has loaded its shard and says what it has; anything that differs from the leader's is refused with the
-reason. After that each worker says at intervals that it lives. The first failure of any rank is logged, ends the workers
-of this machine and fails the executor: a shard cannot be replaced while its KV is lost.
+The leader is rank 0. It starts the other ranks itself, or waits on an address for ranks of other machines. A worker
+that joins has loaded its shard and says what it has. If anything differs from the leader's, it is refused with the
+reason. After that each worker says at intervals that it lives. The first failure of any rank is logged, ends the
+workers of this machine and fails the executor: a shard cannot be replaced, because its KV is lost.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class WorkerGroup:
             else:
                 log.error("refused a worker as rank %d: %s", found.rank, refusal)
                 connection.send(Kind.REFUSED, refusal.encode())
+                connection.close()
         self._exchange = self._open(decoder, library)
         return self._exchange
 
@@ -161,6 +162,8 @@ class WorkerGroup:
         """Ends the workers."""
         with self._failing:
             self._is_closing = True
+        if self._exchange is not None and not self._failure:
+            self._exchange.close()
         self._kill()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -192,8 +195,7 @@ class WorkerGroup:
                     hello = Hello.parse(content)
                     name, is_member = f"rank {hello.rank}", True
                     self._joining.put((hello, connection))
-                elif kind is Kind.FAILED:
-                    is_member = True
+                elif kind is Kind.FAILED and (is_member or not self._is_joined):
                     return self.fail(f"{name}: {content.decode(errors='replace')}")
         except TimeoutError:
             self.fail(f"{name} has shown no sign of life for {self.timeout_s:g} s")

@@ -1,7 +1,7 @@
-"""A worker's side of a tensor-parallel executor: it loads a shard, joins the leader, and computes what the leader sends.
+"""A worker's side of a tensor-parallel executor: it joins the leader with its shard and computes what the leader sends.
 
-It decides nothing. It ends when its connection to the leader ends, whatever it does at that moment, and when it has heard
-nothing of the leader for long.
+It decides nothing. It ends when its connection to the leader ends, whatever it does at that moment, and when it has not
+heard of the leader for long.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
@@ -114,10 +115,8 @@ class Member:
 
     def fail(self, error: BaseException) -> None:
         """Tells the leader why this rank fails."""
-        try:
+        with suppress(OSError):  # the leader has ended
             self._connection.send(Kind.FAILED, f"{type(error).__name__}: {error}".encode())
-        except OSError:
-            pass  # the leader has ended
 
     def serve(self, model: ShardModel, library: NativeLibrary, hello: Hello) -> None:
         """Joins, and executes what the leader sends until it ends. Raises `ModelError` if the leader refuses this

@@ -1,11 +1,11 @@
 """Messages between the leader of a tensor-parallel executor and its workers, over one TCP connection to each worker.
 
     worker → leader   HELLO (JSON, once its shard is loaded), ALIVE (at intervals), FAILED (text)
-    leader → worker   WELCOME (JSON) or REFUSED (text); then ALIVE (at intervals), and ALLOCATE and HOST_TIER (JSON), STEP
-                      and SWAP in the order in which they are to be executed
+    leader → worker   WELCOME (JSON) or REFUSED (text); then ALIVE (at intervals), and ALLOCATE and HOST_TIER (JSON),
+                      STEP and SWAP in the order in which they are to be executed
 
-A step is packed as arrays: first their sizes, then token ids, positions, slots and so on as in `StepBatch`, with only the
-block tables that it reads.
+A step is packed as arrays: first their sizes, then token ids, positions, slots and so on as in `StepBatch`, with only
+the block tables that it reads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
@@ -83,10 +84,8 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection, also for a thread that waits for a message."""
-        try:
+        with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended already
         self._socket.close()
 
     def _read(self, count: int) -> bytes:
@@ -107,8 +106,10 @@ def pack_step(batch: StepBatch, want: Want) -> bytes:
         *(batch.query_starts, batch.context_lengths, tables),
     )
     sizes = np.array(
-        [want, batch.num_tokens, batch.num_sequences, batch.logit_rows.shape[0], tables.shape[1], batch.block_size]
-        + [batch.num_decodes],
+        [
+            *(want, batch.num_tokens, batch.num_sequences, batch.logit_rows.shape[0]),
+            *(tables.shape[1], batch.block_size, batch.num_decodes),
+        ],
         np.int64,
     )
     return b"".join((sizes.tobytes(), *(array.numpy().tobytes() for array in arrays)))

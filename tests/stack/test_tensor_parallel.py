@@ -1,4 +1,4 @@
-"""Executors of several ranks through the whole stack: the tokens of one rank, also when a worker is killed or stopped."""
+"""Executors of several ranks in the whole stack: the tokens of one rank, also when a worker is killed or stopped."""
 
 from __future__ import annotations
 

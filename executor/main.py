@@ -38,7 +38,6 @@ from executor.adapters.weights import AdapterLimits
 from executor.attention.gpu_host_tier import staging_bytes
 from executor.checkpoint.files import GenerationDefaults
 from executor.checkpoint.shards import WHOLE
-from executor.cpu.decoder import NativeDecoder
 from executor.engine.engine import Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
@@ -172,7 +171,7 @@ def _adapters(settings: ExecutorSettings, model: PagedModel) -> AdapterStore | N
         return None
     what = f"adapter_folder={settings.adapter_folder}"
     native = model.native
-    if not isinstance(native, NativeDecoder):
+    if native is None:
         raise SettingError(
             f"{what} needs the native forward pass on a CPU, and this model runs with that of "
             f"{'a GPU' if model.gpu_decoder is not None else 'transformers'} on {model.device} ({model.backend_name})"

@@ -86,7 +86,7 @@ class PagedModel:
         choice: BackendChoice,
         description: ModelDescription,
         gpu_decoder: GpuDecoder | None = None,
-        native: NativeDecoder | ParallelDecoder | None = None,
+        native: NativeDecoder | None = None,
         sampler: NativeSampler | None = None,
         layer_kv_dtypes: Sequence[torch.dtype] = (),
     ) -> None:
@@ -98,6 +98,8 @@ class PagedModel:
         # A native forward pass in place of transformers', whose weights are then not needed.
         self.gpu_decoder = gpu_decoder
         self.native = native
+        # With other ranks, what computes on all of them; `native` is then this rank's part of it.
+        self.parallel: ParallelDecoder | None = None
         self._network = network if native is None else None
         self._layers = layers
         self._layer_kv_dtypes = tuple(layer_kv_dtypes) or (network.dtype,) * len(layers)
@@ -203,14 +205,14 @@ class PagedModel:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Allocates blocks 1 to `num_blocks`, and the spare block 0."""
-        if isinstance(self.native, ParallelDecoder):
-            self.native.allocate_kv(num_blocks, block_size)
+        if self.parallel is not None:
+            self.parallel.allocate_kv(num_blocks, block_size)
         self._kv = self._allocate(num_blocks + 1, block_size)
 
     def open_host_tier(self, num_host_blocks: int) -> HostTier:
         """Opens a host tier for the allocated blocks."""
-        if isinstance(self.native, ParallelDecoder):
-            return self.native.open_host_tier(self._kv, num_host_blocks)
+        if self.parallel is not None:
+            return self.parallel.open_host_tier(self._kv, num_host_blocks)
         return open_host_tier(self._kv, num_host_blocks)
 
     def free_kv(self) -> None:
@@ -221,6 +223,8 @@ class PagedModel:
         """Computes every token of the batch, stores its KV, and returns the logits `[R + Q, vocabulary]` in
         float32."""
         batch = batch.to(self.device)
+        if self.parallel is not None:
+            return self.parallel.logits(batch, self._kv)
         if self.native is not None:
             return self.native.logits(batch, self._kv)
         step = PagedStep(self.backend, self._layers, self._kv, batch)
@@ -242,9 +246,9 @@ class PagedModel:
     ) -> tuple[Tensor, StepLogprobs | None]:
         """Computes the batch, calls `before_sampling`, and samples. Returns the token ids `[R]` int64, on the model's
         device, and the log probabilities that rows report."""
-        if isinstance(self.native, ParallelDecoder):
+        if self.parallel is not None:
             if sampling.is_greedy and not sampling.reporting:
-                return self.native.greedy(batch, self._kv), None
+                return self.parallel.greedy(batch, self._kv), None
         elif self.native is not None and sampling.takes_largest and not sampling.reporting:
             return self.native.greedy(batch, self._kv, sampling), None
         logits = self.forward(batch)
@@ -281,7 +285,7 @@ class PagedModel:
         """Waits for the other ranks, and computes with them from now on."""
         assert isinstance(self.native, NativeDecoder) and isinstance(self.backend, CpuAttention)
         exchange = group.join(self.native, self.backend.library, self.hello(0))
-        self.native = ParallelDecoder(self.native, group, exchange)
+        self.parallel = ParallelDecoder(self.native, group, exchange)
 
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(

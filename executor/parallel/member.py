@@ -95,8 +95,7 @@ class Welcome:
 class ShardModel(Protocol):
     """The part of a `PagedModel` that a worker uses."""
 
-    @property
-    def native(self) -> object: ...
+    native: NativeDecoder | None
 
     @property
     def kv(self) -> tuple[LayerKv, ...]: ...
@@ -131,7 +130,7 @@ class Member:
         welcome = Welcome.parse(content)
         exchange = self._open(welcome, library)
         decoder = model.native
-        assert isinstance(decoder, NativeDecoder)
+        assert decoder is not None
         exchange.connect(decoder)
         threading.Thread(target=self._stay_alive, args=(welcome.timeout_s,), name="alive", daemon=True).start()
         received: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()

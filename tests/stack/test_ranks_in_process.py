@@ -19,7 +19,7 @@ from executor.main import Loaded, load_model
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Processors, Sampling, Sequence, StepResult, Stopping
+from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, StepResult, Stopping
 from executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
 from tests.tiny_models import save_model, sizes
@@ -78,12 +78,11 @@ def tokens_of(one: Loaded) -> list[list[int]]:
     return [one_request.token_ids[one_request.num_prompt_tokens :] for one_request in requests]
 
 
-def request(number: int, sampling: Sampling, processors: Processors | None = None) -> Sequence:
+def request(number: int, sampling: Sampling, processors: Processors = NO_PROCESSORS) -> Sequence:
     prompt = [3 + (number * 7 + i * i) % 80 for i in range(4 + 9 * number)]
     num_blocks = -(-(len(prompt) + NUM_TOKENS) // BLOCK_SIZE)
     stopping = Stopping(NUM_TOKENS, 0, frozenset())
-    options = {} if processors is None else {"processors": processors}
-    return Sequence(f"r{number}", 1, prompt, len(prompt), sampling, stopping, num_blocks, None, **options)
+    return Sequence(f"r{number}", 1, prompt, len(prompt), sampling, stopping, num_blocks, None, processors=processors)
 
 
 @pytest.mark.timeout(600)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed does not export them to type checkers
 
 from executor.checkpoint.shards import Shard
 from executor.cpu.decoder import ALL_GATHER, STEP_INCOMPLETE, ExchangeError, NativeDecoder
@@ -110,7 +111,7 @@ class SharedMemory:
 class ProcessGroup:
     """Ranks that exchange by gloo, of torch.distributed."""
 
-    def __init__(self, store: dist.Store, shard: Shard, timeout_s: float) -> None:
+    def __init__(self, store: Store, shard: Shard, timeout_s: float) -> None:
         self._shard = shard
         dist.init_process_group(
             "gloo",
@@ -153,15 +154,15 @@ class ProcessGroup:
         return list(torch.frombuffer(memory, dtype=torch.uint8).view(self._shard.num_ranks, num_bytes))
 
 
-def open_store(host: str, port: int | None, num_ranks: int, timeout_s: float) -> tuple[dist.Store, int]:
+def open_store(host: str, port: int | None, num_ranks: int, timeout_s: float) -> tuple[Store, int]:
     """Returns the store through which ranks of a `ProcessGroup` find each other, and its port. Without a port this is
     rank 0, which serves it."""
     timeout = timedelta(seconds=timeout_s)
     if port is not None:
-        return dist.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout), port
+        return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout), port
     listening = socket.create_server((host, 0))
     own_port: int = listening.getsockname()[1]
-    store = dist.TCPStore(
+    store = TCPStore(
         host,
         own_port,
         num_ranks,

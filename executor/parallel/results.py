@@ -29,4 +29,4 @@ def gather_results(
 def result_width(decoder: NativeDecoder) -> int:
     """Returns the most tokens whose logits a rank computes."""
     columns = decoder.shard.of(0).columns(decoder.form.shape.vocabulary_size)
-    return columns.stop - columns.start
+    return int(columns.stop - columns.start)

@@ -220,7 +220,8 @@ def test_ranks_of_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) 
 
 def test_hello_that_is_none_is_refused() -> None:
     wrong_rank = {"rank": "x", "same": {}, "host": "", "free_bytes": 0}
-    for content in ({}, [], {"rank": 1, "same": []}, wrong_rank):
+    contents: list[Any] = [{}, [], {"rank": 1, "same": []}, wrong_rank]
+    for content in contents:
         with pytest.raises(ValueError, match=r"joined without|invalid literal"):
             Hello.parse(json.dumps(content).encode())
 

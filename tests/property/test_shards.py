@@ -53,6 +53,12 @@ FAMILY: dict[str, PretrainedConfig] = {
     "granite": GraniteConfig(**sizes(**FOUR), residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0),
     "phi3": Phi3Config(**sizes(**FOUR)),
 }
+# Every family, and every type of number.
+CASES = [
+    *((family, "bfloat16") for family in FAMILY),
+    *(("llama", kind) for kind in ("float32", "int8 weights", "int8 KV")),
+    ("llama-empty-parts", "int8 weights"),
+]
 SPECS = [Spec(1, 1), Spec(1, 37), Spec(9, 30), Spec(5, 5), Spec(70, 70)]
 
 
@@ -138,8 +144,7 @@ def filled_case() -> PagedCase:
     return case
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8 weights", "int8 KV"])
-@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize(("family", "kind"), CASES)
 def test_shards_compute_every_bit_of_the_whole(tmp_path: Path, family: str, kind: str) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weights = read(save_model(FAMILY[family], tmp_path / "tiny", has_random_vectors=True), dtype)

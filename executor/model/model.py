@@ -38,7 +38,7 @@ from executor.checkpoint.support import check_configuration, check_network
 from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.cpu.streams import WeightStream
-from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
+from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, compare, expect
 from executor.parallel.decoder import ParallelDecoder
 from executor.parallel.leader import WorkerGroup
 from executor.parallel.member import Hello
@@ -162,18 +162,8 @@ class PagedModel:
             model.same_on_all_ranks = native.same_on_all_ranks
             if group is not None:
                 model._lead(group)
-            if expectation is None:
-                return model
-            model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-            compare(
-                expectation,
-                model.forward,
-                dtype,
-                has_int8_weights=weight_dtype == "int8",
-                has_int8_kv=has_int8_kv,
-                routes_by_itself=native.native is not None and native.native.form.shape.num_experts > 0,
-            )
-        model.free_kv()
+            if expectation is not None:
+                model._check(expectation)
         return model
 
     @property
@@ -280,6 +270,19 @@ class PagedModel:
             **self.same_on_all_ranks,
         }
         return Hello(rank, same, socket.gethostname(), num_available_memory_bytes() or 0)
+
+    def _check(self, expectation: Expectation) -> None:
+        """Raises `ModelError` if the model yields other logits than transformers."""
+        self.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        compare(
+            expectation,
+            self.forward,
+            self.dtype,
+            has_int8_weights=self.weight_dtype_name == "int8",
+            has_int8_kv=torch.int8 in self._layer_kv_dtypes,
+            routes_by_itself=self.native is not None and self.native.form.shape.num_experts > 0,
+        )
+        self.free_kv()
 
     def _lead(self, group: WorkerGroup) -> None:
         """Waits for the other ranks, and computes with them from now on."""

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from common.http.metrics_page import metrics_route
 from common.http.port import HttpPort
 from common.kv_size import KvBudget, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
-from common.machine import num_available_memory_bytes, num_usable_cores
+from common.machine import num_available_memory_bytes
 from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.protocol import PROTOCOL_VERSION
@@ -37,6 +37,7 @@ from executor.adapters.store import AdapterStore
 from executor.adapters.weights import AdapterLimits
 from executor.attention.gpu_host_tier import staging_bytes
 from executor.checkpoint.files import GenerationDefaults
+from executor.checkpoint.shards import WHOLE
 from executor.engine.engine import Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
@@ -46,6 +47,8 @@ from executor.engine.watchdog import watch_engine
 from executor.logits.grammar import GrammarCompiler
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
+from executor.parallel.leader import WorkerGroup
+from executor.ranks import check_parallel, load_shard, open_group, run_worker, threads_per_rank
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import InterTokenTargets
@@ -85,6 +88,7 @@ class Loaded:
     num_blocks: int
     limits: SchedulerLimits
     adapters: AdapterStore | None = None
+    group: WorkerGroup | None = None
 
 
 def main(argv: SequenceOf[str]) -> int:
@@ -97,6 +101,9 @@ def _run_with_settings(argv: SequenceOf[str]) -> int:
     start_logging("executor", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
+    if settings.tensor_parallel_rank:
+        check_parallel(settings)
+        return run_worker(settings)
     tls = load_server_tls(settings)
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
         if listen:
@@ -105,36 +112,37 @@ def _run_with_settings(argv: SequenceOf[str]) -> int:
 
 
 def load_model(settings: ExecutorSettings) -> Loaded:
-    """Loads the model and sizes its KV pool and its steps."""
+    """Starts the other ranks if there are any, loads the model and sizes its KV pool and its steps."""
+    check_parallel(settings)
+    group = open_group(settings)
+    try:
+        return _load_model(settings, group)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def _load_model(settings: ExecutorSettings, group: WorkerGroup | None) -> Loaded:
     if settings.max_num_tokens < settings.max_num_sequences:
         raise SettingError(
             f"max_num_tokens={settings.max_num_tokens} must be at least max_num_sequences={settings.max_num_sequences}"
         )
-    torch.set_num_threads(settings.num_threads or num_usable_cores())
+    torch.set_num_threads(threads_per_rank(settings))
     began = time.monotonic()
     source = resolve_model(settings.model)
-    model = PagedModel.load(
-        source,
-        dtype_name=settings.dtype,
-        backend_name=settings.attention_backend,
-        device_name=settings.device,
-        weight_dtype=settings.weight_dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        kv_cache_skip_layers=settings.kv_cache_dtype_skip_layers,
-        forward_name=settings.forward,
-        instructions=settings.cpu_isa,
-    )
+    model = load_shard(settings, source, WHOLE if group is None else group.shard, group)
     if settings.speculation != "off" and (model.device.type != "cpu" or model.gpu_decoder is not None):
         raise SettingError(f"speculation={settings.speculation} needs a CPU; on {model.device} it must be off")
     adapters = _adapters(settings, model)
     limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(
-        _kv_budget(settings, model, limits),
+        _kv_budget(settings, model, limits, group),
         settings.tokens_per_block,
         model.kv_bytes_per_block(settings.tokens_per_block),
     )
     limits = _with_seats(settings, limits, num_blocks)
-    limits = replace(limits, num_host_blocks=_num_host_blocks(settings, model, num_blocks))
+    limits = replace(limits, num_host_blocks=_num_host_blocks(settings, model, num_blocks, group))
     model.allocate_kv(num_blocks, settings.tokens_per_block)
     log.info(
         "%s on %s (%s, weights %s, KV %s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats%s, "
@@ -154,7 +162,7 @@ def load_model(settings: ExecutorSettings) -> Loaded:
     )
     if limits.num_host_blocks:
         log.info("%d KV blocks of host memory for preempted sequences and evicted prefixes", limits.num_host_blocks)
-    return Loaded(source, model, num_blocks, limits, adapters)
+    return Loaded(source, model, num_blocks, limits, adapters, group)
 
 
 def _adapters(settings: ExecutorSettings, model: PagedModel) -> AdapterStore | None:
@@ -182,22 +190,29 @@ def _adapters(settings: ExecutorSettings, model: PagedModel) -> AdapterStore | N
     return AdapterStore(folder, num_slots, native.load_adapter)
 
 
-def _kv_budget(settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits) -> KvBudget:
+def _kv_budget(
+    settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, group: WorkerGroup | None
+) -> KvBudget:
     if model.device.type == "cuda":
         working_bytes = _working_bytes(settings, model, limits)
         free_bytes = torch.cuda.mem_get_info(model.device)[0] - working_bytes - _staging_bytes(settings, model)
         fraction = settings.kv_cache_free_gpu_mem_fraction
     else:
-        free_bytes = num_available_memory_bytes() or 0
+        free_bytes = _free_bytes(group)
         fraction = settings.kv_cache_free_host_mem_fraction
     return KvBudget(settings.max_tokens_in_paged_kv_cache, free_bytes, fraction)
 
 
-def _num_host_blocks(settings: ExecutorSettings, model: PagedModel, num_blocks: int) -> int:
+def _free_bytes(group: WorkerGroup | None) -> int:
+    """Returns the memory that is free for each rank."""
+    return (num_available_memory_bytes() or 0) if group is None else group.free_bytes_per_rank
+
+
+def _num_host_blocks(settings: ExecutorSettings, model: PagedModel, num_blocks: int, group: WorkerGroup | None) -> int:
     """Returns the number of host blocks. The pool's own memory counts as free until it is written to, so it is
     subtracted."""
     bytes_per_block = model.kv_bytes_per_block(settings.tokens_per_block)
-    free_bytes = num_available_memory_bytes() or 0
+    free_bytes = _free_bytes(group)
     if model.device.type == "cpu":
         free_bytes -= num_blocks * bytes_per_block
     return num_host_kv_blocks(settings.kv_cache_host_memory_bytes, bytes_per_block, free_bytes)
@@ -301,7 +316,7 @@ async def run_executor(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles
     if parts.http is not None:
         await parts.http.stop()
     await parts.tracing.aclose()
-    return await _stop_engine(parts, EXIT_FAILED if has_failed else 0)
+    return await _stop_engine(parts, EXIT_FAILED if has_failed else 0, loaded.group)
 
 
 def build_executor(
@@ -320,8 +335,14 @@ def build_executor(
     def publish(output: EngineOutput) -> None:
         loop.call_soon_threadsafe(take, output)
 
-    def on_death(error: BaseException) -> None:
+    def on_failure() -> None:
         loop.call_soon_threadsafe(failed.set)
+
+    def on_death(error: BaseException) -> None:
+        on_failure()
+
+    if loaded.group is not None:
+        loaded.group.watch(on_failure)
 
     runner = start_runner(settings, loaded)
     engine = Engine(
@@ -369,14 +390,20 @@ async def _until(awaited: Coroutine[Any, Any, object], work: SequenceOf[asyncio.
     return bool(ended)
 
 
-async def _stop_engine(parts: Parts, exit_code: int) -> int:
+async def _stop_engine(parts: Parts, exit_code: int, group: WorkerGroup | None) -> int:
     """Waits for the step in flight. A step that does not end cannot be stopped, so the process exits without it."""
     if not await asyncio.to_thread(parts.engine.stop, ENGINE_STOP_TIMEOUT_S):
         log.error("the step in flight does not end; leaving it")
         logging.shutdown()
         os._exit(exit_code)
+    if group is not None:
+        group.close()
     if exit_code == 0:
         parts.runner.close()
+    elif group is not None:
+        # The threads of an exchange that has failed would abort the interpreter's end.
+        logging.shutdown()
+        os._exit(exit_code)
     log.info("stopped")
     return exit_code
 
@@ -446,6 +473,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         device=str(loaded.model.device),
         host_blocks=limits.num_host_blocks,
         num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
+        tensor_parallel_size=settings.tensor_parallel_size,
     )
     targets = InterTokenTargets(
         settings.inter_token_target_interactive_ms,

@@ -15,7 +15,7 @@ TARGETS = InterTokenTargets()
 
 
 class ExecutorSettings(ProcessSettings):
-    """Settings of the executor, which runs a model on one device with in-flight batching."""
+    """Settings of the executor, which runs a model with in-flight batching."""
 
     listen: str = Field("127.0.0.1:50061", description="address for routers, host:port; port 0 picks a free port")
     model: str = Field(
@@ -143,7 +143,36 @@ class ExecutorSettings(ProcessSettings):
     max_sequence_length: int = Field(
         0, ge=0, description="maximum tokens of prompt and output together; 0: the model's context length"
     )
-    num_threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: one per core that the process may use")
+    num_threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="compute threads, of each rank; 0: one per core that the process may use, divided between the "
+        "ranks that it starts",
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks: processes that compute each step together, each with a part of the weights and of the KV "
+        "heads; CPU only",
+    )
+    tensor_parallel_listen: str = Field(
+        "",
+        description="address host:port on which rank 0 waits for ranks on other machines, without TLS; empty: it "
+        "starts the others on its own machine",
+    )
+    tensor_parallel_rank: NonNegativeInt = Field(
+        0, description="this process's rank; from 1 on it is a worker of the executor at tensor_parallel_leader"
+    )
+    tensor_parallel_leader: str = Field("", description="address host:port of rank 0, for the other ranks")
+    tensor_parallel_timeout_s: float = Field(
+        3.0,
+        ge=0.5,
+        le=600,
+        description="seconds without a sign of life, or in an exchange, after which a rank counts as lost and the "
+        "executor fails",
+    )
     insecure: bool = Field(False, description="accept any caller without TLS; only on a loopback address")
     tls_cert_file: Path | None = Field(None, description="PEM certificate chain for routers; reloaded when it changes")
     tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")

@@ -19,7 +19,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from inflight.local.guard import HAS_KERNEL_GUARD, guarded
+from common.guard import HAS_KERNEL_GUARD, guarded
 from inflight.local.redis_server import ACL_RULES, ACL_RULES_BEFORE_7, find_redis_binary, has_functions
 
 START_TIMEOUT_S = 60.0

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from inflight.local.guard import PR_SET_PDEATHSIG, guarded
+from common.guard import PR_SET_PDEATHSIG, guarded
 
 LOAD_TIMEOUT_S = 120.0
 CHUNK_BYTES = 64 * 1024

@@ -18,7 +18,7 @@ from bench.peers.driver import Request, Setup
 from bench.targets.record import DriverRecord
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from inflight.local.guard import HAS_KERNEL_GUARD, guarded
+from common.guard import HAS_KERNEL_GUARD, guarded
 
 # Loading, and compiling for the first time.
 START_TIMEOUT_S = 900.0

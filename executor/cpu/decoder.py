@@ -23,6 +23,7 @@ from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
 from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
+from executor.checkpoint.shards import WHOLE, Shard
 from executor.cpu.coded_weights import CodedWeight, encode, is_supported
 from executor.cpu.logits import address, addresses_of
 from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
@@ -36,7 +37,10 @@ LANES = 16
 # `ProductScratch::TILE_NUMBERS` of product.h, which holds a row.
 MAX_WIDTH = 64 << 10
 # The parts of a step that are timed separately, in the order of decoder.h.
-PARTS = ("embed", "norm", "qkv", "attention", "output", "gate_up", "down", "head")
+PARTS = ("embed", "norm", "qkv", "attention", "output", "gate_up", "down", "head", "exchange")
+# Type of `AllGather` of decoder.h: a function of the address of all ranks' parts and the bytes of one.
+ALL_GATHER = ctypes.CFUNCTYPE(c_int64, c_void_p, c_int64)
+STEP_INCOMPLETE = 2
 
 
 class Packed(IntEnum):
@@ -95,20 +99,36 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
     return None
 
 
+class ExchangeError(Exception):
+    """A step is incomplete, because other ranks did not take part."""
+
+
 class NativeDecoder:
-    """A packed model, computed on the threads of `pool`. One step at a time."""
+    """A packed model or shard, computed on the threads of `pool`. One step at a time.
+
+    With several ranks `all_gather`, an `ALL_GATHER`, or `shared_parts`, the address of `SharedParts` of exchange.h,
+    must be set before the first step.
+    """
 
     def __init__(
-        self, library: NativeLibrary, pool: NativePool, form: DecoderForm, stream: WeightStream | None = None
+        self,
+        library: NativeLibrary,
+        pool: NativePool,
+        form: DecoderForm,
+        stream: WeightStream | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self.form = form
+        self.shard = shard
+        self.all_gather: Any = None
+        self.shared_parts: int | None = None
         self.stream = stream or _choose_stream(library, pool, form)
         # Seconds that the steps so far spent in each of PARTS.
         self.part_seconds = np.zeros(len(PARTS))
         # Processor seconds of all threads in each of PARTS, without waiting, once a benchmark has set an array.
         self.processor_seconds: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
         calls = _declared(library.calls)
-        layout, kept = _layout(form)
+        layout, kept = _layout(form, shard)
         decoder = calls.inflight_decoder_new(
             ctypes.byref(layout),
             form.dtype == torch.bfloat16,
@@ -124,17 +144,17 @@ class NativeDecoder:
 
     def pack(self, weights: DecoderWeights) -> None:
         """Packs a model, once. Quantized matrices stay so, except in products of int8 and in unusual groups."""
-        for layer, part, first, matrix in _matrices(weights):
+        for layer, part, first, matrix in _matrices(weights, self.shard):
             if self._keeps_codes(matrix):
                 coded, kept = _coded_part(matrix, first, self.form.dtype)
                 self._calls.inflight_decoder_declare(self._decoder, layer, part, ctypes.byref(coded))
                 del kept
         if self._calls.inflight_decoder_allocate(self._decoder):
             raise MemoryError("not enough memory for the packed weights")
-        for layer, part, vector in _vectors(weights):
+        for layer, part, vector in _vectors(weights, self.shard):
             numbers = vector.detach().float().contiguous()
             self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr(), 0, numbers.shape[0])
-        for layer, part, first, matrix in _matrices(weights):
+        for layer, part, first, matrix in _matrices(weights, self.shard):
             self._pack_matrix(layer, part, first, matrix)
 
     def _keeps_codes(self, matrix: Matrix) -> TypeGuard[QuantizedWeight]:
@@ -166,6 +186,11 @@ class NativeDecoder:
             seconds.append(time.perf_counter() - began)
         return num_bytes / min(seconds)
 
+    @property
+    def row_part_bytes(self) -> int:
+        """The most bytes of a row of activations that a rank gives the others at once."""
+        return int(self._calls.inflight_decoder_row_part_bytes(self._decoder))
+
     def adapter_slot_bytes(self, max_rank: int) -> int:
         """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
         return int(self._calls.inflight_decoder_adapter_slot_bytes(self._decoder, max_rank))
@@ -184,10 +209,18 @@ class NativeDecoder:
             raise ValueError(f"an adapter of rank {weights.rank} does not fit a slot")
 
     def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
-        """Computes the logits `[R, vocabulary]` float32 of the rows that yield a token."""
-        logits = torch.empty((batch.logit_rows.shape[0], self.form.shape.vocabulary_size))
+        """Computes the logits `[R, vocabulary]` float32 of the rows that yield a token; those of the shard's tokens."""
+        logits = torch.empty((batch.logit_rows.shape[0], self._num_tokens))
         self._run(batch, kv, logits=logits.data_ptr())
         return logits
+
+    def largest(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> tuple[Tensor, Tensor]:
+        """Computes the largest of the shard's logits `[R]` and their ids, which begin at 0. They are not changed
+        before."""
+        num_rows = batch.logit_rows.shape[0]
+        logits, ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        self._run(batch, kv, greedy_ids=ids.data_ptr(), greedy_logits=logits.data_ptr())
+        return logits, ids
 
     def greedy(self, batch: StepBatch, kv: tuple[LayerKv, ...], sampling: SamplingBatch | None = None) -> Tensor:
         """Computes the ids `[R]` int64 of the largest logits, the lowest among equals, after the changes of `sampling`,
@@ -210,7 +243,14 @@ class NativeDecoder:
         )
         return ids
 
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of the vocabulary whose logits this shard computes."""
+        columns = self.shard.columns(self.form.shape.vocabulary_size)
+        return int(columns.stop - columns.start)
+
     def _run(self, batch: StepBatch, kv: tuple[LayerKv, ...], **results: int | None) -> None:
+        assert self.shard.num_ranks == 1 or self.all_gather is not None or self.shared_parts is not None
         count = len(kv)
         step = _Step(
             token_ids=batch.token_ids.data_ptr(),
@@ -227,6 +267,8 @@ class NativeDecoder:
             adapter_slots=None if batch.adapter_slots is None else batch.adapter_slots.data_ptr(),
             part_seconds=self.part_seconds.ctypes.data,
             processor_seconds=None if self.processor_seconds is None else self.processor_seconds.ctypes.data,
+            all_gather=None if self.all_gather is None else ctypes.cast(self.all_gather, c_void_p),
+            shared_parts=self.shared_parts,
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
             num_logits=batch.logit_rows.shape[0],
@@ -234,7 +276,10 @@ class NativeDecoder:
             block_size=batch.block_size,
             **results,
         )
-        if self._calls.inflight_decoder_step(self._decoder, self._pool.address, ctypes.byref(step)):
+        result = self._calls.inflight_decoder_step(self._decoder, self._pool.address, ctypes.byref(step))
+        if result == STEP_INCOMPLETE:
+            raise ExchangeError(f"a step of {batch.num_tokens} tokens is incomplete")
+        if result:
             raise RuntimeError(f"not enough memory for a step of {batch.num_tokens} tokens")
 
 
@@ -268,9 +313,9 @@ def _choose_stream(library: NativeLibrary, pool: NativePool, form: DecoderForm) 
     return choose_stream(library, pool, trial)
 
 
-def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
+def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
     """Returns the form as C++ takes it, and the arrays that it points to."""
-    shape = form.shape
+    shape = shard.shape(form.shape)
     windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
     layer_ropes = np.array(shape.layer_ropes, np.int64)
     frequencies = np.array([rope.inverse_frequencies for rope in shape.ropes], np.float32)
@@ -281,6 +326,8 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
         *(int(getattr(form, name)) for name in _FORM_FLAGS),
         shape.activation == GELU_TANH,
         form.head_norms,
+        shard.num_ranks,
+        shard.rank,
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
         windows.ctypes.data,
         layer_ropes.ctypes.data,
@@ -290,7 +337,7 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
     return layout, (windows, layer_ropes, frequencies, scalings)
 
 
-def _vectors(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
+def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, Tensor]]:
     """Yields what is packed in float32: layer, part, numbers."""
     yield 0, Packed.FINAL_NORM, weights.final_norm
     for index, layer in enumerate(weights.layers):
@@ -299,7 +346,7 @@ def _vectors(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
             (Packed.POST_ATTENTION_NORM, layer.post_attention_norm),
             (Packed.QUERY_NORM, layer.query_norm),
             (Packed.KEY_NORM, layer.key_norm),
-            (Packed.QKV_BIAS, layer.qkv_bias),
+            (Packed.QKV_BIAS, None if layer.qkv_bias is None else shard.qkv_bias(weights.shape, layer.qkv_bias)),
             (Packed.OUTPUT_BIAS, layer.output_bias),
             (Packed.ATTENTION_OUTPUT_NORM, layer.attention_output_norm),
             (Packed.FEED_FORWARD_OUTPUT_NORM, layer.feed_forward_output_norm),
@@ -310,31 +357,34 @@ def _vectors(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
                 yield index, part, tensor
 
 
-def _matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, int, Matrix]]:
+def _matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, int, Matrix]]:
     """Yields the matrices: layer (for a matrix of an expert, its index among those of all layers), part, which of the
     part's columns is the matrix's first, and the matrix."""
-    for layer, part, matrices in _fused_matrices(weights):
+    for layer, part, matrices in _fused_matrices(weights, shard):
         first = 0
         for matrix in matrices:
-            yield layer, part, first, matrix
+            # The last ranks may have no columns.
+            if matrix.shape[0]:
+                yield layer, part, first, matrix
             first += matrix.shape[0]
 
 
-def _fused_matrices(weights: DecoderWeights) -> Iterator[tuple[int, Packed, tuple[Matrix, ...]]]:
+def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, tuple[Matrix, ...]]]:
     """Yields layer, part, and the matrices that are one product."""
-    yield 0, Packed.EMBEDDING, (weights.embedding,)
-    yield 0, Packed.HEAD, (weights.head,)
+    shape = weights.shape
+    yield 0, Packed.EMBEDDING, (shard.embedding(weights),)
+    yield 0, Packed.HEAD, (shard.head(weights),)
     for index, layer in enumerate(weights.layers):
-        yield index, Packed.QKV, layer.qkv_matrices
-        yield index, Packed.OUTPUT, (layer.output,)
+        yield index, Packed.QKV, shard.qkv(shape, layer.qkv_matrices)
+        yield index, Packed.OUTPUT, (shard.hidden(shape, layer.output),)
         if layer.router is None:
-            yield index, Packed.GATE_UP, layer.gate_up_parts
-            yield index, Packed.DOWN, (layer.down,)
+            yield index, Packed.GATE_UP, shard.gate_up(shape, layer.gate_up_parts)
+            yield index, Packed.DOWN, (shard.hidden(shape, layer.down),)
             continue
         (gate_up,), down = layer.gate_up_parts, layer.down
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        for expert in range(weights.shape.num_experts):
-            index_of_all = index * weights.shape.num_experts + expert
+        for expert in range(shape.num_experts):
+            index_of_all = index * shape.num_experts + expert
             yield index_of_all, Packed.EXPERT_GATE_UP, (gate_up[expert],)
             yield index_of_all, Packed.EXPERT_DOWN, (down[expert],)
 
@@ -387,6 +437,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in _SHAPE_SIZES),
         *((name, c_int64) for name in ("num_ropes", *_FORM_FLAGS, "has_gelu", "head_norms")),
+        *((name, c_int64) for name in ("num_ranks", "rank")),
         *((name, c_float) for name in _SHAPE_FACTORS),
         *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "inverse_frequencies", "rope_scalings")),
     )
@@ -416,8 +467,10 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("block_tables", "table_rows", "logit_rows")),
         *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
         ("is_int8", ctypes.POINTER(c_int64)),
-        *((name, c_void_p) for name in ("logits", "greedy_ids", "processed", "banned_ids", "banned_starts")),
+        *((name, c_void_p) for name in ("logits", "greedy_ids", "greedy_logits", "processed")),
+        *((name, c_void_p) for name in ("banned_ids", "banned_starts")),
         *((name, c_void_p) for name in ("adapter_slots", "part_seconds", "processor_seconds")),
+        *((name, c_void_p) for name in ("all_gather", "shared_parts")),
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
     )
 
@@ -433,6 +486,8 @@ def _declared(library: Any) -> Any:
     library.inflight_decoder_pack_codes.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
     library.inflight_decoder_matrix_bytes.restype = c_int64
     library.inflight_decoder_matrix_bytes.argtypes = (c_void_p,)
+    library.inflight_decoder_row_part_bytes.restype = c_int64
+    library.inflight_decoder_row_part_bytes.argtypes = (c_void_p,)
     library.inflight_decoder_adapter_slot_bytes.restype = c_int64
     library.inflight_decoder_adapter_slot_bytes.argtypes = (c_void_p, c_int64)
     library.inflight_decoder_reserve_adapters.restype = c_int64

@@ -5,8 +5,8 @@ overlap the next step is planned and launched while the device computes the curr
 launch it, read N. Without overlap each step is retired before the next is planned, and so is a step that does not allow
 the next one (`PendingStep.allows_next`).
 
-A step that fails at launch or at reading ends its own sequences only. If the loop cannot go on (a bug, or a device on
-which every step fails), the thread ends and calls `on_death`.
+A step that fails at launch or at reading ends its own sequences only. If the loop cannot go on (a bug, a device on
+which every step fails, or one that is lost), the thread ends and calls `on_death`.
 
 All input reaches the loop through its inbox, and all output leaves through `publish`, in order. No other thread touches
 the scheduler. An idle engine blocks on the inbox and uses no processor time.
@@ -28,7 +28,7 @@ from executor.engine.deadlines import DeadlineHeap
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput, EngineStatus, HeldSequences, step_record
 from executor.engine.prefill_budget import PrefillBudget
-from executor.engine.runner import FailedStep, PendingStep, StepRunner
+from executor.engine.runner import DeviceLostError, FailedStep, PendingStep, StepRunner
 from executor.engine.standby import StandbyDepth
 from executor.engine.step_time import StepLoad
 from executor.engine.timing import LoopParts, Throughput
@@ -45,10 +45,6 @@ MAX_FAILURES = 16
 # Commands that are executed before a step. A submit takes about 15 µs, so a burst delays the running sequences by at
 # most 2 ms per step. It is more than the sequences that most executors hold, which can be cancelled all at once.
 MAX_COMMANDS = 128
-
-
-class DeviceLostError(Exception):
-    """Every step fails; the process has to be replaced."""
 
 
 class Engine:
@@ -279,6 +275,8 @@ class Engine:
         """Returns the outcome of a step. A failed step ends its own sequences only."""
         try:
             sampled_ids = self._read(plan, step)
+        except DeviceLostError:
+            raise
         except Exception as error:
             log.exception("step %d failed", self.num_steps)
             self._num_failures += 1

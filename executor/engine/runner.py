@@ -14,6 +14,10 @@ from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 NO_TOKEN = -1
 
 
+class DeviceLostError(Exception):
+    """Every further step would fail; the process has to be replaced."""
+
+
 def token_ids_of(sampled: ReadOnlyList[int]) -> tuple[int | None, ...]:
     """Converts sampled ids for the host: `NO_TOKEN` becomes None."""
     if min(sampled, default=0) >= 0:

@@ -8,9 +8,10 @@ model that cannot run correctly is refused at load with the reason (`checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from common.machine import num_available_memory_bytes
 from common.model_source import ModelError, ModelSource, model_errors
+from common.version import installed_version
 from executor.attention.backend import AttentionBackend, LayerKv
 from executor.attention.choice import BackendChoice, choose_backend
 from executor.attention.cpu import CpuAttention
+from executor.attention.host_tier import HostTier, open_host_tier
 from executor.attention.quantized import kv_dtypes
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
@@ -30,11 +34,15 @@ from executor.checkpoint.packed_linear import pack_linears
 from executor.checkpoint.quantized_linear import is_quantized, make_dense
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.rounding import round_linears
+from executor.checkpoint.shards import WHOLE, Shard, digest_of, indivisible_reason
 from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.cpu.streams import WeightStream
 from executor.formats.loading import load_network
-from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
+from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, compare, expect
+from executor.parallel.decoder import ParallelDecoder
+from executor.parallel.leader import WorkerGroup
+from executor.parallel.member import Hello
 from executor.step.batch import StepBatch
 from executor.step.logprobs import StepLogprobs, step_logprobs
 from executor.step.sampling import choose_greedily, name_excluded, sample
@@ -92,12 +100,16 @@ class PagedModel:
         # A native forward pass in place of transformers', whose weights are then not needed.
         self.gpu_decoder = gpu_decoder
         self.native = native
+        # With other ranks, what computes on all of them; `native` is then this rank's part of it.
+        self.parallel: ParallelDecoder | None = None
         self._network = network if native is None else None
         self._layers = layers
         self._weight_dtype = weight_dtype
         self._layer_kv_dtypes = tuple(layer_kv_dtypes) or (network.dtype,) * len(layers)
-        self._backend = choice.backend
+        self.backend = choice.backend
         self._sampler = sampler
+        # Properties, by name, in which the ranks of an executor must agree.
+        self.same_on_all_ranks: Mapping[str, str] = {}
         self._kv: tuple[LayerKv, ...] = ()
 
     @classmethod
@@ -114,6 +126,8 @@ class PagedModel:
         forward_name: str = "auto",
         instructions: str = "auto",
         weight_stream: WeightStream | None = None,
+        shard: Shard = WHOLE,
+        group: WorkerGroup | None = None,
     ) -> PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
@@ -122,9 +136,12 @@ class PagedModel:
         `kv_cache_dtype` is `auto` or `int8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of the
         activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
-        fastest way is measured.
+        fastest way is measured. Of several ranks, this is the one of `shard`; the leader has the `group` of the others,
+        which must join before the model is checked.
         """
         device = choose_device(device_name)
+        if shard.num_ranks > 1 and device.type != "cpu":
+            raise ModelError(f"tensor parallelism needs a CPU, and the device is {device}")
         dtype = choose_dtype(dtype_name, device)
         network, folder = load_network(source, dtype, device)
         if weight_dtype == "dense":
@@ -134,7 +151,7 @@ class PagedModel:
         if weight_dtype == "int4":
             log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
         with _unsupported(network.config):
-            expectation = expect(network, _vocabulary_size(network))
+            expectation = expect(network, _vocabulary_size(network)) if shard.rank == 0 else None
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
         choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
@@ -146,19 +163,17 @@ class PagedModel:
         sampler = _native_sampler(choice.backend, device, instructions)
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
-            native = _native_forward(network, layers, choice, description, weight_dtype, forward_name, weight_stream)
-            forms = (layer_kv_dtypes, weight_dtype)
-            model = cls(network, layers, choice, description, native.gpu, native.native, sampler, *forms)
-            model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-            compare(
-                expectation,
-                model.forward,
-                dtype,
-                has_int8_weights=weight_dtype == "int8",
-                has_int8_kv=has_int8_kv,
-                routes_by_itself=native.native is not None and native.native.form.shape.num_experts > 0,
+            native = _native_forward(
+                network, layers, choice, description, weight_dtype, forward_name, weight_stream, shard
             )
-        model.free_kv()
+            own_layers = _layers_of(layers, shard)
+            forms = (layer_kv_dtypes, weight_dtype)
+            model = cls(network, own_layers, choice, description, native.gpu, native.native, sampler, *forms)
+            model.same_on_all_ranks = native.same_on_all_ranks
+            if group is not None:
+                model._lead(group)
+            if expectation is not None:
+                model._check(expectation)
         return model
 
     @property
@@ -190,7 +205,15 @@ class PagedModel:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Allocates blocks 1 to `num_blocks`, and the spare block 0."""
+        if self.parallel is not None:
+            self.parallel.allocate_kv(num_blocks, block_size)
         self._kv = self._allocate(num_blocks + 1, block_size)
+
+    def open_host_tier(self, num_host_blocks: int) -> HostTier:
+        """Opens a host tier for the allocated blocks."""
+        if self.parallel is not None:
+            return self.parallel.open_host_tier(self._kv, num_host_blocks)
+        return open_host_tier(self._kv, num_host_blocks)
 
     def free_kv(self) -> None:
         """Frees the blocks' memory."""
@@ -200,9 +223,11 @@ class PagedModel:
         """Computes every token of the batch, stores its KV, and returns the logits `[R + Q, vocabulary]` in
         float32."""
         batch = batch.to(self.device)
+        if self.parallel is not None:
+            return self.parallel.logits(batch, self._kv)
         if self.native is not None:
             return self.native.logits(batch, self._kv)
-        step = PagedStep(self._backend, self._layers, self._kv, batch)
+        step = PagedStep(self.backend, self._layers, self._kv, batch)
         with torch.inference_mode():
             if self.gpu_decoder is not None:
                 return self.gpu_decoder.forward(batch, self._kv).float()
@@ -221,7 +246,10 @@ class PagedModel:
     ) -> tuple[Tensor, StepLogprobs | None]:
         """Computes the batch, calls `before_sampling`, and samples. Returns the token ids `[R]` int64, on the model's
         device, and the log probabilities that rows report."""
-        if self.native is not None and sampling.takes_largest and not sampling.reporting:
+        if self.parallel is not None:
+            if sampling.is_greedy and not sampling.reporting:
+                return self.parallel.greedy(batch, self._kv), None
+        elif self.native is not None and sampling.takes_largest and not sampling.reporting:
             return self.native.greedy(batch, self._kv, sampling), None
         logits = self.forward(batch)
         if before_sampling is not None:
@@ -242,9 +270,39 @@ class PagedModel:
         token_ids = sample(logits, sampling.rows())
         return name_excluded(token_ids, logits) if sampling.excludes else token_ids
 
+    def hello(self, rank: int) -> Hello:
+        """Returns what this rank tells the others of itself."""
+        same = {
+            "version": installed_version(),
+            "dtype": self.dtype_name,
+            "weight dtype": self.weight_dtype_name,
+            "KV cache dtype": self.kv_cache_dtype_name,
+            **self.same_on_all_ranks,
+        }
+        return Hello(rank, same, socket.gethostname(), num_available_memory_bytes() or 0)
+
+    def _check(self, expectation: Expectation) -> None:
+        """Raises `ModelError` if the model yields other logits than transformers."""
+        self.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        compare(
+            expectation,
+            self.forward,
+            self.dtype,
+            has_int8_weights=self.weight_dtype_name == "int8",
+            has_int8_kv=torch.int8 in self._layer_kv_dtypes,
+            routes_by_itself=self.native is not None and self.native.form.shape.num_experts > 0,
+        )
+        self.free_kv()
+
+    def _lead(self, group: WorkerGroup) -> None:
+        """Waits for the other ranks, and computes with them from now on."""
+        assert isinstance(self.native, NativeDecoder) and isinstance(self.backend, CpuAttention)
+        exchange = group.join(self.native, self.backend.library, self.hello(0))
+        self.parallel = ParallelDecoder(self.native, group, exchange)
+
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(
-            self._backend.allocate(layer.shape, num_blocks, block_size, kv_dtype, self.device)
+            self.backend.allocate(layer.shape, num_blocks, block_size, kv_dtype, self.device)
             for layer, kv_dtype in zip(self._layers, self._layer_kv_dtypes, strict=True)
         )
 
@@ -255,6 +313,7 @@ class NativeForward:
 
     gpu: GpuDecoder | None = None
     native: NativeDecoder | None = None
+    same_on_all_ranks: Mapping[str, str] = field(default_factory=dict)
 
 
 def _native_forward(
@@ -265,6 +324,7 @@ def _native_forward(
     weight_dtype: str,
     forward_name: str,
     weight_stream: WeightStream | None,
+    shard: Shard,
 ) -> NativeForward:
     """Packs the weights for a native forward pass where the model has one, else for transformers'."""
     if choice.backend.name == "triton":
@@ -278,14 +338,20 @@ def _native_forward(
     if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
         obstacle = unsupported_reason(weights.shape)
         if obstacle is None:
+            if reason := indivisible_reason(weights, shard.num_ranks):
+                raise ModelError(f"tensor_parallel_size={shard.num_ranks}: {reason}")
             form = form_of(weights, network.dtype, weight_dtype == "int8")
-            return NativeForward(native=_native_decoder(weights, choice.backend, form, weight_stream))
+            native = _native_decoder(weights, choice.backend, form, weight_stream, shard)
+            return NativeForward(native=native, same_on_all_ranks=_same_on_all_ranks(weights, choice.backend, shard))
         weights = obstacle
     if isinstance(weights, str):
         log.info("using the forward pass of transformers, because %s", weights)
     if weight_dtype in ("int8", "int4"):
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
         raise ModelError(f"{weight_dtype} weights need the native forward pass on a CPU, and {why}")
+    if shard.num_ranks > 1:
+        why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
+        raise ModelError(f"tensor parallelism needs the native forward pass on a CPU, and {why}")
     pack_linears(network)
     return NativeForward()
 
@@ -300,13 +366,31 @@ def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: Mo
 
 
 def _native_decoder(
-    weights: DecoderWeights, backend: CpuAttention, form: DecoderForm, stream: WeightStream | None
+    weights: DecoderWeights, backend: CpuAttention, form: DecoderForm, stream: WeightStream | None, shard: Shard
 ) -> NativeDecoder:
-    """Packs the model for the C++ code."""
-    native = NativeDecoder(backend.library, backend.pool, form, stream)
+    """Packs the model, or a shard of it, for the C++ code."""
+    native = NativeDecoder(backend.library, backend.pool, form, stream, shard)
     log.info("weights are read with %s", native.stream)
     native.pack(weights)
     return native
+
+
+def _same_on_all_ranks(weights: DecoderWeights, backend: CpuAttention, shard: Shard) -> Mapping[str, str]:
+    if shard.num_ranks == 1:
+        return {}
+    return {
+        "number of ranks": str(shard.num_ranks),
+        "model": digest_of(weights),
+        "instruction set": backend.library.instructions,
+    }
+
+
+def _layers_of(layers: tuple[Layer, ...], shard: Shard) -> tuple[Layer, ...]:
+    """Returns the layers with the KV heads of a shard."""
+    return tuple(
+        replace(layer, shape=replace(layer.shape, num_kv_heads=layer.shape.num_kv_heads // shard.num_ranks))
+        for layer in layers
+    )
 
 
 def _native_sampler(backend: AttentionBackend, device: torch.device, instructions: str) -> NativeSampler | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.machine import num_usable_cores
-from executor.attention.host_tier import HostTier, open_host_tier
+from executor.attention.host_tier import HostTier
 from executor.engine.runner import PendingStep, token_ids_of
 from executor.logits.grammar import MaskFiller
 from executor.model.model import PagedModel
@@ -108,7 +108,7 @@ class ModelRunner:
 
     def __init__(self, model: PagedModel, limits: SchedulerLimits, block_size: int) -> None:
         self._model = model
-        self._host_tier = open_host_tier(model.kv, limits.num_host_blocks) if limits.num_host_blocks else None
+        self._host_tier = model.open_host_tier(limits.num_host_blocks) if limits.num_host_blocks else None
         self._packer = StepPacker(limits.num_seat_rows, -(-limits.context_length // block_size), block_size)
         self._columns = SamplingColumns(limits.num_seat_rows, model.description.vocabulary_size)
         self._masks = MaskFiller(torch.get_num_threads())

@@ -2,6 +2,7 @@
 
 #include "adapters.h"
 #include "decoder_weights.h"
+#include "exchange.h"
 #include "greedy.h"
 #include "row_ops.h"
 
@@ -13,11 +14,14 @@ class Decoder {
   public:
     virtual ~Decoder() = default;
     virtual int64_t matrix_bytes() const = 0;
+    // The most bytes of a row that a rank gives the others at once.
+    virtual int64_t row_part_bytes() const = 0;
     virtual void declare(int64_t layer, int64_t part, const CodedPart& coded) = 0;
     virtual void allocate() = 0;
     virtual void pack(int64_t layer, int64_t part, const void* numbers, int64_t first, int64_t count) = 0;
     virtual void pack_codes(int64_t layer, int64_t part, const CodedPart& coded) = 0;
-    virtual void step(Pool& pool, const DecoderStep& step) = 0;
+    // Returns whether all ranks took part.
+    virtual bool step(Pool& pool, const DecoderStep& step) = 0;
     virtual int64_t adapter_slot_bytes(int64_t max_rank) const = 0;
     virtual void reserve_adapters(int64_t num_slots, int64_t max_rank) = 0;
     virtual bool load_adapter(int64_t slot, const AdapterMatrix* matrices) = 0;
@@ -43,6 +47,12 @@ class DecoderOf final : public Decoder {
 
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
+    int64_t row_part_bytes() const override {
+        return std::max({shape_.part_of(shape_.hidden_size) * (int64_t)sizeof(float),
+                         Rows<Element>::part_bytes(shape_.part_of(shape_.attention_depth(), 1)),
+                         Rows<Factor>::part_bytes(shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS))});
+    }
+
     void declare(int64_t layer, int64_t part, const CodedPart& coded) override { weights_.declare(layer, part, coded); }
 
     void allocate() override { weights_.allocate(); }
@@ -55,23 +65,25 @@ class DecoderOf final : public Decoder {
         weights_.pack_codes(layer, part, coded);
     }
 
-    void step(Pool& pool, const DecoderStep& step) override {
+    bool step(Pool& pool, const DecoderStep& step) override {
         activations_.reserve(shape_, step.num_tokens);
         viewed_.reserve(weights_.viewed_size, activations_.capacity);
+        if (shape_.num_ranks > 1) exchange_.begin(step, shape_.num_ranks, shape_.rank, step.num_tokens * row_part_bytes());
         adapted_.begin(shape_, adapters_, step.adapter_slots, step.query_starts, step.num_sequences);
         const auto items =
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
         while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>(shape_));
-        if (step.greedy_ids != nullptr) choice_.begin(step, shape_.vocabulary_size, pool.num_threads());
+        if (step.greedy_ids != nullptr) choice_.begin(step, shape_.vocabulary_columns().count, pool.num_threads());
         pool.run([&](Team& team) {
             const TilesInUse tiles;
             Run(*this, step, items, team).through_layers();
         });
-        if (step.processor_seconds == nullptr) return;
-        for (const auto& scratch : scratch_)
-            for (int part = 0; part < NUM_PARTS; ++part)
-                step.processor_seconds[part] += std::exchange(scratch->processor_seconds[part], 0.0);
+        if (step.processor_seconds != nullptr)
+            for (const auto& scratch : scratch_)
+                for (int part = 0; part < NUM_PARTS; ++part)
+                    step.processor_seconds[part] += std::exchange(scratch->processor_seconds[part], 0.0);
+        return !exchange_.has_failed();
     }
 
     int64_t adapter_slot_bytes(int64_t max_rank) const override { return adapters_.slot_bytes(max_rank); }
@@ -105,6 +117,7 @@ class DecoderOf final : public Decoder {
               shape_(decoder.shape_),
               activations_(decoder.activations_),
               adapted_(decoder.adapted_),
+              exchange_(decoder.exchange_),
               step_(step),
               items_(items),
               team_(team),
@@ -113,6 +126,7 @@ class DecoderOf final : public Decoder {
 
         void through_layers() {
             embed();
+            if (exchange_.has_failed()) return;
             for (int64_t index = 0; index < shape_.num_layers; ++index) {
                 const Layer<Factor>& layer = decoder_.weights_.layers[index];
                 const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
@@ -121,6 +135,7 @@ class DecoderOf final : public Decoder {
                 shrink(QKV, QKV_PRODUCT, index, normed_elements());
                 project_qkv(layer, kv, index);
                 attend_all(kv, decoder_.windows_[index]);
+                gather(activations_.attended, shape_.attention_depth(), 1);
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
                 shrink(OUTPUT, OUTPUT_PRODUCT, index, activations_.attended);
                 add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
@@ -132,11 +147,13 @@ class DecoderOf final : public Decoder {
                 }
                 shrink(GATE_UP, GATE_UP_PRODUCT, index, normed_elements());
                 gate_up(layer, index);
+                gather(activations_.hidden, shape_.intermediate_size, PART_INNER_COLUMNS);
                 shrink(DOWN, DOWN_PRODUCT, index, hidden_elements());
                 add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm, ADAPT_DOWN,
                             index,
                             index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
                                                           : &decoder_.weights_.head);
+                if (exchange_.has_failed()) return;
             }
             head();
         }
@@ -230,12 +247,11 @@ class DecoderOf final : public Decoder {
         }
 
         void embed() {
-            const int64_t half = shape_.rotary_dim / 2, hidden = shape_.hidden_size;
+            const int64_t half = shape_.rotary_dim / 2, columns = shape_.hidden_columns().count;
             each_row(EMBED, step_.num_tokens, [&](int64_t row) {
-                float* residual = activations_.residual + row * activations_.width;
-                const Number* embedding = decoder_.weights_.embedding + step_.token_ids[row] * hidden;
-                for (int64_t i = 0; i < hidden; ++i)
-                    residual[i] = Element::get(embedding[i]) * shape_.embedding_scale;
+                float* to = shape_.num_ranks == 1 ? activations_.residual + row * activations_.width : own_sums(row);
+                const Number* embedding = decoder_.weights_.embedding + step_.token_ids[row] * columns;
+                for (int64_t i = 0; i < columns; ++i) to[i] = Element::get(embedding[i]) * shape_.embedding_scale;
                 for (int64_t rope = 0; rope < shape_.num_ropes; ++rope)
                     for (int64_t i = 0; i < half; ++i) {
                         const float angle = (float)step_.positions[row] * decoder_.frequencies_[rope * half + i];
@@ -243,6 +259,50 @@ class DecoderOf final : public Decoder {
                         activations_.cosines[to] = std::cos(angle) * decoder_.rope_scalings_[rope];
                         activations_.sines[to] = std::sin(angle) * decoder_.rope_scalings_[rope];
                     }
+            });
+            gather_sums([&](int64_t row, int64_t first, int64_t count, const float* embedded) {
+                std::memcpy(activations_.residual + row * activations_.width + first, embedded,
+                            count * sizeof *embedded);
+            });
+        }
+
+        // The sums of a row that this rank has computed, for `gather_sums`.
+        float* own_sums(int64_t row) const {
+            const int64_t part = shape_.part_of(shape_.hidden_size);
+            return reinterpret_cast<float*>(exchange_.own_part(step_.num_tokens * part * sizeof(float))) + row * part;
+        }
+
+        // Exchanges columns of rows of the residual's size. Calls `take(row, first, count, sums)` for each rank's.
+        template <class Take>
+        void gather_sums(const Take& take) {
+            if (shape_.num_ranks == 1) return;
+            const int64_t part = shape_.part_of(shape_.hidden_size), num_bytes = step_.num_tokens * part * sizeof(float);
+            phase(EXCHANGE, 1, [&](int64_t) { exchange_.run(num_bytes); });
+            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+                for (int64_t rank = 0; rank < shape_.num_ranks; ++rank) {
+                    const auto [first, count] = shape_.columns_of(rank, shape_.hidden_size);
+                    take(row, first, count, reinterpret_cast<float*>(exchange_.part(rank, num_bytes)) + row * part);
+                }
+            });
+        }
+
+        // Exchanges columns of rows of activations, whose parts of each rank are multiples of `multiple`.
+        template <class Type>
+        void gather(const Rows<Type>& rows, int64_t depth, int64_t multiple) {
+            if (shape_.num_ranks == 1) return;
+            const int64_t part = shape_.part_of(depth, multiple), row_bytes = Rows<Type>::part_bytes(part);
+            const int64_t num_bytes = step_.num_tokens * row_bytes;
+            const auto [own_first, own_count] = shape_.columns_of(shape_.rank, depth, multiple);
+            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+                rows.copy_part(row, own_first, own_count, exchange_.own_part(num_bytes) + row * row_bytes);
+            });
+            phase(EXCHANGE, 1, [&](int64_t) { exchange_.run(num_bytes); });
+            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+                for (int64_t rank = 0; rank < shape_.num_ranks; ++rank) {
+                    const auto [first, count] = shape_.columns_of(rank, depth, multiple);
+                    if (rank != shape_.rank)
+                        rows.put_part(row, first, count, exchange_.part(rank, num_bytes) + row * row_bytes);
+                }
             });
         }
 
@@ -371,7 +431,7 @@ class DecoderOf final : public Decoder {
                                  activations_.queries.numbers,
                                  activations_.queries.stride,
                                  shape_.head_dim,
-                                 activations_.attended.numbers,
+                                 activations_.attended.numbers + shape_.rank * shape_.num_heads * shape_.head_dim,
                                  activations_.attended.stride,
                                  step_.query_starts,
                                  step_.context_lengths,
@@ -394,7 +454,7 @@ class DecoderOf final : public Decoder {
         }
 
         void round_attended() {
-            const int64_t depth = shape_.num_heads * shape_.head_dim;
+            const int64_t depth = shape_.attention_depth();
             each_row(ATTENTION, step_.num_tokens, [&](int64_t row) {
                 const Number* from = activations_.attended.row(row);
                 float* numbers = scratch_.product.tile;
@@ -412,21 +472,30 @@ class DecoderOf final : public Decoder {
             has_expert_rows_ = false;
             if (!decoder_.weights_.views(matrix).empty())
                 each_row(part, num_tokens, [&](int64_t row) { view_row(matrix, rows, row); });
+            const auto add = [&](int64_t row, int64_t first, int64_t columns, const float* sums) {
+                float* to = (norm == nullptr ? activations_.residual : activations_.delta) + row * activations_.width +
+                            first;
+                for (int64_t c = 0; c < columns; c += WIDTH) {
+                    Floats sum = load(sums + c) * scale;
+                    if (norm == nullptr) sum += load(to + c);
+                    if (bias != nullptr) sum += load(bias + first + c) * scale;
+                    store(to + c, sum);
+                }
+            };
             product(part, matrix, rows, num_tokens, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
                 const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
                 for (int i = 0; i < num_rows; ++i) {
-                    if (has_adapter(row + i))
-                        add_adapter(row + i, index, adapted, first, BLOCK_COLUMNS, tile + i * BLOCK_COLUMNS);
-                    float* to = (norm == nullptr ? activations_.residual : activations_.delta) +
-                                (row + i) * activations_.width + first;
-                    for (int64_t c = 0; c < columns; c += WIDTH) {
-                        Floats sum = load(tile + i * BLOCK_COLUMNS + c) * scale;
-                        if (norm == nullptr) sum += load(to + c);
-                        if (bias != nullptr) sum += load(bias + first + c) * scale;
-                        store(to + c, sum);
-                    }
+                    float* const sums = tile + i * BLOCK_COLUMNS;
+                    if (has_adapter(row + i)) add_adapter(row + i, index, adapted, first, BLOCK_COLUMNS, sums);
+                    if (shape_.num_ranks == 1)
+                        add(row + i, first, columns, sums);
+                    else
+                        std::memcpy(own_sums(row + i) + first, sums, BLOCK_COLUMNS * sizeof *sums);
                 }
+            });
+            gather_sums([&](int64_t row, int64_t first, int64_t count, const float* sums) {
+                add(row, first, round_up(count, LANES), sums);
             });
         }
 
@@ -448,6 +517,7 @@ class DecoderOf final : public Decoder {
         template <bool HAS_GELU>
         void activate(int64_t index, int64_t block, int64_t row, int num_rows, float* tile) {
             constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
+            const int64_t first = shape_.inner_columns().first + block / 2 * BLOCK_COLUMNS;
             for (int i = 0; i < num_rows; ++i) {
                 alignas(64) float hidden[COLUMNS];
                 float* const gate = tile + i * 2 * COLUMNS;
@@ -457,9 +527,9 @@ class DecoderOf final : public Decoder {
                     const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
                     store(hidden + c, gated<Element, HAS_GELU>(load(both), load(both + BLOCK_COLUMNS)));
                 }
-                activations_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
+                activations_.hidden.put(row + i, first, hidden, COLUMNS);
                 if constexpr (!std::is_same_v<Element, Factor>)
-                    if (is_adapted) adapted_.hidden.put(row + i, block / 2 * BLOCK_COLUMNS, hidden, COLUMNS);
+                    if (is_adapted) adapted_.hidden.put(row + i, first, hidden, COLUMNS);
             }
         }
 
@@ -541,12 +611,13 @@ class DecoderOf final : public Decoder {
 
         void take_logits(GreedyChoice* choice, int64_t row, int64_t group, float* logits) {
             const int64_t first = group * GreedyChoice::GROUP_COLUMNS;
-            const int64_t count = std::min(shape_.vocabulary_size - first, GreedyChoice::GROUP_COLUMNS);
+            const int64_t num_columns = shape_.vocabulary_columns().count;
+            const int64_t count = std::min(num_columns - first, GreedyChoice::GROUP_COLUMNS);
             if (shape_.changes_logits()) change_logits(logits);
             if (choice != nullptr)
                 choice->take(team_.thread, row, group, logits, count);
             else
-                std::memcpy(step_.logits + row * shape_.vocabulary_size + first, logits, count * sizeof(float));
+                std::memcpy(step_.logits + row * num_columns + first, logits, count * sizeof(float));
         }
 
         void change_logits(float* logits) const {
@@ -560,6 +631,7 @@ class DecoderOf final : public Decoder {
         const DecoderShape& shape_;
         const Activations<Element, Factor>& activations_;
         const AdaptedRows<Element, Factor>& adapted_;
+        Exchange& exchange_;
         const DecoderStep& step_;
         const std::vector<Item>& items_;
         Team& team_;
@@ -579,6 +651,7 @@ class DecoderOf final : public Decoder {
     AdaptedRows<Element, Factor> adapted_;
     ViewedRows<Element> viewed_;
     GreedyChoice choice_;
+    Exchange exchange_;
     std::vector<ExpertRows> groups_;     // experts that have rows in the current layer
     std::vector<int64_t> next_places_;   // of each expert
     std::vector<std::unique_ptr<Scratch>> scratch_;
@@ -634,6 +707,16 @@ int64_t inflight_decoder_matrix_bytes(void* decoder) {
     return static_cast<inflight::Decoder*>(decoder)->matrix_bytes();
 }
 
+// Returns the most bytes of a row of activations that a rank gives the others at once.
+int64_t inflight_decoder_row_part_bytes(void* decoder) {
+    return static_cast<inflight::Decoder*>(decoder)->row_part_bytes();
+}
+
+// Waits for all ranks that share the memory. Returns 0, or 2 if one does not come in time.
+int64_t inflight_shared_parts_meet(void* shared_parts, int64_t num_ranks) {
+    return static_cast<inflight::SharedParts*>(shared_parts)->meet(num_ranks) ? 0 : 2;
+}
+
 // Returns the bytes of an adapter slot for ranks up to `max_rank`.
 int64_t inflight_decoder_adapter_slot_bytes(void* decoder, int64_t max_rank) {
     return static_cast<inflight::Decoder*>(decoder)->adapter_slot_bytes(max_rank);
@@ -651,10 +734,14 @@ int64_t inflight_decoder_load_adapter(void* decoder, int64_t slot, const infligh
     return static_cast<inflight::Decoder*>(decoder)->load_adapter(slot, matrices) ? 0 : 1;
 }
 
-// Returns 0, or 1 if there is not enough memory for the step's tokens.
+// Returns 0; 1 if there is not enough memory for the step's tokens; 2 if an exchange with other ranks has failed, after
+// which the results are undefined.
 int64_t inflight_decoder_step(void* decoder, void* pool, const inflight::DecoderStep* step) {
-    return inflight::or_out_of_memory(
-        [&] { static_cast<inflight::Decoder*>(decoder)->step(*static_cast<inflight::Pool*>(pool), *step); });
+    bool is_complete = true;
+    const int64_t is_out_of_memory = inflight::or_out_of_memory([&] {
+        is_complete = static_cast<inflight::Decoder*>(decoder)->step(*static_cast<inflight::Pool*>(pool), *step);
+    });
+    return is_complete ? is_out_of_memory : 2;
 }
 
 }  // extern "C"

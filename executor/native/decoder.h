@@ -7,6 +7,10 @@
 // that are multiplied with weights of layers are Factors, as these weights are: Elements or int8. The last norm's rows,
 // the output layer, queries, keys, values and what attention yields are Elements. A step allocates memory only if it is
 // larger than all steps before it.
+//
+// Of several ranks each has a part of the columns of every matrix, and of the heads. A product needs whole rows, so the
+// ranks exchange what they have computed before the next one: after the embedding, attention, both projections into the
+// residual stream, and the activation. No sum is split between ranks, so every number has the same bits as with one.
 
 #pragma once
 
@@ -28,12 +32,20 @@ extern "C" {
 // What norms of queries and keys cover: one head, or all heads of a token.
 enum HeadNorms { NO_HEAD_NORMS, NORMS_OF_ONE_HEAD, NORMS_OF_ALL_HEADS };
 
-// decoder.py's `_Shape`, in the same order.
+struct ColumnRange {
+    int64_t first, count;
+};
+
+constexpr int64_t PART_COLUMNS = 32;        // a rank's part of a matrix's columns is a multiple of this,
+constexpr int64_t PART_INNER_COLUMNS = 64;  // of the columns of gate and up of this
+
+// decoder.py's `_Shape`, in the same order. Heads are those of this rank; other sizes are those of the whole model.
 struct DecoderShape {
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary_size;
     int64_t rotary_dim, num_experts, num_experts_per_token, normalizes_experts, num_ropes;
     int64_t has_qkv_bias, has_output_bias, has_input_norms, has_output_norms, has_gelu;
     int64_t head_norms;                 // HeadNorms
+    int64_t num_ranks, rank;
     float norm_epsilon, attention_scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
     const int64_t* sliding_windows;     // [num_layers], 0: none
     const int64_t* layer_ropes;         // [num_layers]
@@ -41,7 +53,28 @@ struct DecoderShape {
     const float* rope_scalings;         // [num_ropes]
 
     bool changes_logits() const { return logit_scale != 1.0f || logit_softcap > 0; }
+
+    // Numbers of a row of all heads, those of other ranks included.
+    int64_t attention_depth() const { return num_ranks * num_heads * head_dim; }
+
+    // Columns of a matrix that a rank computes. All parts are equal, except that the last ones may be smaller or empty.
+    ColumnRange columns_of(int64_t of_rank, int64_t columns, int64_t multiple = PART_COLUMNS) const {
+        const int64_t part = part_of(columns, multiple), first = std::min(columns, of_rank * part);
+        return {first, std::min(part, columns - first)};
+    }
+    int64_t part_of(int64_t columns, int64_t multiple = PART_COLUMNS) const {
+        return num_ranks == 1 ? columns : round_up((columns + num_ranks - 1) / num_ranks, multiple);
+    }
+    ColumnRange hidden_columns() const { return columns_of(rank, hidden_size); }
+    ColumnRange inner_columns() const { return columns_of(rank, intermediate_size, PART_INNER_COLUMNS); }
+    ColumnRange vocabulary_columns() const { return columns_of(rank, vocabulary_size); }
 };
+
+// Gives every rank all parts: `parts` are as many parts of `num_bytes` as there are ranks, of which this rank has filled
+// its own. Returns 0, or another number if the other ranks cannot be reached.
+using AllGather = int64_t (*)(char* parts, int64_t num_bytes);
+
+struct SharedParts;  // exchange.h
 
 // decoder.py's `_Step`, in the same order.
 struct DecoderStep {
@@ -50,21 +83,24 @@ struct DecoderStep {
     const int64_t* logit_rows;                     // [num_logits]
     void *const *keys, *const *values;             // [num_layers]
     const int64_t* is_int8;                        // [num_layers], whether the KV is
-    float* logits;                                 // [num_logits, vocabulary_size], or null
+    float* logits;                                 // [num_logits, columns of this rank], or null
     int64_t* greedy_ids;                           // [num_logits], or null; one of the two is not
+    float* greedy_logits;                          // [num_logits], those of `greedy_ids`; or null
     const LogitsRow* const* processed;             // [num_logits], for a greedy step; or null, each and all
     const int32_t *banned_ids, *banned_starts;     // of row i: [banned_starts[i], banned_starts[i + 1]); or null
     const int32_t* adapter_slots;                  // [num_sequences], -1: no adapter; or null, none has one
     double* part_seconds;                          // [NUM_PARTS], added to, or null
     // [NUM_PARTS], added to, or null: processor seconds that all threads together spent in tasks, without waiting.
     double* processor_seconds;
+    AllGather all_gather;                          // with several ranks this or `shared_parts`, else null
+    SharedParts* shared_parts;                     // of ranks on one machine
     int64_t num_tokens, num_sequences, num_logits, table_stride, block_size;
 };
 
 }  // extern "C"
 
 // The parts of a step that are timed separately.
-enum Part { EMBED, NORM, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
+enum Part { EMBED, NORM, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, EXCHANGE, NUM_PARTS };
 
 // Rows of activations of a step, with space for `capacity` tokens.
 template <class Element, class Factor>
@@ -95,7 +131,7 @@ struct Activations {
 
   private:
     void place(const DecoderShape& shape, Cursor& cursor) {
-        const int64_t attention_depth = shape.num_heads * shape.head_dim;
+        const int64_t attention_depth = shape.attention_depth();
         width = round_up(shape.hidden_size, LANES);
         residual = cursor.take<float>(capacity * width);
         const int64_t num_hidden = capacity * std::max<int64_t>(1, shape.num_experts_per_token);
@@ -105,7 +141,7 @@ struct Activations {
         sines = cursor.take<float>(shape.num_ropes * capacity * shape.rotary_dim / 2);
         if (shape.head_norms == NORMS_OF_ALL_HEADS)
             unnormed = cursor.take<float>(capacity * (shape.num_heads + shape.num_kv_heads) * shape.head_dim);
-        queries = take_rows<Element>(cursor, capacity, attention_depth);
+        queries = take_rows<Element>(cursor, capacity, shape.num_heads * shape.head_dim);
         attended = take_rows<Element>(cursor, capacity, attention_depth);
         normed = take_rows<Factor>(cursor, capacity, shape.hidden_size);
         if constexpr (std::is_same_v<Element, Factor>) {

@@ -13,7 +13,8 @@
 
 namespace inflight {
 
-// Argument of `pack`. Matrices are `[columns, depth]` of the element type, the rest is float32.
+// Argument of `pack`. Matrices are `[columns, depth]` of the element type, of which the columns are those of this rank,
+// and the embedding is `[vocabulary_size, columns]` of them. The rest is float32, and whole except the QKV bias.
 enum Packed {
     PACK_EMBEDDING,
     PACK_HEAD,
@@ -98,11 +99,11 @@ class PackedWeights {
 
     // Packs `count` columns of a matrix, from `first` on; or a vector, the embedding or a router as a whole.
     void pack(int64_t layer, int64_t part, const void* numbers, int64_t first, int64_t count) {
-        const int64_t hidden = shape_.hidden_size;
+        const int64_t hidden = shape_.hidden_size, columns = shape_.hidden_columns().count;
         auto pack_into = [&](const auto& matrix) { pack_matrix(matrix, part, numbers, first, count); };
         switch (part) {
             case PACK_EMBEDDING:
-                std::memcpy(embedding, numbers, shape_.vocabulary_size * hidden * sizeof(Number));
+                std::memcpy(embedding, numbers, shape_.vocabulary_size * columns * sizeof(Number));
                 break;
             case PACK_HEAD: pack_into(head); break;
             case PACK_QKV: pack_into(layers[layer].qkv); break;
@@ -148,7 +149,7 @@ class PackedWeights {
     void place(Cursor& cursor) {
         const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
         const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads;
-        embedding = cursor.take<Number>(shape_.vocabulary_size * hidden);
+        embedding = cursor.take<Number>(shape_.vocabulary_size * shape_.hidden_columns().count);
         head = place_matrix<Element>(cursor, 0, PACK_HEAD);
         final_norm = cursor.take<float>(width);
         for (int64_t index = 0; index < shape_.num_layers; ++index) {
@@ -187,17 +188,18 @@ class PackedWeights {
         int64_t columns, depth, blocks_at_once;
     };
 
+    // Of the columns that this rank has.
     MatrixSize size_of(int64_t part) const {
-        const int64_t hidden = shape_.hidden_size, inner = shape_.intermediate_size;
-        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads;
+        const int64_t hidden = shape_.hidden_size, columns = shape_.hidden_columns().count;
+        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads, inner = shape_.inner_columns().count;
         switch (part) {
-            case PACK_HEAD: return {shape_.vocabulary_size, hidden, HEAD_BLOCKS};
+            case PACK_HEAD: return {shape_.vocabulary_columns().count, hidden, HEAD_BLOCKS};
             case PACK_QKV: return {heads * head_blocks * BLOCK_COLUMNS, hidden, head_blocks};
-            case PACK_OUTPUT: return {hidden, shape_.num_heads * shape_.head_dim, 1};
+            case PACK_OUTPUT: return {columns, shape_.attention_depth(), 1};
             case PACK_GATE_UP:
             case PACK_EXPERT_GATE_UP:
                 return {2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden, 2 * GATE_BLOCKS<Factor>};
-            default: return {hidden, inner, 1};
+            default: return {columns, shape_.intermediate_size, 1};
         }
     }
 
@@ -208,14 +210,16 @@ class PackedWeights {
 
     // Where a column of a matrix is among those of its blocks.
     int64_t placed(int64_t part, int64_t column) const {
-        const int64_t dim = shape_.head_dim, inner = shape_.intermediate_size, index = column % inner;
+        const int64_t dim = shape_.head_dim;
         switch (part) {
             // Each head begins a new block.
             case PACK_QKV: return column / dim * head_blocks * BLOCK_COLUMNS + column % dim;
             // Blocks of the gate and of the up projection alternate.
             case PACK_GATE_UP:
-            case PACK_EXPERT_GATE_UP:
+            case PACK_EXPERT_GATE_UP: {
+                const int64_t inner = shape_.inner_columns().count, index = column % inner;
                 return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
+            }
             default: return column;
         }
     }

@@ -93,6 +93,7 @@ class GreedyChoice {
         const bool excludes = touches_ && change(threads_[thread], row, best);
         for (const Thread& other : threads_) best.join(other.best[row]);
         step_->greedy_ids[row] = best.id == NO_TOKEN && excludes ? ALL_EXCLUDED : best.id;
+        if (step_->greedy_logits != nullptr) step_->greedy_logits[row] = best.logit;
     }
 
   private:

@@ -64,6 +64,37 @@ struct Rows {
                         scale_stride() * sizeof *scales);
     }
 
+    // Bytes of `count` numbers with their scales, as `copy_part` and `put_part` have them. int8 comes in whole groups,
+    // because each number of a group depends on all of them (int8.h).
+    static int64_t part_bytes(int64_t count) {
+        if constexpr (IS_INT8<Element>) return (count + GROUP - 1) / GROUP * (GROUP + (int64_t)sizeof(GroupScale));
+        return count * sizeof(typename Element::Number);
+    }
+
+    // Copies `count` numbers of a row out of it, from the begin of a step on.
+    void copy_part(int64_t index, int64_t first, int64_t count, char* to) const {
+        if constexpr (IS_INT8<Element>) {
+            const int64_t num_groups = (count + GROUP - 1) / GROUP;
+            std::memcpy(to, row(index) + first, num_groups * GROUP);
+            std::memcpy(to + num_groups * GROUP, scales + index * scale_stride() + first / GROUP,
+                        num_groups * sizeof *scales);
+        } else {
+            std::memcpy(to, row(index) + first, count * sizeof *numbers);
+        }
+    }
+
+    // Copies into a row what `copy_part` has copied out of another rank's.
+    void put_part(int64_t index, int64_t first, int64_t count, const char* from) const {
+        if constexpr (IS_INT8<Element>) {
+            const int64_t num_groups = (count + GROUP - 1) / GROUP;
+            std::memcpy(row(index) + first, from, num_groups * GROUP);
+            std::memcpy(scales + index * scale_stride() + first / GROUP, from + num_groups * GROUP,
+                        num_groups * sizeof *scales);
+        } else {
+            std::memcpy(row(index) + first, from, count * sizeof *numbers);
+        }
+    }
+
     // Writes `count` numbers of a row, a multiple of 16, from the begin of a step on.
     void put(int64_t index, int64_t first, const float* from, int64_t count) const {
         typename Element::Number* to = row(index) + first;

@@ -132,7 +132,7 @@ class Product {
 
     // As many tasks as give each thread enough of them, each of at least some tiles.
     int64_t tasks_of_column(int num_threads) const {
-        const int64_t wanted = TASKS_OF_THREAD * num_threads / (num_passes_ * num_columns_) + 1;
+        const int64_t wanted = TASKS_OF_THREAD * num_threads / std::max<int64_t>(1, num_passes_ * num_columns_) + 1;
         return std::clamp<int64_t>(rows_of_pass_ / (LEAST_TILES * TILE_ROWS), 1, wanted);
     }
 

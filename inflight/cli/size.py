@@ -115,12 +115,16 @@ def _capacity(flags: argparse.Namespace) -> Capacity:
 def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | None) -> tuple[Pool, Machine | None]:
     """Returns the pool of the smallest running executor, else the pool that would fit."""
     is_gpu = flags.memory_gib is None
+    num_ranks = flags.tensor_parallel_size
+    if is_gpu and num_ranks > 1:
+        raise SettingError("--tensor-parallel-size needs --memory-gib, because ranks run on CPUs only")
     fraction = flags.fraction or (GPU_FRACTION if is_gpu else CPU_FRACTION)
     memory = GPUS_MIB[flags.gpu] << 20 if is_gpu else round(flags.memory_gib * GIBIBYTE)
     working_gib = flags.working_gib if flags.working_gib is not None else (GPU_WORKING_GIB if is_gpu else 0.0)
     machine = Machine(memory, is_gpu, fraction, round(working_gib * GIBIBYTE))
     if capacity is None:
-        return pool_of(shape, machine, flags.dtype, flags.tokens_per_block, flags.max_tokens_in_paged_kv_cache), machine
+        most = flags.max_tokens_in_paged_kv_cache
+        return pool_of(shape, machine, flags.dtype, flags.tokens_per_block, most, num_ranks), machine
     smallest = min(capacity.executors, key=lambda executor: executor.blocks_total)
     computed = pool_of(shape, machine, flags.dtype, smallest.block_size, smallest.block_size)
     return (
@@ -192,6 +196,13 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     memory = group.add_mutually_exclusive_group()
     memory.add_argument("--gpu", choices=GPUS_MIB, default="h100-80gb", help="GPU of an executor; default: h100-80gb")
     memory.add_argument("--memory-gib", type=_positive, metavar="GIB", help="free memory of an executor on a CPU")
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=_whole,
+        default=1,
+        metavar="N",
+        help="ranks of an executor on CPUs, each with --memory-gib; default: 1",
+    )
     group.add_argument(
         "--fraction",
         type=_positive,

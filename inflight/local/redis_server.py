@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from inflight.local.guard import HAS_KERNEL_GUARD, guarded
+from common.guard import HAS_KERNEL_GUARD, guarded
 
 BINARY_NAMES = ("valkey-server", "redis-server")
 READY = "ready to accept connections"

@@ -34,7 +34,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 from common.disk_cache import build_once, cache_folder
-from inflight.local.guard import guarded
+from common.guard import guarded
 
 REPOSITORY = Path(__file__).parents[2]
 LOCKS = REPOSITORY / "deploy" / "locks"

@@ -25,12 +25,12 @@ import pytest
 import yaml
 from packaging.utils import canonicalize_name
 
+from common.guard import guarded
 from common.version import installed_version
 from executor.native.library import INSTRUCTION_SETS
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
 from inflight.events import Completion, Delta, FinishReason
-from inflight.local.guard import guarded
 from inflight.local.redis_server import find_redis_binary
 from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, layer_sizes, servers_to_build
 

@@ -185,20 +185,30 @@ def test_examples_of_ways_in_are_valid_and_lead_to_the_gateway(name: str) -> Non
 
 
 def test_group_example_is_whole() -> None:
-    (group,) = yaml.safe_load_all((FOLDER / "examples" / "leader-worker-set.yaml").read_text())
+    group, policy = yaml.safe_load_all((FOLDER / "examples" / "leader-worker-set.yaml").read_text())
     check(group, NEWEST)
+    check(policy, NEWEST)
     # Its pods are what a Deployment's would be, which Kubernetes' own schema can check.
-    template = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-    labels = template["metadata"]["labels"]
-    check(
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": {"name": "group"},
-            "spec": {"selector": {"matchLabels": labels}, "template": template},
-        },
-        NEWEST,
-    )
+    templates = [group["spec"]["leaderWorkerTemplate"][f"{kind}Template"] for kind in ("leader", "worker")]
+    for template in templates:
+        labels = template["metadata"]["labels"]
+        check(
+            {
+                "apiVersion": "apps/v1",
+                "kind": "Deployment",
+                "metadata": {"name": "group"},
+                "spec": {"selector": {"matchLabels": labels}, "template": template},
+            },
+            NEWEST,
+        )
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    # Routers resolve the leader only, and the group has as many pods as the executor has ranks.
+    leader, worker = (template["metadata"]["labels"]["app.kubernetes.io/component"] for template in templates)
+    assert (leader, worker) == ("executor", "executor-worker")
+    size = str(group["spec"]["leaderWorkerTemplate"]["size"])
+    for template in templates:
+        (container,) = template["spec"]["containers"]
+        assert {"name": "INFLIGHT_TENSOR_PARALLEL_SIZE", "value": size} in container["env"]
 
 
 @pytest.mark.skipif(not ALERTS.exists(), reason="deploy/dashboards/alerts.yaml is not here")

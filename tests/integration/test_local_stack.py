@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from inflight.local.guard import guarded
+from common.guard import guarded
 from inflight.local.options import StackOptions
 from inflight.local.process import ChildProcess
 from inflight.local.stack import LocalStack, Phase, Progress, StackError

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from executor.engine.engine import MAX_FAILURES, DeviceLostError, Engine
+from executor.engine.engine import MAX_FAILURES, Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput, EngineStatus
-from executor.engine.runner import PendingStep
+from executor.engine.runner import DeviceLostError, PendingStep
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import (

@@ -72,6 +72,18 @@ def test_heads_are_kept_in_whole_vectors_on_a_cpu() -> None:
     assert (on_cpu.bytes_per_token, on_gpu.bytes_per_token) == (2 * 2 * 2 * 16 * 4, 2 * 2 * 2 * 10 * 4)
 
 
+def test_each_rank_has_a_part_of_weights_and_kv_in_memory_of_its_own() -> None:
+    machine = Machine(16 * GIBIBYTE, False, 0.2, 0)
+    one, four = (pool_of(EIGHT_B, machine, "bfloat16", 16, num_ranks=n) for n in (1, 4))
+    assert (four.weight_bytes, four.bytes_per_block) == (one.weight_bytes // 4, one.bytes_per_block // 4)
+    assert four.num_blocks == int((machine.memory_bytes - four.weight_bytes) // four.bytes_per_block * 0.2)
+
+
+def test_ranks_that_do_not_divide_the_kv_heads_are_refused_with_sizes_that_work() -> None:
+    with pytest.raises(SettingError, match="8 KV heads cannot be divided by 3 ranks; sizes that work: 1, 2, 4, 8"):
+        pool_of(EIGHT_B, H100, "bfloat16", 16, num_ranks=3)
+
+
 def test_seats_are_what_each_policy_reserves() -> None:
     free = seats_without_eviction(1000, 16, traffic(max_tokens=2000))
     assert (free.blocks_mean, free.seats_mean) == (157, 6)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from common.kv_size import KvBudget, blocks_for, kv_bytes_per_token, num_kv_blocks
+from common.settings import SettingError
 from inflight.tools.sizing.model_shape import ModelShape
 
 GIBIBYTE = 1 << 30
@@ -35,7 +36,8 @@ ADMITTED_PER_S = 2_110
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The place of an executor. `working_bytes` is the memory of steps besides weights and KV."""
+    """The place of an executor, or of each of its ranks. `working_bytes` is the memory of steps besides weights and
+    KV."""
 
     memory_bytes: int
     is_gpu: bool
@@ -45,13 +47,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The capacity of an executor's memory."""
+    """The capacity of an executor's memory. Bytes are those of each rank; a block has a part on every rank."""
 
     weight_bytes: int
     bytes_per_token: int
     tokens_per_block: int
     bytes_per_block: int
     num_blocks: int
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +101,32 @@ class TrafficDemand:
 
 
 def pool_of(
-    shape: ModelShape, machine: Machine, dtype: str, tokens_per_block: int, max_tokens_in_pool: int = 0
+    shape: ModelShape,
+    machine: Machine,
+    dtype: str,
+    tokens_per_block: int,
+    max_tokens_in_pool: int = 0,
+    num_ranks: int = 1,
 ) -> Pool:
-    """Returns what fits beside the weights.
+    """Returns what fits beside the weights, of which each rank has an equal part.
 
     Raises:
-        SettingError: not one block does, or not what is asked for.
+        SettingError: not one block does, or not what is asked for, or the KV heads cannot be divided by the ranks.
     """
+    if shape.num_kv_heads % num_ranks:
+        sizes = [str(n) for n in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % n == 0]
+        raise SettingError(
+            f"{shape.num_kv_heads} KV heads cannot be divided by {num_ranks} ranks; sizes that work: {', '.join(sizes)}"
+        )
     size = BYTES_PER_NUMBER[dtype]
     head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
-    bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.num_kv_heads, head_dim, size)
+    bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.num_kv_heads // num_ranks, head_dim, size)
     bytes_per_block = bytes_per_token * tokens_per_block
-    weight_bytes = shape.num_parameters * size
+    weight_bytes = -(-shape.num_parameters // num_ranks) * size
     free_bytes = max(0, machine.memory_bytes - weight_bytes - machine.working_bytes)
     budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
     num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
-    return Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, num_blocks)
+    return Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, num_blocks, num_ranks)
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:

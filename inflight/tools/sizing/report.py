@@ -74,6 +74,8 @@ def start_flags(sizing: Sizing) -> list[str]:
     flags += ["--max-num-sequences", str(num_sequences)]
     flags += ["--max-num-tokens", str(max(sizing.max_num_tokens, num_sequences))]
     flags += ["--tokens-per-block", str(sizing.pool.tokens_per_block)]
+    if sizing.pool.num_ranks > 1:
+        flags += ["--tensor-parallel-size", str(sizing.pool.num_ranks)]
     return [*flags, "--batch-scheduler-policy", sizing.policy]
 
 
@@ -86,9 +88,12 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
     shape, pool = sizing.shape, sizing.pool
     counted = EXACT if shape.counted else COMPUTED
     how = "the files of the weights" if shape.counted else "the configuration, as for a Llama"
-    yield Row("weights", f"{shape.num_parameters / 1e9:.2f} billion, {_gib(pool.weight_bytes)}", counted, how)
-    per_token = f"2 × {shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim} × {sizing.dtype}"
-    yield Row("KV of a token", f"{pool.bytes_per_token:,} bytes", EXACT, per_token)
+    of_rank = f" of each of {pool.num_ranks} ranks" if pool.num_ranks > 1 else ""
+    num_kv_heads = shape.num_kv_heads // pool.num_ranks
+    figure = f"{shape.num_parameters / 1e9:.2f} billion, {_gib(pool.weight_bytes)}{of_rank}"
+    yield Row("weights", figure, counted, how)
+    per_token = f"2 × {shape.num_layers} layers × {num_kv_heads} KV heads{of_rank} × {shape.head_dim} × {sizing.dtype}"
+    yield Row("KV of a token", f"{pool.bytes_per_token:,} bytes{of_rank}", EXACT, per_token)
     blocks = f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens"
     if sizing.machine is None:
         yield Row("blocks", blocks, MEASURED, sizing.measured_at)
@@ -98,7 +103,8 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
         yield Row("blocks", f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens", EXACT, "the size that was given")
         return
     working = f", {_gib(machine.working_bytes)} for steps" if machine.working_bytes else ""
-    how = f"{machine.fraction:g} of {_gib(machine.memory_bytes)} less weights{working}; the executor measures it"
+    memory = f"{_gib(machine.memory_bytes)}{of_rank}"
+    how = f"{machine.fraction:g} of {memory} less weights{working}; the executor measures it"
     yield Row("blocks", blocks, ESTIMATED, how)
 
 

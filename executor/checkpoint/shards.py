@@ -1,0 +1,152 @@
+"""Division of a decoder's weights between the ranks of a tensor-parallel executor.
+
+Every matrix is divided by columns, which are the rows of a weight `[out, in]`: queries, keys and values by heads, the
+others by ranges. A rank computes its columns from whole rows of activations, so no sum is split, and every number has
+the same bits as with one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
+from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
+
+# `PART_COLUMNS` and `PART_INNER_COLUMNS` of decoder.h.
+PART_COLUMNS = 32
+PART_INNER_COLUMNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of the weights that a rank has."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def of(self, rank: int) -> Shard:
+        """Returns the shard of another rank."""
+        return replace(self, rank=rank)
+
+    def columns(self, count: int, multiple: int = PART_COLUMNS) -> slice:
+        """Returns the rank's range of columns. All ranges are equal, except that the last ones may be smaller or
+        empty."""
+        if self.num_ranks == 1:
+            return slice(0, count)
+        part = -(-count // (self.num_ranks * multiple)) * multiple
+        first = min(count, self.rank * part)
+        return slice(first, min(count, first + part))
+
+    def shape(self, shape: DecoderShape) -> DecoderShape:
+        """Returns the shape with the heads of this rank only."""
+        return replace(
+            shape, num_heads=shape.num_heads // self.num_ranks, num_kv_heads=shape.num_kv_heads // self.num_ranks
+        )
+
+    def embedding(self, weights: DecoderWeights) -> Tensor:
+        """Returns the columns of the embedding `[vocabulary, columns]`."""
+        return weights.embedding[:, self.columns(weights.shape.hidden_size)]
+
+    def head(self, weights: DecoderWeights) -> Matrix:
+        """Returns the rank's tokens of the output layer."""
+        return _rows(weights.head, self.columns(weights.shape.vocabulary_size))
+
+    def qkv(self, shape: DecoderShape, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+        """Returns queries, keys and values of the rank's heads. `parts` are the three weights, or one that is
+        fused."""
+        if self.num_ranks == 1:
+            return parts
+        counts = [count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        ranges = (_share(count, self.rank, self.num_ranks) for count in counts)
+        return tuple(_rows(part, rows) for part, rows in zip(_divided(parts, counts), ranges, strict=True))
+
+    def qkv_bias(self, shape: DecoderShape, bias: Tensor) -> Tensor:
+        """Returns the biases of the rank's heads."""
+        return torch.cat([part for part in self.qkv(shape, (bias,)) if isinstance(part, Tensor)])
+
+    def gate_up(self, shape: DecoderShape, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+        """Returns the rank's columns of the gate and of the up projection: two weights, or one that is fused."""
+        if self.num_ranks == 1:
+            return parts
+        columns = self.columns(shape.intermediate_size, PART_INNER_COLUMNS)
+        return tuple(_rows(part, columns) for part in _divided(parts, [shape.intermediate_size] * 2))
+
+    def hidden(self, shape: DecoderShape, weight: Matrix) -> Matrix:
+        """Returns the rank's columns of a matrix that is added to the residual stream."""
+        return _rows(weight, self.columns(shape.hidden_size))
+
+
+def _rows(matrix: Matrix, rows: slice) -> Matrix:
+    return matrix[rows] if isinstance(matrix, Tensor) else matrix.rows(rows.start, rows.stop)
+
+
+def _share(count: int, rank: int, num_ranks: int) -> slice:
+    return slice(rank * count // num_ranks, (rank + 1) * count // num_ranks)
+
+
+def _divided(parts: tuple[Matrix, ...], counts: list[int]) -> tuple[Matrix, ...]:
+    """Returns the matrices of so many rows each, of which a fused one consists."""
+    if len(parts) > 1:
+        return parts
+    ends = list(accumulate(counts))
+    return tuple(_rows(parts[0], slice(end - count, end)) for end, count in zip(ends, counts, strict=True))
+
+
+WHOLE = Shard()
+
+
+def indivisible_reason(weights: DecoderWeights, num_ranks: int) -> str | None:
+    """Returns why the weights cannot be divided between so many ranks; None if they can."""
+    shape = weights.shape
+    sizes = [n for n in range(1, shape.num_kv_heads + 1) if shape.num_heads % n == 0 and shape.num_kv_heads % n == 0]
+    if num_ranks not in sizes:
+        possible = ", ".join(map(str, sizes))
+        return (
+            f"{shape.num_heads} heads and {shape.num_kv_heads} KV heads cannot be divided by {num_ranks}; "
+            f"sizes that work: {possible}"
+        )
+    if shape.num_experts:
+        return "its layers have experts"
+    norm = weights.layers[0].query_norm
+    if norm is not None and norm.numel() != shape.head_dim:
+        return "its norms of queries and keys cover all heads"
+    return None
+
+
+def digest_of(weights: DecoderWeights) -> str:
+    """Returns a checksum of all numbers, to tell models with equal configurations apart. It reads them once, and is no
+    protection against forgery."""
+    digest = hashlib.sha256(repr(weights.shape).encode())
+    for tensor in _tensors(weights):
+        words = tensor.detach().contiguous().flatten().view(torch.int16)
+        positions = words.view(-1, 2) if words.numel() % 2 == 0 else words[:, None]
+        digest.update(repr((tuple(tensor.shape), positions.sum(0, dtype=torch.int64).tolist())).encode())
+    return digest.hexdigest()[:16]
+
+
+def _tensors(weights: DecoderWeights) -> Iterator[Tensor]:
+    yield weights.embedding
+    yield from _numbers(weights.head)
+    yield weights.final_norm
+    for layer in weights.layers:
+        for field in fields(layer):
+            value: Any = getattr(layer, field.name)
+            parts: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
+            for part in parts:
+                if part is not None:
+                    # A linear layer, or a weight itself.
+                    yield from _numbers(getattr(part, "weight", part))
+
+
+def _numbers(matrix: Matrix) -> Iterator[Tensor]:
+    if isinstance(matrix, QuantizedWeight):
+        yield from (matrix.codes.to(torch.int16), matrix.scale, matrix.offset)
+    else:
+        yield matrix

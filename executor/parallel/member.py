@@ -1,0 +1,202 @@
+"""A worker's side of a tensor-parallel executor: it joins the leader with its shard and computes what the leader sends.
+
+It decides nothing. It ends when its connection to the leader ends, whatever it does at that moment, and when it has not
+heard of the leader for long.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, Self
+
+from common.addresses import host_of
+from common.model_source import ModelError
+from executor.attention.backend import LayerKv
+from executor.attention.host_tier import HostTier, open_host_tier
+from executor.checkpoint.shards import Shard
+from executor.cpu.decoder import NativeDecoder
+from executor.native.library import NativeLibrary
+from executor.parallel.exchange import Exchange, ProcessGroup, SharedMemory, open_store, prefer_loopback
+from executor.parallel.messages import Connection, ConnectionEnded, Kind, unpack_step, unpack_swaps
+from executor.parallel.results import gather_results
+
+log = logging.getLogger(__name__)
+
+# Signs of life within the time after which a rank counts as lost.
+ALIVE_PER_TIMEOUT = 4
+# A leader that is silent for so many times the timeout is lost. Its own loss is found earlier by the routers.
+LEADER_TIMEOUTS = 10
+CONNECT_TIMEOUT_S = 600.0
+CONNECT_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a rank has. `same` must be equal on all ranks; it maps names to values."""
+
+    rank: int
+    same: Mapping[str, str]
+    host: str
+    free_bytes: int
+
+    def difference(self, own: Hello) -> str | None:
+        """Returns how this rank differs from the leader."""
+        differences = [
+            f"its {name} is {self.same.get(name, 'unknown')} and the leader's is {value}"
+            for name, value in own.same.items()
+            if self.same.get(name) != value
+        ]
+        return "; ".join(differences) or None
+
+    def fields(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Reads a message. Raises `ValueError`."""
+        try:
+            fields = json.loads(content)
+            same = {str(name): str(value) for name, value in fields["same"].items()}
+            return cls(int(fields["rank"]), same, str(fields["host"]), int(fields["free_bytes"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it has joined without {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """How a worker reaches the other ranks: through shared memory if there is a descriptor, else through a store."""
+
+    timeout_s: float
+    memory_fd: int | None = None
+    half_bytes: int = 0
+    result_bytes: int = 0
+    store_port: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Reads a message of the leader."""
+        return cls(**json.loads(content))
+
+
+class ShardModel(Protocol):
+    """The part of a `PagedModel` that a worker uses."""
+
+    native: NativeDecoder | None
+
+    @property
+    def kv(self) -> tuple[LayerKv, ...]: ...
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None: ...
+
+
+class Member:
+    """A worker's connection to its leader."""
+
+    def __init__(self, shard: Shard, leader: str) -> None:
+        self.shard = shard
+        self._leader = leader
+        self._connection = Connection(_connect(leader))
+        self._host_tier: HostTier | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the leader why this rank fails."""
+        with suppress(OSError):  # the leader has ended
+            self._connection.send(Kind.FAILED, f"{type(error).__name__}: {error}".encode())
+
+    def serve(self, model: ShardModel, library: NativeLibrary, hello: Hello) -> None:
+        """Joins, and executes what the leader sends until it ends. Raises `ModelError` if the leader refuses this
+        worker."""
+        self._connection.send_json(Kind.HELLO, hello.fields())
+        try:
+            kind, content = self._connection.receive()
+        except ConnectionEnded:
+            return log.info("the leader ended before all ranks had joined")
+        if kind is Kind.REFUSED:
+            raise ModelError(f"the leader refuses this rank: {content.decode()}")
+        welcome = Welcome.parse(content)
+        exchange = self._open(welcome, library)
+        decoder = model.native
+        assert decoder is not None
+        exchange.connect(decoder)
+        threading.Thread(target=self._stay_alive, args=(welcome.timeout_s,), name="alive", daemon=True).start()
+        received: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()
+        threading.Thread(
+            target=self._receive, args=(welcome.timeout_s, received.put), name="leader", daemon=True
+        ).start()
+        log.info("rank %d of %d serves", self.shard.rank, self.shard.num_ranks)
+        while True:
+            self._execute(*received.get(), model, decoder, exchange)
+
+    def _execute(
+        self, kind: Kind, content: bytes, model: ShardModel, decoder: NativeDecoder, exchange: Exchange
+    ) -> None:
+        if kind is Kind.ALLOCATE:
+            sizes = json.loads(content)
+            model.allocate_kv(sizes["num_blocks"], sizes["block_size"])
+        elif kind is Kind.HOST_TIER:
+            self._host_tier = open_host_tier(model.kv, json.loads(content)["num_host_blocks"])
+        elif kind is Kind.SWAP:
+            assert self._host_tier is not None
+            self._host_tier.swap(*unpack_swaps(content))
+        elif kind is Kind.STEP:
+            want, batch = unpack_step(content)
+            gather_results(want, batch, decoder, model.kv, exchange)
+
+    def _open(self, welcome: Welcome, library: NativeLibrary) -> Exchange:
+        if welcome.memory_fd is not None:
+            return SharedMemory(
+                welcome.memory_fd, self.shard, library, welcome.half_bytes, welcome.result_bytes, welcome.timeout_s
+            )
+        host = host_of(self._leader)
+        store, _ = open_store(host, welcome.store_port, self.shard.num_ranks, welcome.timeout_s)
+        if host == "127.0.0.1":
+            prefer_loopback()
+        return ProcessGroup(store, self.shard, welcome.timeout_s)
+
+    def _stay_alive(self, timeout_s: float) -> None:
+        while True:
+            try:
+                self._connection.send(Kind.ALIVE)
+            except OSError:
+                return  # the receiving thread ends the process
+            time.sleep(timeout_s / ALIVE_PER_TIMEOUT)
+
+    def _receive(self, timeout_s: float, take: Callable[[tuple[Kind, bytes]], None]) -> None:
+        """Passes on what the leader sends. Without the leader the process ends at once: it may be in an exchange that
+        never completes."""
+        try:
+            while True:
+                message = self._connection.receive(LEADER_TIMEOUTS * timeout_s)
+                if message[0] is not Kind.ALIVE:
+                    take(message)
+        except (OSError, ConnectionEnded, ValueError) as error:
+            log.info("the leader has ended: %s", error)
+            logging.shutdown()
+            os._exit(0)
+
+
+def _connect(leader: str) -> socket.socket:
+    """Connects to a leader, which may start later."""
+    host, _, port = leader.rpartition(":")
+    ends_at = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
+        except OSError as error:
+            if time.monotonic() > ends_at:
+                raise ModelError(f"the leader at {leader} cannot be reached: {error}") from None
+            time.sleep(CONNECT_INTERVAL_S)

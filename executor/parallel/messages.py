@@ -1,0 +1,166 @@
+"""Messages between the leader of a tensor-parallel executor and its workers, over one TCP connection to each worker.
+
+    worker → leader   HELLO (JSON, once its shard is loaded), ALIVE (at intervals), FAILED (text)
+    leader → worker   WELCOME (JSON) or REFUSED (text); then ALIVE (at intervals), and ALLOCATE and HOST_TIER (JSON),
+                      STEP and SWAP in the order in which they are to be executed
+
+A step is packed as arrays: first their sizes, then token ids, positions, slots and so on as in `StepBatch`, with only
+the block tables that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from executor.attention.gpu_host_tier import Pairs
+from executor.step.batch import StepBatch
+
+HEADER = struct.Struct("!4sBI")
+# The first bytes of every message, so that other programs' connections are recognized.
+MAGIC = b"iftp"
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    ALIVE = 4
+    FAILED = 5
+    ALLOCATE = 6
+    HOST_TIER = 7
+    STEP = 8
+    SWAP = 9
+
+
+class Want(IntEnum):
+    """What a step yields: all logits of the rows, or of each row the largest and its id."""
+
+    LOGITS = 0
+    LARGEST = 1
+
+
+class ConnectionEnded(Exception):
+    """The other side has closed the connection, or sent what is no message."""
+
+
+class Connection:
+    """A socket that carries messages. Several threads may send, and one receives."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+        self._sending = threading.Lock()
+
+    def send(self, kind: Kind, content: bytes = b"") -> None:
+        """Sends a message. Raises `OSError`."""
+        with self._sending:
+            self._socket.sendall(HEADER.pack(MAGIC, kind, len(content)) + content)
+
+    def send_json(self, kind: Kind, content: Mapping[str, Any]) -> None:
+        """Sends a message with a JSON object."""
+        self.send(kind, json.dumps(content).encode())
+
+    def receive(self, timeout_s: float | None = None) -> tuple[Kind, bytes]:
+        """Waits for a message. Raises `TimeoutError` if nothing comes for `timeout_s`."""
+        self._socket.settimeout(timeout_s)
+        magic, kind, length = HEADER.unpack(self._read(HEADER.size))
+        if magic != MAGIC or length > MAX_MESSAGE_BYTES:
+            raise ConnectionEnded("it sent what is no message of a rank")
+        return Kind(kind), self._read(length)
+
+    def close(self) -> None:
+        """Ends the connection, also for a thread that waits for a message."""
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self, count: int) -> bytes:
+        content = bytearray()
+        while len(content) < count:
+            received = self._socket.recv(count - len(content))
+            if not received:
+                raise ConnectionEnded("it closed the connection")
+            content += received
+        return bytes(content)
+
+
+def pack_step(batch: StepBatch, want: Want) -> bytes:
+    """Returns a step as a message. Its tokens must be known, and none has an adapter."""
+    tables = batch.block_tables[batch.table_rows.long(), : batch.num_blocks].contiguous()
+    arrays = (
+        *(batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows),
+        *(batch.query_starts, batch.context_lengths, tables),
+    )
+    sizes = np.array(
+        [
+            *(want, batch.num_tokens, batch.num_sequences, batch.logit_rows.shape[0]),
+            *(tables.shape[1], batch.block_size, batch.num_decodes),
+        ],
+        np.int64,
+    )
+    return b"".join((sizes.tobytes(), *(array.numpy().tobytes() for array in arrays)))
+
+
+def unpack_step(content: bytes) -> tuple[Want, StepBatch]:
+    """Returns the step of a message."""
+    sizes = np.frombuffer(content, np.int64, 7).tolist()
+    want, num_tokens, num_sequences, num_logits, num_blocks, block_size, num_decodes = sizes
+    cursor = _Cursor(content, 7 * 8)
+    token_ids, positions, slots = (cursor.take(np.int64, num_tokens) for _ in range(3))
+    logit_rows = cursor.take(np.int64, num_logits)
+    query_starts = cursor.take(np.int32, num_sequences + 1)
+    context_lengths = cursor.take(np.int32, num_sequences)
+    tables = cursor.take(np.int32, num_sequences * num_blocks)
+    none = torch.zeros(0, dtype=torch.int64)
+    return Want(want), StepBatch(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(slots),
+        query_starts=torch.from_numpy(query_starts),
+        context_lengths=torch.from_numpy(context_lengths),
+        block_tables=torch.from_numpy(tables.reshape(num_sequences, num_blocks)),
+        table_rows=torch.arange(num_sequences, dtype=torch.int32),
+        logit_rows=torch.from_numpy(logit_rows),
+        carried_rows=none,
+        carried_from=none,
+        num_decodes=num_decodes,
+        block_size=block_size,
+    )
+
+
+def pack_swaps(swaps_out: Pairs, swaps_in: Pairs) -> bytes:
+    """Returns the copies of a host tier as a message."""
+    pairs = np.array([*swaps_out, *swaps_in], np.int64).reshape(-1, 2)
+    return np.array([len(swaps_out)], np.int64).tobytes() + pairs.tobytes()
+
+
+def unpack_swaps(content: bytes) -> tuple[Pairs, Pairs]:
+    """Returns the copies of a message."""
+    numbers = np.frombuffer(content, np.int64)
+    pairs = tuple((int(source), int(target)) for source, target in numbers[1:].reshape(-1, 2))
+    return pairs[: numbers[0]], pairs[numbers[0] :]
+
+
+class _Cursor:
+    def __init__(self, content: bytes, offset: int) -> None:
+        self._content, self._offset = content, offset
+
+    def take(self, dtype: type[np.generic], count: int) -> npt.NDArray[Any]:
+        # A copy, because torch wants memory that may be written to.
+        array = np.frombuffer(self._content, dtype, count, self._offset).copy()
+        self._offset += array.nbytes
+        return array

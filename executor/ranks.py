@@ -1,0 +1,121 @@
+"""Tensor parallelism as a process sees it: its settings, the workers that a leader starts, and a worker's own process.
+
+A worker has the leader's exit codes: 2 if its model cannot be used or the leader refuses it, 1 if it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping
+
+import torch
+
+from common.machine import num_usable_cores
+from common.model_source import ModelSource, resolve_model
+from common.settings import ENV_PREFIX, SettingError
+from executor.attention.cpu import CpuAttention
+from executor.checkpoint.shards import Shard
+from executor.model.model import PagedModel
+from executor.parallel.leader import GroupSettings, WorkerGroup
+from executor.parallel.member import Member
+from executor.settings import ExecutorSettings
+
+log = logging.getLogger(__name__)
+
+
+def check_parallel(settings: ExecutorSettings) -> None:
+    """Raises `SettingError` for settings that do not go together."""
+    size, rank = settings.tensor_parallel_size, settings.tensor_parallel_rank
+    if rank >= size:
+        raise SettingError(f"tensor_parallel_rank={rank} must be below tensor_parallel_size={size}")
+    if bool(rank) != bool(settings.tensor_parallel_leader):
+        raise SettingError("tensor_parallel_rank from 1 on and tensor_parallel_leader need each other")
+    if size == 1:
+        return
+    if settings.adapter_folder is not None:
+        raise SettingError(
+            f"adapter_folder={settings.adapter_folder} does not work with tensor_parallel_size={size}: "
+            "adapters are not divided between ranks"
+        )
+    for name in ("tensor_parallel_listen", "tensor_parallel_leader"):
+        value: str = getattr(settings, name)
+        if value and not value.rpartition(":")[2].isdigit():
+            raise SettingError(f"{name}={value} is not host:port")
+
+
+def threads_per_rank(settings: ExecutorSettings) -> int:
+    """Returns the compute threads of this process."""
+    if settings.num_threads:
+        return settings.num_threads
+    starts_others = settings.tensor_parallel_size > 1 and not (
+        settings.tensor_parallel_listen or settings.tensor_parallel_rank
+    )
+    return max(1, num_usable_cores() // (settings.tensor_parallel_size if starts_others else 1))
+
+
+def open_group(settings: ExecutorSettings) -> WorkerGroup | None:
+    """Starts the other ranks, or lets them join; None if there are none."""
+    if settings.tensor_parallel_size == 1:
+        return None
+    return WorkerGroup(
+        GroupSettings(
+            settings.tensor_parallel_size,
+            settings.tensor_parallel_listen,
+            settings.tensor_parallel_timeout_s,
+            settings.max_num_tokens,
+            _environment(settings),
+        )
+    )
+
+
+def load_shard(settings: ExecutorSettings, source: ModelSource, shard: Shard, group: WorkerGroup | None) -> PagedModel:
+    """Loads a rank's part of the model, or without other ranks all of it."""
+    return PagedModel.load(
+        source,
+        dtype_name=settings.dtype,
+        backend_name=settings.attention_backend,
+        device_name=settings.device,
+        weight_dtype=settings.weight_dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        kv_cache_skip_layers=settings.kv_cache_dtype_skip_layers,
+        forward_name=settings.forward,
+        instructions=settings.cpu_isa,
+        shard=shard,
+        group=group,
+    )
+
+
+def run_worker(settings: ExecutorSettings) -> int:
+    """Runs a rank other than the leader until the leader ends, which ends this process."""
+    # The leader drains its sequences on these signals, and needs its workers meanwhile.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(threads_per_rank(settings))
+    rank = settings.tensor_parallel_rank
+    member = Member(Shard(rank, settings.tensor_parallel_size), settings.tensor_parallel_leader)
+    try:
+        model = load_shard(settings, resolve_model(settings.model), member.shard, None)
+        assert isinstance(model.backend, CpuAttention)
+        member.serve(model, model.backend.library, model.hello(rank))
+    except Exception as error:
+        member.fail(error)
+        raise
+    return 0
+
+
+def _environment(settings: ExecutorSettings) -> Mapping[str, str]:
+    """Returns all settings as a worker's environment, where they come before a file's. An empty variable is the
+    default."""
+    values = {name: getattr(settings, name) for name in type(settings).model_fields}
+    values["num_threads"] = threads_per_rank(settings)
+    texts = {f"{ENV_PREFIX}{name.upper()}": _text(value) for name, value in values.items()}
+    return texts | {f"{ENV_PREFIX}CONFIG": ""}
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

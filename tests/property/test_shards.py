@@ -1,0 +1,206 @@
+"""Shards of a model in one process: together they compute every bit of what the whole model computes."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from executor.attention.backend import KvShape, LayerKv
+from executor.attention.cpu import CpuAttention
+from executor.attention.transformers_hook import ATTENTION_NAME, LayerProbe, register_attention
+from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from executor.checkpoint.shards import WHOLE, Shard, digest_of, indivisible_reason
+from executor.cpu.decoder import ALL_GATHER, ExchangeError, NativeDecoder, form_of
+from executor.cpu.streams import DEFAULT_STREAM
+from executor.native.library import NativeLibrary, load_native
+from executor.native.pool import NativePool
+from executor.step.batch import StepBatch
+from tests.paged_cases import PagedCase, Spec, make_case
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+
+pytestmark = pytest.mark.timeout(600)
+
+FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 144, "intermediate_size": 200}
+FAMILY: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**sizes(**FOUR, attention_bias=True)),
+    "llama-empty-parts": LlamaConfig(**sizes(num_key_value_heads=4)),
+    "qwen2": Qwen2Config(**sizes(**FOUR)),
+    "qwen3": Qwen3Config(**sizes(**FOUR)),
+    "gemma2": Gemma2Config(**sizes(**FOUR), query_pre_attn_scalar=16, sliding_window=8),
+    "gemma3": Gemma3TextConfig(**sizes(**FOUR), query_pre_attn_scalar=16, sliding_window=8),
+    "granite": GraniteConfig(**sizes(**FOUR), residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0),
+    "phi3": Phi3Config(**sizes(**FOUR)),
+}
+# Every family, and every type of number.
+CASES = [
+    *((family, "bfloat16") for family in FAMILY),
+    *(("llama", kind) for kind in ("float32", "int8 weights", "int8 KV")),
+    ("llama-empty-parts", "int8 weights"),
+]
+SPECS = [Spec(1, 1), Spec(1, 37), Spec(9, 30), Spec(5, 5), Spec(70, 70)]
+
+
+class Meeting:
+    """Exchange between ranks that are threads of this process."""
+
+    def __init__(self, num_ranks: int, fails_at: int | None = None) -> None:
+        self._barrier = threading.Barrier(num_ranks, timeout=60)
+        self._parts: dict[int, bytes] = {}
+        self._num_ranks, self._fails_at = num_ranks, fails_at
+        self.num_calls = 0
+
+    def of(self, rank: int) -> Callable[[int, int], int]:
+        def all_gather(address: int, num_bytes: int) -> int:
+            self._parts[rank] = ctypes.string_at(address + rank * num_bytes, num_bytes)
+            self.num_calls += rank == 0
+            self._barrier.wait()
+            if self._fails_at is not None and self.num_calls == self._fails_at:
+                return 1
+            for other in range(self._num_ranks):
+                ctypes.memmove(address + other * num_bytes, self._parts[other], num_bytes)
+            self._barrier.wait()
+            return 0
+
+        return all_gather
+
+
+def read(folder: Path, dtype: torch.dtype) -> DecoderWeights:
+    network: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).eval()
+    register_attention()
+    network.set_attn_implementation(ATTENTION_NAME)
+    probe = LayerProbe()
+    with torch.inference_mode():
+        network(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False, inflight_step=probe)
+    weights = read_decoder(network, probe.layers(network.config.get_text_config(decoder=True)))
+    assert isinstance(weights, DecoderWeights), weights
+    return weights
+
+
+class Ranks:
+    """The shards of a model, each with its own KV and a thread of this process."""
+
+    def __init__(self, weights: DecoderWeights, dtype: torch.dtype, num_ranks: int, *, has_int8: bool = False) -> None:
+        library = load_native()
+        assert isinstance(library, NativeLibrary)
+        self.meeting = Meeting(num_ranks)
+        self._threads = ThreadPoolExecutor(num_ranks)
+        self._dtype = dtype
+        self._backends = [CpuAttention(library, NativePool(library, 1)) for _ in range(num_ranks)]
+        self.decoders = []
+        for rank, backend in enumerate(self._backends):
+            shard = Shard(rank, num_ranks) if num_ranks > 1 else WHOLE
+            form = form_of(weights, dtype, has_int8)
+            decoder = NativeDecoder(library, backend.pool, form, DEFAULT_STREAM, shard)
+            decoder.all_gather = ALL_GATHER(self.meeting.of(rank)) if num_ranks > 1 else None
+            decoder.pack(weights)
+            self.decoders.append(decoder)
+
+    def allocate(self, num_blocks: int, block_size: int, kv_dtype: torch.dtype) -> None:
+        shape = self.decoders[0].form.shape
+        part = KvShape(shape.num_kv_heads // len(self.decoders), shape.head_dim)
+        device = torch.device("cpu")
+        self.kv: list[tuple[LayerKv, ...]] = [
+            tuple(backend.allocate(part, num_blocks + 1, block_size, kv_dtype, device) for _ in range(shape.num_layers))
+            for backend in self._backends
+        ]
+
+    def logits(self, batch: StepBatch) -> Tensor:
+        return torch.cat(self._each(lambda rank: self.decoders[rank].logits(batch, self.kv[rank])), 1)
+
+    def largest(self, batch: StepBatch) -> Sequence[tuple[Tensor, Tensor]]:
+        return self._each(lambda rank: self.decoders[rank].largest(batch, self.kv[rank]))
+
+    def _each(self, work: Callable[[int], Any]) -> list[Any]:
+        return list(self._threads.map(work, range(len(self.decoders))))
+
+
+def filled_case() -> PagedCase:
+    case = make_case(SPECS, 16)
+    generator = torch.Generator().manual_seed(5)
+    for batch in (case.history, case.batch):
+        batch.token_ids.copy_(torch.randint(VOCABULARY_SIZE, batch.token_ids.shape, generator=generator))
+    return case
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_shards_compute_every_bit_of_the_whole(tmp_path: Path, family: str, kind: str) -> None:
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    weights = read(save_model(FAMILY[family], tmp_path / "tiny", has_random_vectors=True), dtype)
+    case = filled_case()
+
+    logits, largest = [], []
+    for num_ranks in (1, 2, 4):
+        ranks = Ranks(weights, dtype, num_ranks, has_int8=kind == "int8 weights")
+        ranks.allocate(case.num_blocks, 16, torch.int8 if kind == "int8 KV" else dtype)
+        ranks.logits(case.history)
+        logits.append(ranks.logits(case.batch))
+        largest.append(ranks.largest(case.batch))
+
+    assert torch.equal(logits[1], logits[0])
+    assert torch.equal(logits[2], logits[0])
+    for of_ranks in largest:
+        assert torch.equal(torch.stack([values for values, _ in of_ranks]).max(0).values, logits[0].max(-1).values)
+
+
+def test_failed_exchange_ends_the_step_with_an_error(tmp_path: Path) -> None:
+    weights = read(save_model(FAMILY["llama"], tmp_path / "tiny"), torch.float32)
+    case = filled_case()
+    ranks = Ranks(weights, torch.float32, 2)
+    ranks.allocate(case.num_blocks, 16, torch.float32)
+    ranks.logits(case.history)
+    ranks.meeting._fails_at = ranks.meeting.num_calls + 3
+
+    with pytest.raises(ExchangeError):
+        ranks.logits(case.batch)
+
+
+def test_refusal_names_the_sizes_that_work(tmp_path: Path) -> None:
+    odd = LlamaConfig(**sizes(num_attention_heads=9, num_key_value_heads=3, hidden_size=144))
+    weights = read(save_model(odd, tmp_path / "odd"), torch.float32)
+    assert indivisible_reason(weights, 3) is None
+    assert indivisible_reason(weights, 2) == ("9 heads and 3 KV heads cannot be divided by 2; sizes that work: 1, 3")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Olmo2Config(**sizes()), "norms of queries and keys cover all heads"),
+        (Qwen3MoeConfig(**sizes(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32), "experts"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_the_reason(
+    tmp_path: Path, config: PretrainedConfig, reason: str
+) -> None:
+    assert reason in str(indivisible_reason(read(save_model(config, tmp_path / "tiny"), torch.float32), 2))
+
+
+def test_digest_tells_models_of_one_configuration_apart(tmp_path: Path) -> None:
+    first, again, other = (
+        read(save_model(FAMILY["llama"], tmp_path / name, seed), torch.float32)
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    )
+    assert digest_of(first) == digest_of(again) != digest_of(other)
+    changed = replace(first, final_norm=first.final_norm.flip(0) + torch.arange(first.shape.hidden_size))
+    assert digest_of(changed) != digest_of(first)

@@ -22,7 +22,7 @@ from typing import TypedDict
 
 import grpc
 
-from common.addresses import is_loopback
+from common.rpc.addresses import is_loopback
 from common.rpc.options import channel_options
 
 # For unary calls, which a router answers from memory. `Generate` has only the caller's deadline.

@@ -144,12 +144,7 @@ class PagedModel:
             raise ModelError(f"tensor parallelism needs a CPU, and the device is {device}")
         dtype = choose_dtype(dtype_name, device)
         network, folder = load_network(source, dtype, device)
-        if weight_dtype == "dense":
-            make_dense(network, dtype)
-        if weight_dtype == "auto" and is_quantized(network):
-            weight_dtype = "quantized"
-        if weight_dtype == "int4":
-            log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
+        weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
             expectation = expect(network, _vocabulary_size(network)) if shard.rank == 0 else None
             layers = _probe_layers(network)
@@ -314,6 +309,15 @@ class NativeForward:
     gpu: GpuDecoder | None = None
     native: NativeDecoder | None = None
     same_on_all_ranks: Mapping[str, str] = field(default_factory=dict)
+
+
+def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
+    """Expands or rounds the weights as `weight_dtype` asks for. Returns the type that they have then."""
+    if weight_dtype == "dense":
+        make_dense(network, network.dtype)
+    if weight_dtype == "int4":
+        log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
+    return "quantized" if weight_dtype == "auto" and is_quantized(network) else weight_dtype
 
 
 def _native_forward(

@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.addresses import host_of
 from common.guard import guarded
 from common.model_source import ModelError
+from common.rpc.addresses import host_of
 from executor.checkpoint.shards import Shard
 from executor.cpu.decoder import NativeDecoder
 from executor.native.library import NativeLibrary

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
-from common.addresses import host_of
 from common.model_source import ModelError
+from common.rpc.addresses import host_of
 from executor.attention.backend import LayerKv
 from executor.attention.host_tier import HostTier, open_host_tier
 from executor.checkpoint.shards import Shard

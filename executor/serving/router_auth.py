@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc.aio
 
-from common.addresses import is_loopback
 from common.errors import Reason, RequestError
+from common.rpc.addresses import is_loopback
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError
 from executor.settings import ExecutorSettings

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.addresses import host_of
+from common.rpc.addresses import host_of
 from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
 from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser

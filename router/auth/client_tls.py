@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from common.addresses import is_loopback
+from common.rpc.addresses import is_loopback
 from common.rpc.server import ConnectionLimits
 from common.rpc.tls import TlsFiles, TlsPaths
 from router.settings import RouterSettings

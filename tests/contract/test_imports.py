@@ -118,7 +118,7 @@ def test_kserve_is_imported_only_by_the_router() -> None:
 
 def test_client_library_imports_no_server_no_command_and_little_of_common() -> None:
     """So that it can be installed, and loaded, without their packages."""
-    common = {"common.addresses", "common.cancellation", "common.errors", "common.rpc.options"}
+    common = {"common.rpc.addresses", "common.cancellation", "common.errors", "common.rpc.options"}
     common.add("common.telemetry.trace_context")  # only in programs that have loaded OpenTelemetry
     forbidden = ("router", "executor", "gateway", "bench", "inflight.local", "inflight.cli", "inflight.tools")
     for path in (REPOSITORY / "inflight").glob("*.py"):

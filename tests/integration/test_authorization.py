@@ -211,7 +211,8 @@ async def test_every_call_needs_a_credential(
         for method in METHODS:
             descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name[method]
             request = getattr(inference_pb2, descriptor.input_type.name)()
-            call = getattr(stub, method)(request, metadata=credential)
+            requests = iter([request]) if descriptor.client_streaming else request
+            call = getattr(stub, method)(requests, metadata=credential)
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await (call.read() if descriptor.server_streaming else call)
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED, method

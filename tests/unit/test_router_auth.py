@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.addresses import is_loopback
+from common.rpc.addresses import is_loopback
 from common.settings import SettingError, load
 from executor.serving.router_auth import load_server_tls
 from executor.settings import ExecutorSettings

@@ -54,6 +54,7 @@ class BenchOptions:
     executor_args: tuple[str, ...]
     variants: tuple[Variant, ...]
     stream_intervals: tuple[int, ...]
+    shares_calls: bool
     model: str | None
     address: str | None
     slo: Slo
@@ -116,6 +117,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         executor_args=tuple(shlex.split(given.executor_args)),
         variants=tuple(given.variant),
         stream_intervals=given.stream_interval,
+        shares_calls=given.share_calls,
         model=given.model,
         address=given.address,
         slo=Slo(given.slo_ttft_ms, given.slo_itl_ms),
@@ -166,6 +168,11 @@ def _add_traffic(add: Callable[..., argparse.Action]) -> None:
         default=(1,),
         metavar="N,…",
         help="through a stack: tokens of an event, as `stream_interval` of a request; each N is measured; default: 1",
+    )
+    add(
+        "--share-calls",
+        action="store_true",
+        help="through a stack: the client's streams share calls, as `AsyncClient(share_calls=True)` does",
     )
     add(
         "--soak",

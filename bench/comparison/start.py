@@ -83,7 +83,8 @@ async def _start_ours(
 
 async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExitStack) -> Field:
     """Returns a router that runs already, under the name of the batching that its executors do."""
-    client = await opened.enter_async_context(AsyncClient(address, **access_of_environment()))
+    access = access_of_environment()
+    client = await opened.enter_async_context(AsyncClient(address, share_calls=options.shares_calls, **access))
     model = await _only_model(client)
     executors = (await client.capacity()).executors
     mode = "+".join(sorted({executor.batching for executor in executors})) or "no executor"
@@ -103,7 +104,7 @@ async def _only_model(client: AsyncClient) -> Model:
 
 async def _start_stack(options: BenchOptions, mode: str, variant: Variant, opened: AsyncExitStack) -> list[StackTarget]:
     stack = await opened.enter_async_context(LocalStack(stack_options(options, mode, variant)))
-    client = await opened.enter_async_context(AsyncClient(stack.address))
+    client = await opened.enter_async_context(AsyncClient(stack.address, share_calls=options.shares_calls))
     words = {"engine": f"inflight {metadata.version('inflight')}, 1 router, executors: {options.executors}"}
     target = StackTarget(
         variant.mode(mode), stack.address, client, options.slo, sessions_of(stack), words | _words_of(variant)

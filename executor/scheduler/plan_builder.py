@@ -248,7 +248,9 @@ class StepDraft:
             num_fitting = min(num_wanted, self._num_tokens_left)
             if self._allowance is None:
                 return num_fitting
-            num_allowed = self._allowance.fitting(num_fitting, position)
+            # A plan must have a row, even if blocks that come back have used up the allowance.
+            num_least = 0 if self._sequences else min(num_fitting, 1)
+            num_allowed = max(num_least, self._allowance.fitting(num_fitting, position))
             self._is_pace_spent |= num_allowed < num_fitting
             return num_allowed
         # A prompt above the whole budget gets a step of its own.
@@ -355,9 +357,9 @@ class PrefillLine:
         self._is_computed = True
         given: list[tuple[int, int]] = []
         for place in self._places:
-            num_uncomputed = place.sequence.num_uncomputed
+            num_planned = draft.num_tokens
             draft.add_prefill(place.sequence)
-            num_tokens = num_uncomputed - place.sequence.num_uncomputed
+            num_tokens = draft.num_tokens - num_planned
             if num_tokens < place.num_left:
                 place.sequence.num_passed_tokens += sum(tokens for number, tokens in given if number > place.number)
             if num_tokens:

@@ -208,6 +208,21 @@ class TestReturn:
         assert again.num_cached_tokens == 16
         assert [row[:3] for plan in plans for row in rows_of(plan)[1:]] == [("a2", 16, 5)]
 
+    @either_policy
+    def test_leaves_a_token_to_compute_where_the_step_has_no_decode(self, limits: SchedulerLimits) -> None:
+        scheduler = evicted(limits)
+        scheduler.offer(again := chat("a2", 100, 22))
+
+        # Least tokens for one block, no time beyond, and more than that comes back.
+        plan = scheduler.schedule(PrefillAllowance(BLOCK_SIZE, 0.0, PrefillCost(1.0), copy_s=1.0))
+
+        assert plan.swaps_in
+        assert rows_of(plan) == [("a2", 16, 1, False)]
+        retire(scheduler, plan)
+        assert not again.host_prefix
+        assert [event.reason for event in run_until_idle(scheduler)] == [FinishReason.LENGTH]
+        scheduler.check()
+
     def test_needs_no_more_device_blocks_than_the_sequence_has_reserved(self) -> None:
         scheduler = evicted()
         sequence = chat("a2", 100, 20)

@@ -110,6 +110,22 @@ def test_long_prompt_is_computed_although_short_ones_never_end() -> None:
         assert ("long" in finished) == (number == 3)
 
 
+def test_tokens_that_complete_a_prompt_count_as_passing() -> None:
+    """Each step has seven prompts of one token ahead of the long one, until they would be as many as it has left."""
+    scheduler = make_scheduler(replace(SEATS, num_standby_sequences=64), num_blocks=64)
+    scheduler.offer(long := prompt("long", 24))
+    step(scheduler)
+    num_computed = []
+    for number in range(24):
+        scheduler.offer(prompt(f"s{number}", 1))
+    for _ in range(3):
+        step(scheduler)
+        num_computed.append(long.num_computed)
+
+    assert num_computed == [9, 10, 18]
+    assert long.num_passed_tokens == 14
+
+
 def is_behind(sequence: Sequence) -> bool:
     """Whether a part of the prompt is still to be computed. A released sequence has nothing computed any more."""
     return not sequence.num_output_tokens and sequence.num_computed < sequence.num_prompt_tokens

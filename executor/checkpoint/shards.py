@@ -104,6 +104,8 @@ WHOLE = Shard()
 
 def indivisible_reason(weights: DecoderWeights, num_ranks: int) -> str | None:
     """Returns why the weights cannot be divided between so many ranks; None if they can."""
+    if num_ranks == 1:
+        return None
     shape = weights.shape
     sizes = [n for n in range(1, shape.num_kv_heads + 1) if shape.num_heads % n == 0 and shape.num_kv_heads % n == 0]
     if num_ranks not in sizes:

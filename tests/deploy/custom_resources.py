@@ -121,6 +121,7 @@ LEADER_WORKER_SET = closed(
         "workerTemplate",
         size=COUNT,
         restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
+        leaderTemplate=closed("metadata spec", metadata={"type": "object"}, spec={"type": "object"}),
         workerTemplate=closed("metadata spec", metadata={"type": "object"}, spec={"type": "object"}),
     ),
 )

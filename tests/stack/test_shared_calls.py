@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,15 @@ def start_all(client: AsyncClient) -> list[AsyncStream]:
     return [client.generate(f"{number}: once upon a time", **OPTIONS) for number in range(NUM_STREAMS)]
 
 
-async def serving(stack: LocalStack, stream: AsyncStream) -> ChildProcess:
-    """Returns the router of a stream, which alone knows its number of tokens."""
-    assert stream.request_id is not None
-    for router in stack.routers:
-        async with AsyncClient(router.address) as client:
-            if (await client.get_request(stream.request_id)).output_tokens:
-                return router
-    raise AssertionError("no router serves the stream")
+async def serving(stack: LocalStack, streams: Sequence[AsyncStream]) -> ChildProcess:
+    """Returns the router of a stream that has not ended; that router alone knows its number of tokens."""
+    for stream in streams:
+        assert stream.request_id is not None
+        for router in stack.routers:
+            async with AsyncClient(router.address) as client:
+                if (await client.get_request(stream.request_id)).output_tokens:
+                    return router
+    raise AssertionError("no router serves a stream")
 
 
 async def test_router_killed_under_shared_calls_costs_no_token(tmp_path: Path, tiny_model: Path) -> None:
@@ -52,7 +56,13 @@ async def test_router_killed_under_shared_calls_costs_no_token(tmp_path: Path, t
                 for stream in streams:
                     tasks.create_task(read(stream))
                 await have_begun.wait()
-                (await serving(stack, streams[0])).kill()
+                # No stream ends before its router does.
+                (executor,) = stack.executors
+                os.kill(executor.pid, signal.SIGSTOP)
+                try:
+                    (await serving(stack, streams)).kill()
+                finally:
+                    os.kill(executor.pid, signal.SIGCONT)
     shared = [stream.transcript.result() for stream in streams]
     assert [one.token_ids for one in shared] == [one.token_ids for one in alone]
     assert [one.text for one in shared] == [one.text for one in alone]

@@ -157,8 +157,7 @@ def test_copies_to_host_memory_that_fail_are_the_failure_of_their_step_alone(
             if self.num_swaps == 1:
                 raise MemoryError
 
-    monkeypatch.setattr("executor.model.runner.open_host_tier", lambda kv, num_host_blocks: FailingTier())
-    monkeypatch.setattr(AddingModel, "kv", (), raising=False)
+    monkeypatch.setattr(AddingModel, "open_host_tier", lambda self, num_host_blocks: FailingTier(), raising=False)
     limits = replace(LIMITS, num_host_blocks=1)
     runner = ModelRunner(cast("PagedModel", cast("Any", model)), limits, BLOCK_SIZE)
     scheduler = make_scheduler()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.model_source import ModelError
-from executor.checkpoint.quantized_linear import QuantizedLinear
+from executor.checkpoint.quantized_linear import QuantizedLinear, is_quantized
 from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 
 # Of input columns, the first that divides a matrix's. Else the whole row is a group.
@@ -28,7 +28,7 @@ def round_linears(network: PreTrainedModel) -> int:
     Raises:
         ModelError: the checkpoint is quantized.
     """
-    if any(isinstance(module, QuantizedLinear) for module in network.modules()):
+    if is_quantized(network):
         raise ModelError("weight_dtype int4 is for models that are not quantized, and this checkpoint is")
     head = network.get_output_embeddings()
     layers = [(name, module) for name, module in network.named_modules() if type(module) is nn.Linear]

@@ -54,10 +54,10 @@ def main() -> int:
         for title, panels in _rows(dashboard["panels"])
     ]
     _draw(rows, args.output)
-    num_empty = sum(not series for _, panels in rows for _, series in panels)
+    empty = [panel["title"] for _, panels in rows for panel, series in panels if not series]
     num_panels = sum(len(panels) for _, panels in rows)
-    print(f"{args.output}: {num_panels} panels, {num_empty} without figures")
-    return int(num_empty == num_panels)
+    print(f"{args.output}: {num_panels} panels, {len(empty)} without figures", *empty, sep="\n  ")
+    return int(len(empty) == num_panels)
 
 
 def _rows(panels: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:

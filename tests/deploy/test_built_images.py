@@ -1,7 +1,7 @@
 """Images built from the Dockerfile: what is in them, and the services of the Compose file as processes of them.
 
 `tests/deploy/images.py` says what stands for what. The Compose file's services have loopback addresses of their own,
-and Redis is this machine's, with the Compose file's configuration.
+and Redis is a server of a wheel, with the Compose file's configuration.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from executor.native.library import INSTRUCTION_SETS
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
 from inflight.events import Completion, Delta, FinishReason
-from inflight.local.redis_server import find_redis_binary
 from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, layer_sizes, servers_to_build
+from tests.redis_servers import server_for
 
 pytestmark = NEEDS_IMAGES
 
@@ -158,13 +158,13 @@ class Composed:
 
     @contextlib.asynccontextmanager
     async def redis(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        """This machine's Redis with the configuration of the service."""
+        """A server like that of the image, whose users file older ones refuse, with the configuration of the service."""
         users = self.folder / "users.acl"
         users.write_text(self._mapped(self.configs["redis-users"]["content"], ""))
         text = self._mapped(self.configs["redis"]["content"], REDIS)
         text = text.replace("/etc/redis/users.acl", str(users)).replace("dir /tmp", f"dir {self.folder}")
         process = await asyncio.create_subprocess_exec(
-            *guarded([str(find_redis_binary()), "-"]),
+            *guarded([str(server_for("FCALL")), "-"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -172,9 +172,13 @@ class Composed:
         assert process.stdout is not None
         process.stdin.write(text.encode())
         process.stdin.close()
+        said = b""
         async for line in process.stdout:
+            said += line
             if b"ready to accept connections" in line.lower():
                 break
+        else:
+            pytest.fail(f"Redis ends:\n{said.decode()}")
         try:
             yield process
         finally:

@@ -158,7 +158,7 @@ class Composed:
 
     @contextlib.asynccontextmanager
     async def redis(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        """A server like that of the image, whose users file older ones refuse, with the configuration of the service."""
+        """A server with functions, whose commands the users file names, with the configuration of the service."""
         users = self.folder / "users.acl"
         users.write_text(self._mapped(self.configs["redis-users"]["content"], ""))
         text = self._mapped(self.configs["redis"]["content"], REDIS)

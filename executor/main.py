@@ -132,8 +132,6 @@ def _load_model(settings: ExecutorSettings, group: WorkerGroup | None) -> Loaded
     began = time.monotonic()
     source = resolve_model(settings.model)
     model = load_shard(settings, source, WHOLE if group is None else group.shard, group)
-    if settings.speculation != "off" and (model.device.type != "cpu" or model.gpu_decoder is not None):
-        raise SettingError(f"speculation={settings.speculation} needs a CPU; on {model.device} it must be off")
     adapters = _adapters(settings, model)
     limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(
@@ -248,6 +246,7 @@ def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> Schedule
         batching=Batching(settings.batching),
         enable_prefix_cache=settings.enable_kv_cache_reuse,
         policy=SchedulerPolicy(settings.batch_scheduler_policy),
+        max_drafts=0 if settings.speculation == "off" else settings.speculation_max_drafts,
     )
 
 
@@ -481,13 +480,12 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         settings.inter_token_target_batch_ms,
     )
     eos_token_ids = frozenset(model.eos_token_ids)
-    max_drafts = 0 if settings.speculation == "off" else settings.speculation_max_drafts
     submission = SubmissionLimits(
         limits.context_length,
         model.vocabulary_size,
         eos_token_ids,
         targets,
-        max_drafts,
+        limits.max_drafts,
         description.num_adapter_slots,
     )
     return Identity(description, submission)

@@ -117,7 +117,7 @@ class ExecutorSettings(ProcessSettings):
     speculation: Literal["off", "ngram", "suffix"] = Field(
         "off",
         description="how the next tokens of a sequence are drafted, which a step verifies: by n-grams or with a suffix "
-        "automaton over its own tokens; the output does not depend on it; CPU only",
+        "automaton over its own tokens; the output does not depend on it",
     )
     speculation_max_drafts: int = Field(
         7, ge=1, le=MAX_DRAFTS, description="maximum tokens drafted for a sequence in a step"

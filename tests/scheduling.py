@@ -18,6 +18,7 @@ from executor.scheduler.sequence import (
     StepResult,
     Stopping,
 )
+from executor.scheduler.step_constraint import DraftTerms
 
 BLOCK_SIZE = 4
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -78,12 +79,14 @@ def step(scheduler: Scheduler, token_id: int = 1) -> StepOutcome:
     return retire(scheduler, scheduler.schedule(), token_id)
 
 
-def run_overlapped(scheduler: Scheduler, runner: StepRunner, num_ahead: int = 1) -> None:
+def run_overlapped(
+    scheduler: Scheduler, runner: StepRunner, num_ahead: int = 1, terms: DraftTerms | None = None
+) -> None:
     """To the end of everyone held, each step launched before the one before is read, if that one allows it. With
     `num_ahead` 0 it is read first."""
     launched: deque[tuple[StepPlan, PendingStep]] = deque()
     while launched or not scheduler.is_idle:
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(terms=terms)
         if plan.sequences:
             launched.append((plan, runner.launch(plan)))
         num_left = num_ahead if plan.sequences and launched[-1][1].allows_next else 0

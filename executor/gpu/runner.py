@@ -85,17 +85,15 @@ class GpuRunner:
         self._vocabulary_size = decoder.head.shape[0]
         self._columns = SamplingColumns(num_seats, self._vocabulary_size)
         self._follower = TableFollower(num_seats, self._max_blocks)
-        most_sequences = limits.max_num_sequences
-        most = StepLayout(_max_step_tokens(limits), most_sequences, most_sequences, MAX_PROMPT_LOGPROB_ROWS)
+        most_logits = limits.max_num_yields
+        most = StepLayout(limits.max_step_tokens, limits.max_num_sequences, most_logits, MAX_PROMPT_LOGPROB_ROWS)
         buffers = StepBuffers(self._device, most, num_seats, self._max_blocks)
         self._buffers = buffers
-        self._step = DeviceStep(decoder, kv, buffers, block_size, most_sequences + MAX_PROMPT_LOGPROB_ROWS)
-        self._processing = Processing(
-            self._device, self._vocabulary_size, limits.context_length, limits.max_num_sequences
-        )
+        self._step = DeviceStep(decoder, kv, buffers, block_size, most_logits + MAX_PROMPT_LOGPROB_ROWS)
+        self._processing = Processing(self._device, self._vocabulary_size, limits.context_length, most_logits)
         self._masks = MaskFiller(torch.get_num_threads())
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
-        self._read_back = ReadBack(MAX_IN_FLIGHT, limits.max_num_sequences, self._device)
+        self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
         self._buckets = decode_buckets(limits.max_num_sequences)
         self._uses_graphs = uses_graphs and self._device.type == "cuda"
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -106,7 +104,7 @@ class GpuRunner:
     def prepare(self) -> None:
         """Compiles the kernels that steps need, and captures the graphs."""
         limits = self._limits
-        sizes = (_max_step_tokens(limits), limits.max_num_sequences, limits.context_length)
+        sizes = (limits.max_step_tokens, limits.max_num_sequences, limits.context_length)
         with torch.inference_mode():
             for lengths in (*warm_up_lengths(self._group, *sizes), *([1] * bucket for bucket in self._buckets)):
                 layout = self._upload_idle(lengths)
@@ -204,8 +202,3 @@ class GpuRunner:
         batch = idle_batch(lengths, self._buffers.spare_table_row, self._block_size)
         self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
         return layout
-
-
-def _max_step_tokens(limits: SchedulerLimits) -> int:
-    """Returns the most tokens of a step. Without chunked prefill a prompt takes one step, however long it is."""
-    return limits.max_num_tokens if limits.enable_chunked_context else max(limits.max_num_tokens, limits.context_length)

@@ -77,7 +77,8 @@ class SchedulerLimits:
     budget of a step, `context_length` bounds prompt and output. Without `enable_chunked_context` a prompt takes one
     step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences and, with
     `enable_prefix_cache`, prefixes that are evicted from the pool. A sequence waits at most `max_prefix_wait_steps`
-    steps for another one that computes the prefix it needs.
+    steps for another one that computes the prefix it needs. A step verifies at most `max_drafts` drafted tokens of a
+    sequence.
     """
 
     max_num_sequences: int
@@ -91,11 +92,22 @@ class SchedulerLimits:
     num_host_blocks: int = 0
     overcommit: Overcommit = Overcommit()
     max_prefix_wait_steps: int = 64
+    max_drafts: int = 0
 
     @property
     def is_overcommitted(self) -> bool:
         """Whether reservations may be smaller than the need. A static batch always runs to its end."""
         return self.policy is SchedulerPolicy.MAX_UTILIZATION and self.batching is Batching.INFLIGHT
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens of a step. Without chunked prefill a prompt takes one step, however long it is."""
+        return self.max_num_tokens if self.enable_chunked_context else max(self.max_num_tokens, self.context_length)
+
+    @property
+    def max_num_yields(self) -> int:
+        """Most positions of a step that yield a token: one of each sequence, and one for each of its drafts."""
+        return min(self.max_num_sequences * (1 + self.max_drafts), self.max_step_tokens)
 
     @property
     def num_seat_rows(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from executor.model.runner import ModelRunner
 from executor.settings import ExecutorSettings
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.kernels.test_gpu_decoder import FAMILY, PROMPTS
+from tests.kernels.test_gpu_drafts import MAKERS, check_drafts, folders
 from tests.kernels.test_gpu_runner import (
     BLOCK_SIZE,
     LIMITS,
@@ -28,6 +31,8 @@ from tests.kernels.test_gpu_runner import (
     requests,
 )
 from tests.tiny_models import save_model
+
+__all__ = ["folders"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -86,6 +91,12 @@ def test_changed_rows_are_those_of_the_generic_runner(folder: Path, uses_graphs:
     runner.prepare()
     outputs(runner, ours)
     assert_same_sequences(ours, expected)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_tokens_do_not_depend_on_drafts(folders: Mapping[str, Path], kind: str) -> None:
+    limits = replace(LIMITS, max_num_tokens=48, max_drafts=5)
+    check_drafts(folders[kind], kind, limits, load, captures_graphs=True)
 
 
 def test_times_of_a_step_do_not_overlap_those_of_the_next(folder: Path) -> None:

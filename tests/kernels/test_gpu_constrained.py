@@ -33,8 +33,13 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def write_model(folder: Path) -> Path:
+    """Writes a random model of one layer with the vocabulary of the grammars."""
     config = LlamaConfig(**sizes(num_hidden_layers=1, vocab_size=VOCABULARY_SIZE, eos_token_id=[EOS_ID, OTHER_EOS_ID]))
-    return save_model(config, tmp_path_factory.mktemp("model") / "tiny")
+    return save_model(config, folder / "tiny")
 
 
 def requests() -> list[Sequence]:

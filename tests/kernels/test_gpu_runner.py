@@ -45,8 +45,12 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LlamaConfig(**sizes(num_hidden_layers=1))
-    return save_model(config, tmp_path_factory.mktemp("model") / "tiny")
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def write_model(folder: Path) -> Path:
+    """Writes a random model of one layer."""
+    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), folder / "tiny")
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:

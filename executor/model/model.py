@@ -30,6 +30,7 @@ from executor.attention.quantized import kv_dtypes
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
 from executor.checkpoint.files import GenerationDefaults, read_generation_defaults
+from executor.checkpoint.longrope import fix_longrope
 from executor.checkpoint.packed_linear import pack_linears
 from executor.checkpoint.quantized_linear import is_quantized, make_dense
 from executor.checkpoint.quiet import quiet_transformers
@@ -126,6 +127,7 @@ class PagedModel:
         forward_name: str = "auto",
         instructions: str = "auto",
         weight_stream: WeightStream | None = None,
+        max_sequence_length: int = 0,
         shard: Shard = WHOLE,
         group: WorkerGroup | None = None,
     ) -> PagedModel:
@@ -136,8 +138,9 @@ class PagedModel:
         `kv_cache_dtype` is `auto` or `int8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of the
         activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
-        fastest way is measured. Of several ranks, this is the one of `shard`; the leader has the `group` of the others,
-        which must join before the model is checked.
+        fastest way is measured. `max_sequence_length`, or with 0 the context length, decides between the factors of
+        longrope. Of several ranks, this is the one of `shard`; the leader has the `group` of the others, which must
+        join before the model is checked.
         """
         device = choose_device(device_name)
         if shard.num_ranks > 1 and device.type != "cpu":
@@ -146,6 +149,10 @@ class PagedModel:
         network, folder = load_network(source, dtype, device)
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
+            context_length = _context_length(network)
+            longest = min(max_sequence_length or context_length, context_length)
+            if choice_of_rope := fix_longrope(network, longest):
+                log.info("longrope uses its %s", choice_of_rope)
             expectation = expect(network, _vocabulary_size(network)) if shard.rank == 0 else None
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
@@ -450,11 +457,6 @@ def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
 def _describe(
     source: ModelSource, folder: Path, network: PreTrainedModel, layers: tuple[Layer, ...]
 ) -> ModelDescription:
-    config = network.config.get_text_config(decoder=True)
-    lengths = (getattr(config, name, None) for name in CONTEXT_LENGTH_NAMES)
-    context_length = next((int(length) for length in lengths if length), None)
-    if context_length is None:
-        raise ModelError("its configuration has no context length")
     vocabulary_size = _vocabulary_size(network)
     return ModelDescription(
         architecture=network.config.model_type,
@@ -463,9 +465,18 @@ def _describe(
         num_kv_heads=layers[0].shape.num_kv_heads,
         head_dim=layers[0].shape.head_dim,
         vocabulary_size=vocabulary_size,
-        context_length=context_length,
+        context_length=_context_length(network),
         defaults=_defaults(folder, vocabulary_size),
     )
+
+
+def _context_length(network: PreTrainedModel) -> int:
+    config = network.config.get_text_config(decoder=True)
+    lengths = (getattr(config, name, None) for name in CONTEXT_LENGTH_NAMES)
+    context_length = next((int(length) for length in lengths if length), None)
+    if context_length is None:
+        raise ModelError("its configuration has no context length")
+    return context_length
 
 
 def _defaults(folder: Path, vocabulary_size: int) -> GenerationDefaults:

@@ -201,15 +201,32 @@ class PagedModel:
         excepted = [str(layer) for layer, dtype in enumerate(self._layer_kv_dtypes) if dtype != torch.int8]
         return f"int8 except {self.dtype_name} in layers {','.join(excepted)}" if excepted else "int8"
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        """Returns the memory of one more block."""
-        return sum(kv.num_bytes for kv in self._allocate(1, block_size))
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None: the whole context."""
+        return tuple(layer.scoring.sliding_window for layer in self._layers)
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        """Allocates blocks 1 to `num_blocks`, and the spare block 0."""
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Returns the memory of one more block in all layers."""
+        return sum(self.kv_bytes_per_group_block(block_size))
+
+    def kv_bytes_per_group_block(self, block_size: int) -> tuple[int, int]:
+        """Returns the memory of one more block in the layers that attend to the whole context, and in those with a
+        sliding window."""
+        sizes = [0, 0]
+        for layer, kv in zip(self._layers, self._allocate(1, block_size, 1), strict=True):
+            sizes[layer.scoring.sliding_window is not None] += kv.num_bytes
+        return sizes[0], sizes[1]
+
+    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> None:
+        """Allocates blocks 1 to `num_blocks`, and the spare block 0. Layers with a sliding window have
+        `num_window_blocks` instead, if that is not None; batches must then have window tables."""
         if self.parallel is not None:
+            assert num_window_blocks is None, "ranks have one KV pool for all layers"
             self.parallel.allocate_kv(num_blocks, block_size)
-        self._kv = self._allocate(num_blocks + 1, block_size)
+        self._kv = self._allocate(
+            num_blocks + 1, block_size, (num_blocks if num_window_blocks is None else num_window_blocks) + 1
+        )
 
     def open_host_tier(self, num_host_blocks: int) -> HostTier:
         """Opens a host tier for the allocated blocks."""
@@ -302,9 +319,15 @@ class PagedModel:
         exchange = group.join(self.native, self.backend.library, self.hello(0))
         self.parallel = ParallelDecoder(self.native, group, exchange)
 
-    def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
+    def _allocate(self, num_blocks: int, block_size: int, num_window_blocks: int) -> tuple[LayerKv, ...]:
         return tuple(
-            self.backend.allocate(layer.shape, num_blocks, block_size, kv_dtype, self.device)
+            self.backend.allocate(
+                layer.shape,
+                num_blocks if layer.scoring.sliding_window is None else num_window_blocks,
+                block_size,
+                kv_dtype,
+                self.device,
+            )
             for layer, kv_dtype in zip(self._layers, self._layer_kv_dtypes, strict=True)
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import Gemma3TextConfig as Gemma3Config
 
 from common.kv_size import WindowSize
 from common.model_source import resolve_model
+from executor.main import identity, load_model
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
@@ -21,6 +23,7 @@ from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import Batching, KvWindow, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping, TokenLogprobs
+from executor.settings import ExecutorSettings
 from executor.speculation.choice import choose_proposer
 from tests.drafting import CHEAP, EagerBudget
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
@@ -85,7 +88,7 @@ def models(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
     """The same model with one pool for all layers, and with two."""
     name, form = case
     folder = save_model(CONFIGS[name], tmp_path_factory.mktemp("models") / name, has_random_vectors=True)
-    with torch_threads(2):
+    with torch_threads(1):
         options = {"dtype_name": "float32", "device_name": "cpu"} | FORMS[form]
         one, two = (PagedModel.load(resolve_model(str(folder)), **options) for _ in range(2))
         one.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
@@ -196,3 +199,38 @@ def replace_reservation(request: Sequence) -> Sequence:
     """Reserves less than the request needs."""
     request.num_reserved_blocks = (len(request.token_ids) + 1) // BLOCK_SIZE + 1
     return request
+
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_tokens": 32,
+    "max_num_sequences": 2,
+    "kv_cache_free_host_mem_fraction": 1e-4,
+}
+
+
+def test_an_executor_holds_more_tokens_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS["gemma3"]
+    folder = save_model(config, tmp_path / "gemma3", has_random_vectors=True)
+    monkeypatch.setattr("executor.main.num_available_memory_bytes", lambda: 10_000_000_000)
+    one, two, host = (
+        load_model(ExecutorSettings(model=str(folder), **SETTINGS, **changes))
+        for changes in ({"kv_window_groups": "off"}, {}, {"kv_cache_host_memory_bytes": 1_000_000})
+    )
+    assert one.limits.kv_window is None
+    assert two.limits.kv_window is not None
+    # Host memory for KV needs one pool.
+    assert (host.num_blocks, host.limits.kv_window) == (one.num_blocks, None)
+
+    sizes_of = [sum(kv.num_bytes for kv in loaded.model.kv) for loaded in (one, two)]
+    assert sizes_of[1] <= sizes_of[0]
+    # Two of three layers have a window.
+    assert two.num_blocks > 2 * one.num_blocks
+    assert identity(ExecutorSettings(model=str(folder)), two).description.total_blocks == two.num_blocks
+
+    crowd = [requests(3, 40), requests(2, 20)]
+    assert (
+        run(two.model, two.limits, crowd, two.num_blocks).outputs
+        == run(one.model, one.limits, [requests(3, 40), requests(2, 20)], one.num_blocks).outputs
+    )

@@ -23,6 +23,7 @@ from inflight.tools.sizing.arithmetic import (
     Machine,
     Pool,
     Speed,
+    Steps,
     Traffic,
     demand_of,
     pool_of,
@@ -124,7 +125,8 @@ def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | Non
     machine = Machine(memory, is_gpu, fraction, round(working_gib * GIBIBYTE))
     if capacity is None:
         most = flags.max_tokens_in_paged_kv_cache
-        return pool_of(shape, machine, flags.dtype, flags.tokens_per_block, most, num_ranks), machine
+        steps = Steps(flags.max_num_sequences, max(flags.max_num_tokens, flags.max_num_sequences))
+        return pool_of(shape, machine, flags.dtype, flags.tokens_per_block, most, num_ranks, steps), machine
     smallest = min(capacity.executors, key=lambda executor: executor.blocks_total)
     computed = pool_of(shape, machine, flags.dtype, smallest.block_size, smallest.block_size)
     return (

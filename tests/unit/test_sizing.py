@@ -229,6 +229,21 @@ def test_size_says_figures_and_flags(config_file: Path, capsys: pytest.CaptureFi
     assert "a step takes longer than the 15 ms between tokens" in shown
 
 
+def test_size_counts_windows_of_as_many_seats_as_fit(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads(config_file.read_text())
+    sizings = []
+    for changes in ({}, {"model_type": "gemma3_text", "sliding_window": 512}):
+        config_file.write_text(json.dumps(config | changes))
+        flags = ["--model", str(config_file), "--memory-gib", "64", "--prompt-tokens", "6000"]
+        assert main(["size", "--json", *flags]) == 0
+        sizings.append(json.loads(capsys.readouterr().out))
+    one, two = sizings
+    assert one["pool"]["num_window_blocks"] == 0
+    assert two["pool"]["num_blocks"] > 2 * one["pool"]["num_blocks"]
+    assert two["seats_per_replica"] > 2 * one["seats_per_replica"]
+    assert two["seats_per_replica"] <= two["pool"]["num_window_seats"]
+
+
 def test_size_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--memory-gib", "8", "--max-tokens-in-paged-kv-cache", "640", "--prompt-tokens", "100"]
     assert main(["size", "--json", *flags]) == 0

@@ -57,8 +57,8 @@ class Steps:
 class Pool:
     """The capacity of an executor's memory. Bytes are those of each rank; a block has a part on every rank.
 
-    `num_window_blocks` is the pool of the layers with a sliding window, if it is not 0. Bytes are those in all layers
-    nevertheless.
+    `num_window_blocks` is the pool of the layers with a sliding window for `num_window_seats`, if it is not 0. Bytes
+    are those in all layers nevertheless.
     """
 
     weight_bytes: int
@@ -68,6 +68,7 @@ class Pool:
     num_blocks: int
     num_ranks: int = 1
     num_window_blocks: int = 0
+    num_window_seats: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,12 @@ def pool_of(
     )
     if groups is None:
         return pool
-    return replace(pool, num_blocks=groups.num_blocks, num_window_blocks=groups.num_window_blocks)
+    return replace(
+        pool,
+        num_blocks=groups.num_blocks,
+        num_window_blocks=groups.num_window_blocks,
+        num_window_seats=groups.num_seats,
+    )
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:

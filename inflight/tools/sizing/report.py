@@ -97,7 +97,7 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
     blocks = f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens"
     if pool.num_window_blocks:
         figure = f"{pool.num_window_blocks:,} of {pool.tokens_per_block} tokens"
-        how = f"windows of {shape.sliding_window} tokens of {sizing.max_num_sequences} seats and of prefixes"
+        how = f"windows of {shape.sliding_window} tokens for {pool.num_window_seats} seats, and those of prefixes"
         yield Row(f"blocks of {shape.num_window_layers} layers", figure, COMPUTED, how)
     if sizing.machine is None:
         yield Row("blocks", blocks, MEASURED, sizing.measured_at)

@@ -187,9 +187,9 @@ class Scheduler:
         )
         self.host = HostBlocks(limits.num_host_blocks)
         window = limits.kv_window
-        self.windows = window and WindowPool(
-            window.num_blocks, pool.block_size, window.num_tokens, window.max_sequences
-        )
+        self.windows: WindowPool | None = None
+        if window is not None:
+            self.windows = WindowPool(window.num_blocks, pool.block_size, window.num_tokens, window.max_sequences)
         self.prefix_cache = PrefixCache(pool, self.host, limits.enable_prefix_cache, self.windows)
         self._queues = queues = SequenceQueues(limits.num_seat_rows)
         self._kv_policy = kv_policy = _kv_policy_for(limits, pool, self.host, self.prefix_cache, queues)

@@ -178,7 +178,8 @@ def longrope(**changes: Any) -> PretrainedConfig:
     }
     config = Phi3Config(**sizes(rope_parameters=rope, original_max_position_embeddings=32))
     # Not through the constructor, which refuses some of them itself.
-    config.rope_parameters.update(changes)
+    parameters: Any = config.rope_parameters
+    parameters.update(changes)
     return config
 
 

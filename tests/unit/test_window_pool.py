@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.kv_size import WindowSize, kv_groups
 from executor.scheduler.blocks import BlockPool, WindowPool
 from executor.scheduler.limits import Batching, KvWindow, SchedulerLimits
 from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepResult, Stopping
+from executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from tests.fake_device import FakeDevice, solo_output
 
 HASHES = [bytes([i]) * 32 for i in range(10)]
@@ -87,11 +89,12 @@ def run(num_window_blocks: int, max_tables: int) -> dict[str, tuple[list[int], F
     """Ends of sequences that run with two steps in flight."""
     window = KvWindow(20, num_window_blocks, max_tables)
     pool = BlockPool(1000, 4)
-    scheduler = Scheduler(SchedulerLimits(**{**_fields(LIMITS), "kv_window": window}), pool)
+    scheduler = Scheduler(replace(LIMITS, kv_window=window), pool)
     device = FakeDevice(pool, scheduler.windows, 20)
     for number in range(6):
         assert scheduler.offer(sequence(number, 90 + 31 * number)) is None
-    launched, ends = [], {}
+    launched: list[StepPlan] = []
+    ends: dict[str, tuple[list[int], FinishReason]] = {}
     while launched or not scheduler.is_idle:
         plan = scheduler.schedule()
         scheduler.check()
@@ -101,13 +104,12 @@ def run(num_window_blocks: int, max_tables: int) -> dict[str, tuple[list[int], F
             done = launched.pop(0)
             finished += scheduler.update(StepResult(done, device.run(done))).finished
         for event in finished:
-            ends[event.sequence.request_id] = (event.sequence.token_ids[event.sequence.num_prompt_tokens :], event)
+            ends[event.sequence.request_id] = (
+                event.sequence.token_ids[event.sequence.num_prompt_tokens :],
+                event.reason,
+            )
     scheduler.check_when_idle()
-    return {name: (ids, event.reason) for name, (ids, event) in ends.items()}
-
-
-def _fields(limits: SchedulerLimits) -> dict[str, object]:
-    return {name: getattr(limits, name) for name in SchedulerLimits.__slots__}
+    return ends
 
 
 SIZE = WindowSize(20, 32, 400, 0, 4)

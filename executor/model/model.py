@@ -149,10 +149,7 @@ class PagedModel:
         network, folder = load_network(source, dtype, device)
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
-            context_length = _context_length(network)
-            longest = min(max_sequence_length or context_length, context_length)
-            if choice_of_rope := fix_longrope(network, longest):
-                log.info("longrope uses its %s", choice_of_rope)
+            _choose_rope(network, max_sequence_length)
             expectation = expect(network, _vocabulary_size(network)) if shard.rank == 0 else None
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
@@ -491,6 +488,13 @@ def _describe(
         context_length=_context_length(network),
         defaults=_defaults(folder, vocabulary_size),
     )
+
+
+def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:
+    context_length = _context_length(network)
+    choice = fix_longrope(network, min(max_sequence_length or context_length, context_length))
+    if choice is not None:
+        log.info("longrope uses its %s", choice)
 
 
 def _context_length(network: PreTrainedModel) -> int:

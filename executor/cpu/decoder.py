@@ -244,6 +244,12 @@ class NativeDecoder:
         )
         return ids
 
+    def _of_layers(self, addresses: tuple[int, int]) -> list[int]:
+        """Returns the address for each layer: the first without a window, the second with one."""
+        if addresses[0] == addresses[1]:
+            return [addresses[0]] * len(self._has_window)
+        return [addresses[has_window] for has_window in self._has_window]
+
     @property
     def _num_tokens(self) -> int:
         """Tokens of the vocabulary whose logits this shard computes."""
@@ -259,10 +265,10 @@ class NativeDecoder:
         step = _Step(
             token_ids=batch.token_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
-            slots=(c_void_p * count)(*(slots[has_window] for has_window in self._has_window)),
+            slots=(c_void_p * count)(*self._of_layers(slots)),
             query_starts=batch.query_starts.data_ptr(),
             context_lengths=batch.context_lengths.data_ptr(),
-            block_tables=(c_void_p * count)(*(tables[has_window] for has_window in self._has_window)),
+            block_tables=(c_void_p * count)(*self._of_layers(tables)),
             table_rows=batch.table_rows.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
             keys=(c_void_p * count)(*(layer.keys.data_ptr() for layer in kv)),

@@ -50,6 +50,39 @@ def blocks_for(num_tokens: int, tokens_per_block: int) -> int:
     return -(-num_tokens // tokens_per_block)
 
 
+@dataclass(frozen=True, slots=True)
+class WindowSize:
+    """What the pool of the layers with a sliding window must hold: windows of `num_window_tokens`, steps of
+    `max_step_tokens`, contexts of `context_length`, and drafts of `max_drafts` tokens."""
+
+    num_window_tokens: int
+    max_step_tokens: int
+    context_length: int
+    max_drafts: int
+    tokens_per_block: int
+
+    def num_sequences(self, num_seats: int) -> int:
+        """Returns how many sequences may hold window blocks. Those whose last step has not retired hold some beside the
+        seated ones; more than these are waited for."""
+        return num_seats + blocks_for(num_seats, 8)
+
+    def num_blocks(self, num_seats: int) -> int:
+        """Returns the blocks with which no sequence ever lacks one.
+
+        A sequence holds its window, drafts of two steps at most that may turn out wrong, and what the steps in flight
+        compute, which are two at most. Its first and its last block may be partly used.
+        """
+        num_kept = self.num_window_tokens - 1 + 2 * self.max_drafts
+        per_sequence = min(blocks_for(num_kept, self.tokens_per_block) + 2, self._blocks_of_context)
+        in_flight = 2 * blocks_for(self.max_step_tokens, self.tokens_per_block)
+        num_sequences = self.num_sequences(num_seats)
+        return min(num_sequences * per_sequence + in_flight, num_sequences * self._blocks_of_context)
+
+    @property
+    def _blocks_of_context(self) -> int:
+        return blocks_for(self.context_length, self.tokens_per_block)
+
+
 # Prompt and output of a usual request. Shorter ones leave blocks unused while every seat is taken, longer ones seats.
 TOKENS_PER_SEAT = 1024
 LEAST_SEATS = 8
@@ -68,6 +101,59 @@ def num_seats(num_blocks: int, tokens_per_block: int, context_length: int, most:
     more seats are not used and fewer leave blocks unused."""
     tokens_per_seat = min(TOKENS_PER_SEAT, context_length)
     return min(most, max(LEAST_SEATS, num_blocks * tokens_per_block // tokens_per_seat))
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroups:
+    """Two KV pools: `num_blocks` blocks of the layers that attend to the whole context, which requests reserve, and
+    `num_window_blocks` of those with a sliding window. `max_sequences` may hold window blocks at a time."""
+
+    num_blocks: int
+    num_window_blocks: int
+    num_seats: int
+    max_sequences: int
+
+
+# Share of the blocks of one pool for all layers that a window pool has beside what its sequences need, so that windows
+# of earlier prefixes stay: without them a prefix cannot be used.
+PREFIX_WINDOWS_SHARE = 1 / 8
+
+
+def kv_groups(
+    num_blocks: int,
+    full_bytes: int,
+    window_bytes: int,
+    window: WindowSize,
+    *,
+    num_seats_set: int,
+    most_seats: int,
+    is_limited: bool,
+    keeps_prefixes: bool,
+) -> KvGroups | None:
+    """Returns the two pools that take the memory of `num_blocks` blocks of all layers; None if windows save nothing.
+
+    A block takes `full_bytes` and `window_bytes` in the layers of each kind. The seats are `num_seats_set`, or where
+    that is 0 as many as the blocks are likely to fill, at most `most_seats`. With `is_limited` the number of blocks is
+    set, and windows save memory instead.
+    """
+    most_blocks = blocks_for(window.context_length, window.tokens_per_block)
+    num_for_prefixes = int(num_blocks * PREFIX_WINDOWS_SHARE) if keeps_prefixes else 0
+    for seats in [num_seats_set] if num_seats_set else range(most_seats, 0, -1):
+        max_sequences, num_window_blocks = window.num_sequences(seats), window.num_blocks(seats) + num_for_prefixes
+        if num_window_blocks >= num_blocks:
+            continue
+        if is_limited:
+            num_full_blocks = num_blocks
+        elif full_bytes:
+            num_bytes = num_blocks * (full_bytes + window_bytes) - num_window_blocks * window_bytes
+            num_full_blocks = num_bytes // full_bytes
+        else:
+            # Blocks without memory: as many as there are tokens in the longest contexts of all seats.
+            num_full_blocks, num_window_blocks = max(num_blocks, seats * most_blocks), num_blocks
+        likely = num_seats(num_full_blocks, window.tokens_per_block, window.context_length, most_seats)
+        if num_seats_set or likely >= seats:
+            return KvGroups(num_full_blocks, num_window_blocks, seats, max_sequences)
+    return None
 
 
 def num_host_kv_blocks(num_bytes: int, bytes_per_block: int, free_bytes: int) -> int:

@@ -249,5 +249,7 @@ def _tokenizer_class(folder: Path) -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
+    """Returns the first line of an error, and the second where the first announces it."""
+    lines = str(error).strip().split("\n")
+    text = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
     return f"{text[:300]}" if text else type(error).__name__

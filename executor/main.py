@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 
 from common.http.metrics_page import metrics_route
 from common.http.port import HttpPort
-from common.kv_size import KvBudget, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
+from common.kv_size import KvBudget, KvGroups, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
 from common.machine import num_available_memory_bytes
 from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
@@ -44,6 +44,7 @@ from executor.engine.output import EngineOutput
 from executor.engine.prefill_budget import PrefillBudget
 from executor.engine.runner import StepRunner
 from executor.engine.watchdog import watch_engine
+from executor.kv_groups import choose_kv_groups
 from executor.logits.grammar import GrammarCompiler
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
@@ -51,7 +52,7 @@ from executor.parallel.leader import WorkerGroup
 from executor.ranks import check_parallel, load_shard, open_group, run_worker, threads_per_rank
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.drafting import Drafting
-from executor.scheduler.limits import InterTokenTargets
+from executor.scheduler.limits import InterTokenTargets, KvWindow
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.serving.metrics import executor_metrics
 from executor.serving.placements import RetentionPolicy
@@ -139,9 +140,13 @@ def _load_model(settings: ExecutorSettings, group: WorkerGroup | None) -> Loaded
         settings.tokens_per_block,
         model.kv_bytes_per_block(settings.tokens_per_block),
     )
-    limits = _with_seats(settings, limits, num_blocks)
+    groups = choose_kv_groups(settings, model, limits, num_blocks)
+    if groups is None:
+        limits = _with_seats(settings, limits, num_blocks)
+    else:
+        num_blocks, limits = groups.num_blocks, _with_groups(settings, model, limits, groups)
     limits = replace(limits, num_host_blocks=_num_host_blocks(settings, model, num_blocks, group))
-    model.allocate_kv(num_blocks, settings.tokens_per_block)
+    model.allocate_kv(num_blocks, settings.tokens_per_block, None if groups is None else groups.num_window_blocks)
     log.info(
         "%s on %s (%s, weights %s, KV %s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats%s, "
         "%s batching",
@@ -256,6 +261,18 @@ def _with_seats(settings: ExecutorSettings, limits: SchedulerLimits, num_blocks:
         return limits
     seats = num_seats(num_blocks, settings.tokens_per_block, limits.context_length, limits.max_num_sequences)
     return replace(limits, max_num_sequences=seats, num_standby_sequences=_num_standby(settings, seats))
+
+
+def _with_groups(
+    settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, groups: KvGroups
+) -> SchedulerLimits:
+    num_tokens = max(window or 0 for window in model.sliding_windows)
+    return replace(
+        limits,
+        max_num_sequences=groups.num_seats,
+        num_standby_sequences=_num_standby(settings, groups.num_seats),
+        kv_window=KvWindow(num_tokens, groups.num_window_blocks, groups.max_sequences),
+    )
 
 
 def _num_standby(settings: ExecutorSettings, max_num_sequences: int) -> int:

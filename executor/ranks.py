@@ -81,6 +81,7 @@ def load_shard(settings: ExecutorSettings, source: ModelSource, shard: Shard, gr
         kv_cache_skip_layers=settings.kv_cache_dtype_skip_layers,
         forward_name=settings.forward,
         instructions=settings.cpu_isa,
+        max_sequence_length=settings.max_sequence_length,
         shard=shard,
         group=group,
     )

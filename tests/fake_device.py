@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
 from executor.engine.runner import PendingStep
-from executor.scheduler.blocks import BlockPool
+from executor.scheduler.blocks import BlockPool, WindowPool
 from executor.scheduler.prefix_cache import chain_hashes
 from executor.scheduler.sequence import (
     NO_LOGPROBS,
@@ -89,9 +89,13 @@ class RunStep:
 class FakeDevice:
     """Runs plans, and asserts that they read what they should and write only where they may."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, windows: WindowPool | None = None, num_window_tokens: int = 0) -> None:
         self._pool = pool
+        self._windows = windows
+        self._num_window_tokens = num_window_tokens
         self._contents: dict[tuple[int, int], int] = {}
+        # Those of the layers with a sliding window, which have a pool of their own.
+        self._window_contents: dict[tuple[int, int], int] = {}
         self._host_contents: dict[tuple[int, int], int] = {}
         self._sampled: dict[tuple[Sequence, int], int] = {}
         self._newest: dict[Sequence, int] = {}
@@ -143,6 +147,8 @@ class FakeDevice:
         for row in plan.rows:
             for position in range(row.start, row.start + row.num_tokens):
                 self._contents[self._place(row.sequence, position)] = 0
+                if self._windows is not None:
+                    self._window_contents[self._window_place(row.sequence, position)] = 0
         self._newest = {}
 
     def _swap(self, plan: StepPlan) -> None:
@@ -166,6 +172,10 @@ class FakeDevice:
             assert not self._pool.is_published(block), f"block {block} is written but published"
             content = next_content(content, self._input_id(row, position))
             self._contents[block, offset] = content
+            if self._windows is not None:
+                place = self._window_place(sequence, position)
+                assert self._windows.is_writable(place[0]), f"window block {place[0]} is written but shared"
+                self._window_contents[place] = content
 
     def _read(self, row: PlanRow) -> list[int]:
         """The content of each position up to the row's last one."""
@@ -179,6 +189,9 @@ class FakeDevice:
             token_id = row.drafts[draft] if draft >= 0 else self._token_id(row.sequence, position)
             content = next_content(content, token_id)
             assert self._contents[self._place(row.sequence, position)] == content, f"wrong KV at position {position}"
+            if self._windows is not None and position > row.start - self._num_window_tokens:
+                window_content = self._window_contents[self._window_place(row.sequence, position)]
+                assert window_content == content, f"wrong window KV at position {position}"
             contents.append(content)
         return contents
 
@@ -197,6 +210,13 @@ class FakeDevice:
         if position < len(sequence.token_ids):
             return sequence.token_ids[position]
         return self._sampled[sequence, position]
+
+    def _window_place(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        table = sequence.window_table
+        assert table is not None, "a sequence has no window table"
+        index, offset = divmod(position, self._pool.block_size)
+        assert index >= table.first, f"position {position} has left the window"
+        return table.blocks[index - table.first], offset
 
     def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._pool.block_size)

@@ -50,9 +50,11 @@ class PagedStep:
     batch: StepBatch
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
-        """Writes the new keys and values, then attends over the whole context."""
-        self.backend.write(self.kv[layer], keys, values, self.batch)
-        return self.backend.attend(queries, self.kv[layer], self.batch, self.layers[layer].scoring)
+        """Writes the new keys and values, then attends over the context or its window."""
+        scoring = self.layers[layer].scoring
+        batch = self.batch if scoring.sliding_window is None else self.batch.for_windows
+        self.backend.write(self.kv[layer], keys, values, batch)
+        return self.backend.attend(queries, self.kv[layer], batch, scoring)
 
 
 class LayerProbe:

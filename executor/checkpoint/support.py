@@ -13,11 +13,12 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from common.model_source import ModelError
+from executor.checkpoint.longrope import longrope_obstacles
 
 # Attention kinds that a layer may have; other kinds keep state other than keys and values.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence in a batch, so a token's result would depend on the other sequences.
-BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+BATCH_DEPENDENT_ROPE = frozenset({"dynamic"})
 
 
 def check_configuration(config: PretrainedConfig) -> None:
@@ -45,6 +46,7 @@ def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedCo
     rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & BATCH_DEPENDENT_ROPE
     if rope_types:
         yield f"its {', '.join(sorted(rope_types))} rotary embedding depends on the other sequences of a batch"
+    yield from longrope_obstacles(text_config)
 
 
 def _network_obstacles(network: PreTrainedModel) -> Iterator[str]:

@@ -120,6 +120,7 @@ class NativeDecoder:
     ) -> None:
         self.form = form
         self.shard = shard
+        self._has_window = [window is not None for window in form.shape.sliding_windows]
         self.all_gather: Any = None
         self.shared_parts: int | None = None
         self.stream = stream or _choose_stream(library, pool, form)
@@ -243,6 +244,12 @@ class NativeDecoder:
         )
         return ids
 
+    def _of_layers(self, addresses: tuple[int, int]) -> list[int]:
+        """Returns the address for each layer: the first without a window, the second with one."""
+        if addresses[0] == addresses[1]:
+            return [addresses[0]] * len(self._has_window)
+        return [addresses[has_window] for has_window in self._has_window]
+
     @property
     def _num_tokens(self) -> int:
         """Tokens of the vocabulary whose logits this shard computes."""
@@ -252,13 +259,16 @@ class NativeDecoder:
     def _run(self, batch: StepBatch, kv: tuple[LayerKv, ...], **results: int | None) -> None:
         assert self.shard.num_ranks == 1 or self.all_gather is not None or self.shared_parts is not None
         count = len(kv)
+        windows = batch.for_windows
+        slots = batch.slot_mapping.data_ptr(), windows.slot_mapping.data_ptr()
+        tables = batch.block_tables.data_ptr(), windows.block_tables.data_ptr()
         step = _Step(
             token_ids=batch.token_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
-            slots=batch.slot_mapping.data_ptr(),
+            slots=(c_void_p * count)(*self._of_layers(slots)),
             query_starts=batch.query_starts.data_ptr(),
             context_lengths=batch.context_lengths.data_ptr(),
-            block_tables=batch.block_tables.data_ptr(),
+            block_tables=(c_void_p * count)(*self._of_layers(tables)),
             table_rows=batch.table_rows.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
             keys=(c_void_p * count)(*(layer.keys.data_ptr() for layer in kv)),
@@ -463,8 +473,11 @@ class _Step(ctypes.Structure):
     """`DecoderStep` of decoder.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "query_starts", "context_lengths")),
-        *((name, c_void_p) for name in ("block_tables", "table_rows", "logit_rows")),
+        *((name, c_void_p) for name in ("token_ids", "positions")),
+        ("slots", ctypes.POINTER(c_void_p)),
+        *((name, c_void_p) for name in ("query_starts", "context_lengths")),
+        ("block_tables", ctypes.POINTER(c_void_p)),
+        *((name, c_void_p) for name in ("table_rows", "logit_rows")),
         *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
         ("is_int8", ctypes.POINTER(c_int64)),
         *((name, c_void_p) for name in ("logits", "greedy_ids", "greedy_logits", "processed")),

@@ -30,6 +30,7 @@ from executor.attention.quantized import kv_dtypes
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
 from executor.checkpoint.files import GenerationDefaults, read_generation_defaults
+from executor.checkpoint.longrope import fix_longrope
 from executor.checkpoint.packed_linear import pack_linears
 from executor.checkpoint.quantized_linear import is_quantized, make_dense
 from executor.checkpoint.quiet import quiet_transformers
@@ -126,6 +127,7 @@ class PagedModel:
         forward_name: str = "auto",
         instructions: str = "auto",
         weight_stream: WeightStream | None = None,
+        max_sequence_length: int = 0,
         shard: Shard = WHOLE,
         group: WorkerGroup | None = None,
     ) -> PagedModel:
@@ -136,8 +138,9 @@ class PagedModel:
         `kv_cache_dtype` is `auto` or `int8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of the
         activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
-        fastest way is measured. Of several ranks, this is the one of `shard`; the leader has the `group` of the others,
-        which must join before the model is checked.
+        fastest way is measured. `max_sequence_length`, or with 0 the context length, decides between the factors of
+        longrope. Of several ranks, this is the one of `shard`; the leader has the `group` of the others, which must
+        join before the model is checked.
         """
         device = choose_device(device_name)
         if shard.num_ranks > 1 and device.type != "cpu":
@@ -146,6 +149,7 @@ class PagedModel:
         network, folder = load_network(source, dtype, device)
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
+            _choose_rope(network, max_sequence_length)
             expectation = expect(network, _vocabulary_size(network)) if shard.rank == 0 else None
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
@@ -194,15 +198,32 @@ class PagedModel:
         excepted = [str(layer) for layer, dtype in enumerate(self._layer_kv_dtypes) if dtype != torch.int8]
         return f"int8 except {self.dtype_name} in layers {','.join(excepted)}" if excepted else "int8"
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        """Returns the memory of one more block."""
-        return sum(kv.num_bytes for kv in self._allocate(1, block_size))
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None: the whole context."""
+        return tuple(layer.scoring.sliding_window for layer in self._layers)
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        """Allocates blocks 1 to `num_blocks`, and the spare block 0."""
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Returns the memory of one more block in all layers."""
+        return sum(self.kv_bytes_per_group_block(block_size))
+
+    def kv_bytes_per_group_block(self, block_size: int) -> tuple[int, int]:
+        """Returns the memory of one more block in the layers that attend to the whole context, and in those with a
+        sliding window."""
+        sizes = [0, 0]
+        for layer, kv in zip(self._layers, self._allocate(1, block_size, 1), strict=True):
+            sizes[layer.scoring.sliding_window is not None] += kv.num_bytes
+        return sizes[0], sizes[1]
+
+    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> None:
+        """Allocates blocks 1 to `num_blocks`, and the spare block 0. Layers with a sliding window have
+        `num_window_blocks` instead, if that is not None; batches must then have window tables."""
         if self.parallel is not None:
+            assert num_window_blocks is None, "ranks have one KV pool for all layers"
             self.parallel.allocate_kv(num_blocks, block_size)
-        self._kv = self._allocate(num_blocks + 1, block_size)
+        self._kv = self._allocate(
+            num_blocks + 1, block_size, (num_blocks if num_window_blocks is None else num_window_blocks) + 1
+        )
 
     def open_host_tier(self, num_host_blocks: int) -> HostTier:
         """Opens a host tier for the allocated blocks."""
@@ -295,9 +316,15 @@ class PagedModel:
         exchange = group.join(self.native, self.backend.library, self.hello(0))
         self.parallel = ParallelDecoder(self.native, group, exchange)
 
-    def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
+    def _allocate(self, num_blocks: int, block_size: int, num_window_blocks: int) -> tuple[LayerKv, ...]:
         return tuple(
-            self.backend.allocate(layer.shape, num_blocks, block_size, kv_dtype, self.device)
+            self.backend.allocate(
+                layer.shape,
+                num_blocks if layer.scoring.sliding_window is None else num_window_blocks,
+                block_size,
+                kv_dtype,
+                self.device,
+            )
             for layer, kv_dtype in zip(self._layers, self._layer_kv_dtypes, strict=True)
         )
 
@@ -450,11 +477,6 @@ def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
 def _describe(
     source: ModelSource, folder: Path, network: PreTrainedModel, layers: tuple[Layer, ...]
 ) -> ModelDescription:
-    config = network.config.get_text_config(decoder=True)
-    lengths = (getattr(config, name, None) for name in CONTEXT_LENGTH_NAMES)
-    context_length = next((int(length) for length in lengths if length), None)
-    if context_length is None:
-        raise ModelError("its configuration has no context length")
     vocabulary_size = _vocabulary_size(network)
     return ModelDescription(
         architecture=network.config.model_type,
@@ -463,9 +485,25 @@ def _describe(
         num_kv_heads=layers[0].shape.num_kv_heads,
         head_dim=layers[0].shape.head_dim,
         vocabulary_size=vocabulary_size,
-        context_length=context_length,
+        context_length=_context_length(network),
         defaults=_defaults(folder, vocabulary_size),
     )
+
+
+def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:
+    context_length = _context_length(network)
+    choice = fix_longrope(network, min(max_sequence_length or context_length, context_length))
+    if choice is not None:
+        log.info("longrope uses its %s", choice)
+
+
+def _context_length(network: PreTrainedModel) -> int:
+    config = network.config.get_text_config(decoder=True)
+    lengths = (getattr(config, name, None) for name in CONTEXT_LENGTH_NAMES)
+    context_length = next((int(length) for length in lengths if length), None)
+    if context_length is None:
+        raise ModelError("its configuration has no context length")
+    return context_length
 
 
 def _defaults(folder: Path, vocabulary_size: int) -> GenerationDefaults:

@@ -109,7 +109,12 @@ class ModelRunner:
     def __init__(self, model: PagedModel, limits: SchedulerLimits, block_size: int) -> None:
         self._model = model
         self._host_tier = model.open_host_tier(limits.num_host_blocks) if limits.num_host_blocks else None
-        self._packer = StepPacker(limits.num_seat_rows, -(-limits.context_length // block_size), block_size)
+        self._packer = StepPacker(
+            limits.num_seat_rows,
+            -(-limits.context_length // block_size),
+            block_size,
+            has_windows=limits.kv_window is not None,
+        )
         self._columns = SamplingColumns(limits.num_seat_rows, model.description.vocabulary_size)
         self._masks = MaskFiller(torch.get_num_threads())
         # Threads of a forward pass wait for each other. Where they occupy every core, a thread beside them would stop

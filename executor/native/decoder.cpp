@@ -131,10 +131,11 @@ class DecoderOf final : public Decoder {
                 const Layer<Factor>& layer = decoder_.weights_.layers[index];
                 const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
                                  step_.is_int8[index] != 0};
+                slots_ = step_.slots[index];
                 norm(layer.input_norm, &kv, layer.qkv);
                 shrink(QKV, QKV_PRODUCT, index, normed_elements());
                 project_qkv(layer, kv, index);
-                attend_all(kv, decoder_.windows_[index]);
+                attend_all(kv, step_.block_tables[index], decoder_.windows_[index]);
                 gather(activations_.attended, shape_.attention_depth(), 1);
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
                 shrink(OUTPUT, OUTPUT_PRODUCT, index, activations_.attended);
@@ -342,7 +343,7 @@ class DecoderOf final : public Decoder {
                 if (router != nullptr)
                     activations_.routing.choose(row, scratch_.product.tile, router, activations_.width,
                                                 scratch_.scores, shape_.normalizes_experts);
-                if (kv != nullptr && step_.slots[row] % LANES == 0) clear_values<Element>(*kv, step_.slots[row]);
+                if (kv != nullptr && slots_[row] % LANES == 0) clear_values<Element>(*kv, slots_[row]);
             });
         }
 
@@ -421,12 +422,12 @@ class DecoderOf final : public Decoder {
             for (int64_t d = 0; d < dim; d += WIDTH) Element::put(to + d, load(x + d));
             if (kv_head < 0) return;
             if (value_head < 0)
-                write_key<Element>(kv, step_.slots[row], kv_head, numbers);
+                write_key<Element>(kv, slots_[row], kv_head, numbers);
             else
-                write_value<Element>(kv, step_.slots[row], value_head, numbers);
+                write_value<Element>(kv, slots_[row], value_head, numbers);
         }
 
-        void attend_all(const LayerKv& kv, int64_t window) {
+        void attend_all(const LayerKv& kv, const int32_t* block_tables, int64_t window) {
             const Attention call{kv,
                                  activations_.queries.numbers,
                                  activations_.queries.stride,
@@ -435,7 +436,7 @@ class DecoderOf final : public Decoder {
                                  activations_.attended.stride,
                                  step_.query_starts,
                                  step_.context_lengths,
-                                 step_.block_tables,
+                                 block_tables,
                                  step_.table_rows,
                                  step_.table_stride,
                                  step_.num_sequences,
@@ -633,6 +634,7 @@ class DecoderOf final : public Decoder {
         const AdaptedRows<Element, Factor>& adapted_;
         Exchange& exchange_;
         const DecoderStep& step_;
+        const int64_t* slots_ = nullptr;  // of the layer that is computed
         const std::vector<Item>& items_;
         Team& team_;
         Scratch& scratch_;

@@ -78,8 +78,11 @@ struct SharedParts;  // exchange.h
 
 // decoder.py's `_Step`, in the same order.
 struct DecoderStep {
-    const int64_t *token_ids, *positions, *slots;  // [num_tokens]
-    const int32_t *query_starts, *context_lengths, *block_tables, *table_rows;
+    const int64_t *token_ids, *positions;          // [num_tokens]
+    const int64_t* const* slots;                   // [num_layers], each [num_tokens]
+    const int32_t *query_starts, *context_lengths;
+    const int32_t* const* block_tables;            // [num_layers], all with the same stride
+    const int32_t* table_rows;
     const int64_t* logit_rows;                     // [num_logits]
     void *const *keys, *const *values;             // [num_layers]
     const int64_t* is_int8;                        // [num_layers], whether the KV is

@@ -1,5 +1,5 @@
-"""The KV block pool: reference counts, free blocks and cached prefixes; and the blocks of host memory. Pure
-bookkeeping; the KV itself lives on the device and in host memory.
+"""The KV block pool: reference counts, free blocks and cached prefixes; the pool of layers with a sliding window; and
+the blocks of host memory. Pure bookkeeping; the KV itself lives on the device and in host memory.
 
 The pool's blocks are numbered from 1 to `num_blocks`. Block 0 is spare: no sequence ever owns it, padding writes go
 there. Each block is in exactly one state:
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass, field
 from itertools import chain
 
 
@@ -262,6 +263,15 @@ class BlockPool:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Frees the cached blocks with these hashes, whose content is wrong."""
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is not None and self._num_references[block] == 0:
+                del self._block_of[block_hash], self._cached[block]
+                self._hash_of[block] = None
+                self._free.append(block)
+
     def retract(self, block_table: ReadOnlyList[int]) -> None:
         """Withdraws the hashes of the blocks that no other sequence holds, so that their content is not shared."""
         for block in block_table:
@@ -332,3 +342,100 @@ class BlockPool:
         if self.evicted is not None:
             self.evicted.append((block, block_hash))
         return block
+
+
+@dataclass(slots=True)
+class WindowTable:
+    """A sequence's blocks in the pool of the layers with a window: `blocks[i]` holds the positions of block `first + i`
+    of its block table."""
+
+    first: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class WindowPool:
+    """The blocks of the layers that attend to a sliding window.
+
+    A sequence holds the blocks of its window and of the positions behind it. Blocks that leave the window are released
+    when the step that passed them retires. A published one stays findable until it is evicted, as in any `BlockPool`.
+
+    The pool is as large as `num_blocks_for` says, so an allocation cannot fail while at most `max_tables` sequences
+    hold blocks.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_window_tokens: int, max_tables: int) -> None:
+        self._pool = BlockPool(num_blocks, block_size)
+        self._block_size = block_size
+        self._num_window_tokens = num_window_tokens
+        self._num_free_tables = max_tables
+
+    @property
+    def num_free_tables(self) -> int:
+        """Sequences that may still begin to hold blocks."""
+        return self._num_free_tables
+
+    def num_usable(self, hashes: ReadOnlyList[bytes]) -> int:
+        """Returns how many blocks of this prefix can be used: as many as leave a whole window of blocks here."""
+        num_usable = num_here = 0
+        for number, block_hash in enumerate(hashes, start=1):
+            num_here = num_here + 1 if self._pool.is_findable(block_hash) else 0
+            if num_here >= number - self._first_of(number * self._block_size):
+                num_usable = number
+        return num_usable
+
+    def open(self, hashes: ReadOnlyList[bytes] = ()) -> WindowTable:
+        """Returns the table of a sequence that boards with this prefix, all of which must be usable."""
+        assert self._num_free_tables > 0, "more sequences hold window blocks than there is room for"
+        self._num_free_tables -= 1
+        first = self._first_of(len(hashes) * self._block_size)
+        blocks = self._pool.share(hashes[first:])
+        assert len(blocks) == len(hashes) - first, "the window of a prefix is not here"
+        return WindowTable(first, blocks)
+
+    def grow(self, table: WindowTable, end: int) -> bool:
+        """Extends a table to position `end`. Returns False without enough blocks."""
+        num_missing = -(-end // self._block_size) - table.first - len(table.blocks)
+        if num_missing > 0:
+            blocks = self._pool.allocate(num_missing)
+            if blocks is None:
+                return False
+            table.blocks += blocks
+        return True
+
+    def covers(self, table: WindowTable, position: int) -> bool:
+        """Returns whether a table has the block of a position."""
+        return position < (table.first + len(table.blocks)) * self._block_size
+
+    def publish(self, table: WindowTable, index: int, block_hash: bytes) -> None:
+        """Makes a full block findable."""
+        self._pool.publish(table.blocks[index - table.first], block_hash)
+
+    def trim(self, table: WindowTable, start: int) -> None:
+        """Releases the blocks that no position from `start` on sees."""
+        num_passed = self._first_of(start) - table.first
+        if num_passed > 0:
+            self._pool.release(table.blocks[:num_passed])
+            del table.blocks[:num_passed]
+            table.first += num_passed
+
+    def close(self, table: WindowTable) -> None:
+        """Releases all blocks of a table."""
+        self._num_free_tables += 1
+        self._pool.release(table.blocks)
+
+    def retract(self, table: WindowTable, hashes: Iterable[bytes]) -> None:
+        """Withdraws the hashes of a sequence's blocks, so that their content is not shared."""
+        self._pool.retract(table.blocks)
+        self._pool.forget(hashes)
+
+    def check(self, tables: Iterable[WindowTable]) -> None:
+        """Asserts that exactly these tables refer to blocks."""
+        self._pool.check([table.blocks for table in tables])
+
+    def is_writable(self, block: int) -> bool:
+        """Returns whether one sequence alone holds the block, and no other can find it."""
+        return self._pool.num_references(block) == 1 and not self._pool.is_published(block)
+
+    def _first_of(self, position: int) -> int:
+        """Returns the first block that a position sees."""
+        return max(0, position + 1 - self._num_window_tokens) // self._block_size

@@ -74,7 +74,7 @@ class GuaranteedNoEvict:
         return self._queues.decodes
 
     def take(self, sequence: Sequence, draft: StepDraft) -> bool:
-        if not self._has_blocks_for(sequence):
+        if not self._prefix_cache.can_attach() or not self._has_blocks_for(sequence):
             return False
         self._prefix_cache.attach(sequence, draft)
         return True
@@ -89,10 +89,7 @@ class GuaranteedNoEvict:
         return self._pool.num_available
 
     def release(self, sequence: Sequence) -> None:
-        self._prefix_cache.detach(sequence)
-        self._pool.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed = 0
+        self._prefix_cache.release(sequence)
 
     def budget_blocks(self, num_reserved_blocks: int) -> int:
         """Returns the whole pool, since no sequence uses more than its reservation."""

@@ -70,6 +70,16 @@ class InterTokenTargets:
 
 
 @dataclass(frozen=True, slots=True)
+class KvWindow:
+    """The KV pool of the layers with a sliding window: the largest window, the pool's blocks, and how many sequences
+    may hold some of them at a time (`common.kv_size.WindowSize`)."""
+
+    num_tokens: int
+    num_blocks: int
+    max_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Limits of a step and of the executor.
 
@@ -78,7 +88,7 @@ class SchedulerLimits:
     step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences and, with
     `enable_prefix_cache`, prefixes that are evicted from the pool. A sequence waits at most `max_prefix_wait_steps`
     steps for another one that computes the prefix it needs. A step verifies at most `max_drafts` drafted tokens of a
-    sequence.
+    sequence. `kv_window` is set if layers with a sliding window have a pool of their own; there are no host blocks then.
     """
 
     max_num_sequences: int
@@ -93,6 +103,7 @@ class SchedulerLimits:
     overcommit: Overcommit = Overcommit()
     max_prefix_wait_steps: int = 64
     max_drafts: int = 0
+    kv_window: KvWindow | None = None
 
     @property
     def is_overcommitted(self) -> bool:
@@ -118,6 +129,8 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         if self.max_num_sequences < 1:
             raise ValueError(f"max_num_sequences must be at least 1, not {self.max_num_sequences}")
+        if self.kv_window is not None and self.num_host_blocks:
+            raise ValueError("host blocks need one KV pool for all layers")
         if self.num_standby_sequences < 0:
             raise ValueError(f"num_standby_sequences must be at least 0, not {self.num_standby_sequences}")
         # Every seat gets its token in every step. With less, the last seats would wait for the first to end.

@@ -238,6 +238,8 @@ class MaxUtilization:
 
     def take(self, sequence: Sequence, draft: StepDraft) -> bool:
         """Starts the block table as `KvPolicy.take` does. Beside other sequences a part of the pool must stay free."""
+        if not self._prefix_cache.can_attach():
+            return False
         is_back = sequence in self._queues.preempted
         is_alone = not self._queues.num_boarded
         if not is_back and not self._may_board_new(sequence, is_alone, draft):
@@ -319,10 +321,7 @@ class MaxUtilization:
 
     def release_blocks(self, sequence: Sequence) -> None:
         """Releases the blocks on the device, and those of its prefix that have not come back from host memory."""
-        self._prefix_cache.detach(sequence)
-        self._pool.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed = 0
+        self._prefix_cache.release(sequence)
 
     def _drop_copy(self, sequence: Sequence) -> None:
         """Gives back the host blocks."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from common.protocol import MAX_PROMPT_LOGPROB_ROWS
-from executor.scheduler.blocks import BlockPool
+from executor.scheduler.blocks import BlockPool, WindowPool
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.sequence import NO_DRAFTS, HostPrefix, Restored, ScoredRows, Sequence, StepPlan
 from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, StepConstraint
@@ -31,8 +31,10 @@ class StepDraft:
         pool: BlockPool,
         allowance: PrefillAllowance | None,
         copy_cost: CopyCost | None = None,
+        windows: WindowPool | None = None,
     ) -> None:
         self._pool = pool
+        self._windows = windows
         self._copy_cost = copy_cost
         self._is_chunked = limits.enable_chunked_context
         self._num_tokens_left = limits.max_num_tokens
@@ -115,10 +117,13 @@ class StepDraft:
         """Adds one row of one token for each sequence. The budget has a token for every seat, and decodes come
         first."""
         assert not self._sequences
-        block_size = self._pool.block_size
+        block_size, windows = self._pool.block_size, self._windows
         for sequence in sequences:
             start, num_pending = sequence.num_computed, sequence.num_pending
-            if start >= len(sequence.block_table) * block_size and not self._grow(sequence, start + 1):
+            is_missing = start >= len(sequence.block_table) * block_size
+            if windows is not None:
+                is_missing = is_missing or not self._has_window(sequence, start)
+            if is_missing and not self._grow(sequence, start + 1):
                 continue
             self._sequences.append(sequence)
             self._starts.append(start)
@@ -176,7 +181,7 @@ class StepDraft:
             self._carries,
             self.num_decodes - len(self._drafts),
             tuple(sequence for sequence in self._boarded if sequence not in broken),
-            tuple(self._grown),
+            tuple(sequence for sequence in self._grown if sequence not in broken),
             tuple(self.preempted),
             tuple(self.swaps_out),
             tuple(self.swaps_in),
@@ -303,6 +308,19 @@ class StepDraft:
             sequence.block_table.extend(blocks)
             self.num_overrun_blocks += sequence.num_overrun_blocks
             self._grown.append(sequence)
+        return self._has_window(sequence, end - 1) or self._grow_window(sequence, end)
+
+    def _has_window(self, sequence: Sequence, position: int) -> bool:
+        """Returns whether the layers with a window have a block for the position, or need none of their own."""
+        table = sequence.window_table
+        return self._windows is None or (table is not None and self._windows.covers(table, position))
+
+    def _grow_window(self, sequence: Sequence, end: int) -> bool:
+        table = sequence.window_table
+        if self._windows is None or table is None or not self._windows.grow(table, end):
+            self.broken[sequence] = "a block for the layers with a sliding window is not available"
+            return False
+        self._grown.append(sequence)
         return True
 
 

@@ -19,8 +19,9 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadOnlyList
+from itertools import takewhile
 
-from executor.scheduler.blocks import BlockPool, HostBlocks
+from executor.scheduler.blocks import BlockPool, HostBlocks, WindowPool
 from executor.scheduler.plan_builder import StepDraft
 from executor.scheduler.sequence import HostPrefix, Restored, Sequence
 
@@ -59,10 +60,15 @@ def chain_hashes(
 
 class PrefixCache:
     """Gives a boarding sequence the blocks of its prefix, publishes the blocks that sequences fill, and stores evicted
-    ones in host memory."""
+    ones in host memory.
 
-    def __init__(self, pool: BlockPool, host: HostBlocks, enabled: bool) -> None:
+    With a pool of its own for layers with a sliding window, a prefix is used as far as the window before its end is in
+    that pool as well. It opens and closes the tables of that pool.
+    """
+
+    def __init__(self, pool: BlockPool, host: HostBlocks, enabled: bool, windows: WindowPool | None = None) -> None:
         self._pool = pool
+        self._windows = windows
         self._host = host
         self._enabled = enabled
         if enabled and host.num_blocks:
@@ -79,9 +85,15 @@ class PrefixCache:
         """Starts the block table with the longest published prefix, and has what follows in host memory come back.
         Tokens whose logits are needed are left to compute."""
         if not self.is_open_to(sequence):
+            if self._windows is not None:
+                sequence.window_table = self._windows.open()
             return
         block_size = self._pool.block_size
         hashes = self.name_blocks(sequence)[: sequence.num_reusable_tokens // block_size]
+        if self._windows is not None:
+            hashes = list(takewhile(self._pool.is_findable, hashes))
+            hashes = hashes[: self._windows.num_usable(hashes)]
+            sequence.window_table = self._windows.open(hashes)
         sequence.block_table = self._pool.share(hashes)
         num_found = len(sequence.block_table)
         sequence.num_computed = num_found * block_size
@@ -100,6 +112,20 @@ class PrefixCache:
         self._host.hold(host_blocks)
         sequence.host_prefix = HostPrefix(host_blocks, start + num_blocks * self._pool.block_size)
         return num_blocks
+
+    def can_attach(self) -> bool:
+        """Returns whether the pool of the layers with a window has room for one more sequence."""
+        return self._windows is None or self._windows.num_free_tables > 0
+
+    def release(self, sequence: Sequence) -> None:
+        """Releases the sequence's blocks on the device, and its hold on blocks in host memory."""
+        self.detach(sequence)
+        window_table, sequence.window_table = sequence.window_table, None
+        if self._windows is not None and window_table is not None:
+            self._windows.close(window_table)
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = 0
 
     def detach(self, sequence: Sequence) -> None:
         """Ends the hold of the sequence on blocks in host memory, whether they have come back or not."""
@@ -171,6 +197,14 @@ class PrefixCache:
                 filled = sequence.token_ids[index * block_size : (index + 1) * block_size]
                 sequence.block_hashes.append(block_hash(parent, filled))
             self._pool.publish(sequence.block_table[index], sequence.block_hashes[index])
+            if self._windows is not None and sequence.window_table is not None:
+                self._windows.publish(sequence.window_table, index, sequence.block_hashes[index])
+
+    def pass_window(self, sequence: Sequence, start: int) -> None:
+        """Releases the window blocks that no position from `start` on sees, once the step before has retired. They stay
+        findable until they are evicted."""
+        if self._windows is not None and sequence.window_table is not None:
+            self._windows.trim(sequence.window_table, start)
 
     def publish_restored(self, restored: Restored) -> None:
         """Publishes the full blocks whose KV was restored from host memory, under their previous hashes. Does nothing
@@ -183,6 +217,8 @@ class PrefixCache:
     def retract(self, sequence: Sequence) -> None:
         """Withdraws the hashes of blocks that only this sequence holds, and of all its blocks in host memory."""
         self._pool.retract(sequence.block_table)
+        if self._windows is not None and sequence.window_table is not None:
+            self._windows.retract(sequence.window_table, sequence.block_hashes)
         self._host.forget(sequence.block_hashes)
 
 

@@ -48,7 +48,7 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 from executor.scheduler.admission import Gate, Refusal
-from executor.scheduler.blocks import BlockError, BlockPool, HostBlocks
+from executor.scheduler.blocks import BlockError, BlockPool, HostBlocks, WindowPool
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
@@ -186,7 +186,11 @@ class Scheduler:
             context_length=limits.context_length,
         )
         self.host = HostBlocks(limits.num_host_blocks)
-        self.prefix_cache = PrefixCache(pool, self.host, limits.enable_prefix_cache)
+        window = limits.kv_window
+        self.windows: WindowPool | None = None
+        if window is not None:
+            self.windows = WindowPool(window.num_blocks, pool.block_size, window.num_tokens, window.max_sequences)
+        self.prefix_cache = PrefixCache(pool, self.host, limits.enable_prefix_cache, self.windows)
         self._queues = queues = SequenceQueues(limits.num_seat_rows)
         self._kv_policy = kv_policy = _kv_policy_for(limits, pool, self.host, self.prefix_cache, queues)
         self._pending_prefixes = pending_prefixes = PendingPrefixes(
@@ -270,7 +274,7 @@ class Scheduler:
             if waiting and self._waits_for(len(waiting), self._drafting.num_ahead_per_waiting):
                 return StepPlan.of(())
         self.host.begin_plan()
-        draft = StepDraft(self.limits, self.pool, allowance, copy_cost)
+        draft = StepDraft(self.limits, self.pool, allowance, copy_cost, self.windows)
         for sequence in self._kv_policy.overdue():
             self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way():
@@ -316,6 +320,7 @@ class Scheduler:
             if not samples:
                 if error := self._publish(sequence, start, end):
                     finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
+                self.prefix_cache.pass_window(sequence, end)
                 continue
             if is_plain:
                 event = self._append(sequence, start, end, result.sampled_ids[first_read], None, tokens)
@@ -323,6 +328,8 @@ class Scheduler:
                 event = self._receive(sequence, start, end, drafts, result, first_read, tokens)
             if event:
                 finished.append(event)
+            if self.windows is not None:
+                self.prefix_cache.pass_window(sequence, end)
         return StepOutcome(tokens, tuple(finished), scored)
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
@@ -463,6 +470,8 @@ class Scheduler:
         with the number of blocks."""
         boarded = [*self._queues.boarded(), *self._queues.leaving]
         self.pool.check(sequence.block_table for sequence in boarded)
+        if self.windows is not None:
+            self.windows.check(s.window_table for s in boarded if s.window_table is not None)
         self._queues.check()
         copies = (sequence.host_copy for sequence in self._queues.preempted)
         held = (sequence.host_prefix for sequence in boarded)
@@ -668,6 +677,7 @@ class Scheduler:
             self._kv_policy.release(sequence)
         except BlockError:
             sequence.block_table = []
+            sequence.window_table = None
 
 
 def _kv_policy_for(

@@ -15,6 +15,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+from executor.scheduler.blocks import WindowTable
 from executor.scheduler.step_constraint import StepConstraint
 from executor.speculation.proposer import Proposer
 
@@ -148,9 +149,10 @@ class Sequence:
 
     `token_ids[:num_prompt_tokens]` is the prompt, the rest output (output of earlier placements included).
     `block_table[i]` is the block that holds positions `[i * block_size, (i + 1) * block_size)`. `num_reserved_blocks`
-    is what the ledger reserved. A `cache_salt` of None keeps the sequence out of the prefix cache. `length_limit` is
-    the number of tokens at which it ends here at the latest: its request's end or, without overcommitting, that of its
-    reservation. `seat` is its row in arrays that are kept between steps.
+    is what the ledger reserved. `window_table` has its blocks in the pool of the layers with a sliding window, if there
+    is one and the sequence has boarded. A `cache_salt` of None keeps the sequence out of the prefix cache.
+    `length_limit` is the number of tokens at which it ends here at the latest: its request's end or, without
+    overcommitting, that of its reservation. `seat` is its row in arrays that are kept between steps.
     `num_in_flight` steps that are not retired have a row of it; `num_pending` of them will yield a token.
 
     `num_cached_tokens` were found in the prefix cache when it boarded for the first time, `num_host_tokens` of them in
@@ -189,6 +191,7 @@ class Sequence:
     num_host_tokens: int = 0
     host_prefix: HostPrefix | None = None
     block_table: list[int] = field(default_factory=list)
+    window_table: WindowTable | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     length_limit: int = 0
     seat: int | None = None

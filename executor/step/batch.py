@@ -47,6 +47,10 @@ class StepBatch:
     `token_ids[carried_rows[i]]` is not known on the host: it is token `carried_from[i]` of those that the previous step
     sampled (both int64). Until `resolve` it is 0.
 
+    Layers with a sliding window may have a pool of their own. `window_tables` and `window_slots` then are their
+    `block_tables` and `slot_mapping`, and `for_windows` is the batch that they compute. Entries before the window have
+    no meaning there.
+
     `adapter_slots[S]` int32 are the slots of the sequences' adapters, -1 for none; None if no sequence has one.
     """
 
@@ -64,6 +68,15 @@ class StepBatch:
     block_size: int
     target_ids: Tensor = NO_TARGETS
     adapter_slots: Tensor | None = None
+    window_tables: Tensor | None = None
+    window_slots: Tensor | None = None
+
+    @property
+    def for_windows(self) -> StepBatch:
+        """The batch of the layers with a sliding window."""
+        if self.window_tables is None or self.window_slots is None:
+            return self
+        return replace(self, block_tables=self.window_tables, slot_mapping=self.window_slots)
 
     @property
     def num_sequences(self) -> int:
@@ -137,8 +150,10 @@ class StepPacker:
     same sequences as the previous step. Then even the arrays of the rows are reused, with one added to each position.
     """
 
-    def __init__(self, num_seats: int, max_blocks: int, block_size: int) -> None:
+    def __init__(self, num_seats: int, max_blocks: int, block_size: int, *, has_windows: bool = False) -> None:
         self._block_size = block_size
+        # The same for the pool of the layers with a sliding window, if they have one.
+        self._window_tables = np.zeros((num_seats, max_blocks), np.int32) if has_windows else None
         self._tables = np.zeros((num_seats, max_blocks), np.int32)
         self._table_tensor = torch.from_numpy(self._tables)
         # Number of entries written of each table.
@@ -161,7 +176,8 @@ class StepPacker:
             seat_of_token = np.repeat(rows.seats, lengths)
             positions = np.arange(len(seat_of_token)) + np.repeat(rows.starts - query_starts[:-1], lengths)
             yielding = YieldingRows.of(plan)
-        blocks = self._tables[seat_of_token, positions // self._block_size].astype(np.int64)
+        slots = self._slots(self._tables, seat_of_token, positions)
+        windows = self._window_tables
         carried_rows, carried_from = self._carried(plan, rows)
         logit_rows = query_starts[1:][yielding.rows] - 1 - yielding.num_behind
         if plan.scored:
@@ -173,7 +189,7 @@ class StepPacker:
         return StepBatch(
             token_ids=torch.from_numpy(_token_ids(plan, len(carried_rows))),
             positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
+            slot_mapping=slots,
             query_starts=torch.from_numpy(query_starts.astype(np.int32)),
             context_lengths=torch.from_numpy((rows.starts + lengths).astype(np.int32)),
             block_tables=self._table_tensor,
@@ -185,7 +201,15 @@ class StepPacker:
             block_size=self._block_size,
             target_ids=torch.tensor([i for one in plan.scored for i in one.target_ids]) if plan.scored else NO_TARGETS,
             adapter_slots=rows.adapter_slots,
+            window_tables=None if windows is None else torch.from_numpy(windows),
+            window_slots=None if windows is None else self._slots(windows, seat_of_token, positions),
         )
+
+    def _slots(
+        self, tables: npt.NDArray[np.int32], seat_of_token: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]
+    ) -> Tensor:
+        blocks = tables[seat_of_token, positions // self._block_size].astype(np.int64)
+        return torch.from_numpy(blocks * self._block_size + positions % self._block_size)
 
     def _rows(self, plan: StepPlan) -> _Rows:
         newest = self._newest
@@ -211,6 +235,10 @@ class StepPacker:
             first, num_blocks = self._num_written[seat], len(sequence.block_table)
             self._tables[seat, first:num_blocks] = sequence.block_table[first:]
             self._num_written[seat] = num_blocks
+            table = sequence.window_table
+            if self._window_tables is not None and table is not None:
+                # The entries that were there are written again with the same blocks.
+                self._window_tables[seat, table.first : table.first + len(table.blocks)] = table.blocks
 
 
 def pack(plan: StepPlan, block_size: int) -> StepBatch:

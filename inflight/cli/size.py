@@ -22,7 +22,9 @@ from inflight.tools.sizing.arithmetic import (
     GPUS_MIB,
     Machine,
     Pool,
+    SeatsHeld,
     Speed,
+    Steps,
     Traffic,
     demand_of,
     pool_of,
@@ -62,12 +64,12 @@ def _size(flags: argparse.Namespace) -> Sizing:
     shape = read_model_shape(flags.model)
     capacity = _capacity(flags) if flags.from_running else None
     pool, machine = _pool(flags, shape, capacity)
+    if machine is not None:
+        pool = _with_windows(flags, shape, traffic, machine, pool)
     speed = _speed(flags, capacity)
-    free = seats_without_eviction(pool.num_blocks, pool.tokens_per_block, traffic)
-    full = seats_at_max_utilization(pool.num_blocks, pool.tokens_per_block, traffic)
-    policy = flags.batch_scheduler_policy or better_policy(free, full, flags.max_num_sequences)
+    policy, free, full = _seats(flags, pool, traffic)
     held = (full if policy == "max_utilization" else free).seats_mean
-    seats = min(held, flags.max_num_sequences)
+    seats = min(held, pool.num_window_seats or held, flags.max_num_sequences)
     if seats < 1:
         raise SettingError(f"a request of {traffic.prompt_tokens} + {traffic.max_tokens} tokens does not fit")
     return Sizing(
@@ -88,6 +90,29 @@ def _size(flags: argparse.Namespace) -> Sizing:
         is_pool_given=bool(flags.max_tokens_in_paged_kv_cache),
         measured_at="" if capacity is None else "the running system",
     )
+
+
+def _seats(flags: argparse.Namespace, pool: Pool, traffic: Traffic) -> tuple[str, SeatsHeld, SeatsHeld]:
+    """Returns the policy, and the seats of the pool without eviction and with `max_utilization`."""
+    free = seats_without_eviction(pool.num_blocks, pool.tokens_per_block, traffic)
+    full = seats_at_max_utilization(pool.num_blocks, pool.tokens_per_block, traffic)
+    return flags.batch_scheduler_policy or better_policy(free, full, flags.max_num_sequences), free, full
+
+
+def _with_windows(
+    flags: argparse.Namespace, shape: ModelShape, traffic: Traffic, machine: Machine, one_pool: Pool
+) -> Pool:
+    """Returns the pools with a group for sliding windows that fill the most seats, or the one pool without windows.
+    More seats need a larger window pool, which leaves fewer blocks."""
+    most = flags.max_tokens_in_paged_kv_cache
+    for seats in range(flags.max_num_sequences if shape.num_window_layers else 0, 0, -1):
+        steps = Steps(seats, max(flags.max_num_tokens, seats))
+        pool = pool_of(shape, machine, flags.dtype, flags.tokens_per_block, most, one_pool.num_ranks, steps)
+        policy, free, full = _seats(flags, pool, traffic)
+        held = (full if policy == "max_utilization" else free).seats_mean
+        if pool.num_window_blocks and held >= seats:
+            return pool
+    return one_pool
 
 
 def _traffic(flags: argparse.Namespace) -> Traffic:

@@ -23,7 +23,14 @@ from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, Prefi
 from tests.drafting import CHEAP, PROPOSERS, AnyTokens, eager
 from tests.fake_device import FakeDevice, block_contents, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
-from tests.property.scheduler_model import Expectation, Promises, limits_strategy, sequence_strategy
+from tests.property.scheduler_model import (
+    WINDOWS,
+    Expectation,
+    Promises,
+    limits_strategy,
+    sequence_strategy,
+    with_window,
+)
 
 CANCEL_REASONS = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING, FinishReason.PREEMPTED)
 
@@ -55,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_tokens=st.none() | st.integers(1, 6),
         drafts=st.none() | st.sampled_from(sorted(PROPOSERS)),
         num_ahead=st.sampled_from((0, 1, 8)),
+        window_tokens=WINDOWS,
         copy_s=st.sampled_from((0.0, 1.0)),
         copy_cost=st.sampled_from((None, None, CopyCost(1.0, PrefillCost(1.5)), CopyCost(9.0, PrefillCost(1.0)))),
     )
@@ -67,18 +75,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_tokens: int | None,
         drafts: str | None,
         num_ahead: int,
+        window_tokens: int | None,
         copy_s: float,
         copy_cost: CopyCost | None,
     ) -> None:
         self.most_plans = 2 if overlap else 1
         self.max_prefill_tokens = max_prefill_tokens
         self.copy_s, self.copy_cost = copy_s, copy_cost
-        self.limits = limits
+        self.limits = limits = with_window(limits, window_tokens, block_size)
         # Overcommitted, a pool that a few of them fill.
         num_blocks = (35 + num_tokens // 4 if limits.is_overcommitted else num_tokens) // block_size
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(limits, self.pool, eager(PROPOSERS[drafts], num_ahead) if drafts else None)
-        self.device = FakeDevice(self.pool)
+        self.device = FakeDevice(self.pool, self.scheduler.windows, window_tokens or 0)
         max_held = limits.max_num_sequences + limits.num_standby_sequences
         self.promises = Promises(num_blocks, block_size, max_held, limits.context_length)
         self.expectations: dict[Sequence, Expectation] = {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from executor.scheduler.limits import Overcommit, PreemptionCost
+from common.kv_size import WindowSize
+from executor.scheduler.limits import KvWindow, Overcommit, PreemptionCost
 from executor.scheduler.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sampling, Sequence, Stopping
 from tests.fake_device import VOCABULARY_SIZE
@@ -108,6 +109,24 @@ def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
         ),
         max_prefix_wait_steps=draw(st.sampled_from((0, 3))),
     )
+
+
+# More than any sequence of `sequence_strategy` drafts.
+MAX_DRAFTS = 7
+# Tokens of the window of layers that have a pool of their own; None: there is one pool.
+WINDOWS = st.sampled_from((None, None, 1, 3, 4, 9, 30))
+
+
+def with_window(limits: SchedulerLimits, num_tokens: int | None, block_size: int) -> SchedulerLimits:
+    """The same limits with a window pool that is as small as it may be."""
+    if num_tokens is None:
+        return limits
+    is_chunked, context_length = limits.enable_chunked_context, limits.context_length
+    step_tokens = limits.max_num_tokens if is_chunked else max(limits.max_num_tokens, context_length)
+    size = WindowSize(num_tokens, step_tokens, context_length, MAX_DRAFTS, block_size)
+    num_seats = limits.max_num_sequences
+    window = KvWindow(num_tokens, size.num_blocks(num_seats), size.num_sequences(num_seats))
+    return replace(limits, kv_window=window, num_host_blocks=0)
 
 
 def unready_constraint() -> Constraint:

@@ -23,6 +23,7 @@ from transformers import Gemma3TextConfig as Gemma3Config
 
 from common.model_source import ModelError, resolve_model
 from executor.checkpoint.decoder_weights import FAMILIES
+from executor.checkpoint.support import check_configuration
 from executor.model.model import PagedModel
 from executor.model.self_check import relative_distance
 from executor.scheduler.sequence import PlanRow, StepPlan
@@ -166,11 +167,71 @@ def test_every_family_is_tested() -> None:
     assert tested | elsewhere == FAMILIES.keys()
 
 
-def test_longrope_is_refused_by_name(tmp_path: Path) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    folder = save_model(Phi3Config(**sizes(rope_parameters=rope)), tmp_path / "long")
-    with pytest.raises(ModelError, match="'phi3' is not supported: its longrope rotary embedding depends on the other"):
+def longrope(**changes: Any) -> PretrainedConfig:
+    """A model with half of each head rotated, and different factors up to 32 tokens and above."""
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.1, 1.2, 1.5],
+        "long_factor": [1.0, 2.0, 4.0, 7.0],
+    }
+    config = Phi3Config(**sizes(rope_parameters=rope, original_max_position_embeddings=32))
+    # Not through the constructor, which refuses some of them itself.
+    parameters: Any = config.rope_parameters
+    parameters.update(changes)
+    return config
+
+
+@pytest.mark.parametrize("forward", ["auto", "transformers"])
+def test_longrope_uses_the_factors_of_the_longest_accepted_sequence(tmp_path: Path, forward: str) -> None:
+    folder = save_model(longrope(), tmp_path / "long", has_random_vectors=True)
+    network = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    text = (TEXTS[0] * 2)[:40]
+    with torch.inference_mode():
+        expected = {length: network(torch.tensor([text[:length]])).logits[0] for length in (24, 40)}
+
+    short = load(folder, "float32", forward_name=forward, max_sequence_length=32)
+    long = load(folder, "float32", forward_name=forward)
+    for model in (short, long):
+        assert (model.native is None) == (forward == "transformers")
+        model.allocate_kv(16, BLOCK_SIZE)
+
+    # transformers takes the short factors for 24 tokens, and the long ones for 40 and all tokens before.
+    assert relative_distance(one_by_one(short, text[:24], 1), expected[24]) < 1e-4
+    long_logits = one_by_one(long, text, 1)
+    assert relative_distance(long_logits, expected[40]) < 1e-4
+    # A shorter sequence of the same model has the same bits.
+    assert torch.equal(one_by_one(long, text[:24], 8), long_logits[:24])
+    assert relative_distance(long_logits[:24], expected[24]) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"short_factor": [1.0] * 3}, "short_factor of its longrope parameters has 3 numbers, not 4"),
+        ({"long_factor": [1.0, 1.0, 1.0, 0.0]}, "long_factor of its longrope parameters has a number that is not pos"),
+        ({"long_factor": "long"}, "long_factor of its longrope parameters is not a list of numbers"),
+        ({"original_max_position_embeddings": None}, "original_max_position_embeddings of its longrope parameters is"),
+    ],
+)
+def test_wrong_longrope_parameters_are_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=f"'phi3' is not supported: {reason}"):
+        check_configuration(longrope(**changes))
+
+
+def test_a_folder_with_wrong_longrope_factors_is_refused(tmp_path: Path) -> None:
+    folder = save_model(longrope(), tmp_path / "wrong")
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("7.0", "7.0, 8.0"))
+    with pytest.raises(ModelError, match=r"long_factor.*(length 4, got 5|has 5 numbers, not 4)"):
         load(folder, "float32")
+
+
+def test_dynamic_rope_is_refused_by_name() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ModelError, match="its dynamic rotary embedding depends on the other sequences of a batch"):
+        check_configuration(GraniteConfig(**sizes(rope_parameters=rope)))
 
 
 def test_other_activations_are_named_and_left_to_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from tests.drafting import CHEAP, PROPOSERS, eager
 from tests.examples import examples
 from tests.fake_device import FakeDevice, solo_output
 from tests.property.scheduler_machine import SchedulerMachine
-from tests.property.scheduler_model import limits_strategy, sequence_strategy
+from tests.property.scheduler_model import WINDOWS, limits_strategy, sequence_strategy, with_window
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
@@ -40,6 +40,7 @@ ALLOWANCES = st.none() | st.builds(
     num_extra_blocks=st.integers(0, 30),
     allowance=ALLOWANCES,
     drafts=st.none() | st.sampled_from(sorted(PROPOSERS)),
+    window_tokens=WINDOWS,
     choice=st.data(),
 )
 def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunks(
@@ -48,11 +49,13 @@ def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunk
     num_extra_blocks: int,
     allowance: PrefillAllowance | None,
     drafts: str | None,
+    window_tokens: int | None,
     choice: st.DataObject,
 ) -> None:
     """Requests come back with a new attempt until they are taken, as routers do."""
     # Given a crowd, and a pool that just holds the largest of it.
     block_size = choice.draw(st.integers(1, 4))
+    limits = with_window(limits, window_tokens, block_size)
     crowd = [
         choice.draw(sequence_strategy(block_size, f"r{i}", 1, limits.is_overcommitted))
         for i in range(choice.draw(st.integers(1, 12 if not limits.is_overcommitted else 20)))
@@ -67,7 +70,7 @@ def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunk
     most_reserved = max([1, *(s.num_reserved_blocks for s in waiting)])
     pool = BlockPool(max(math.ceil(longest / block_size), most_reserved) + num_extra_blocks, block_size)
     scheduler = Scheduler(limits, pool, eager(PROPOSERS[drafts], choice.draw(st.integers(0, 8))) if drafts else None)
-    device = FakeDevice(pool)
+    device = FakeDevice(pool, scheduler.windows, window_tokens or 0)
 
     # When it is offered until everyone has been taken, and run until everyone has ended.
     ends: dict[str, tuple[list[int], FinishReason]] = {}

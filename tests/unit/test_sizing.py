@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from transformers import Gemma3TextConfig
 
 from bench.fleet.tiny_model import write_tiny_model
 from common.model_source import ModelError
@@ -18,6 +19,7 @@ from inflight.tools.sizing.arithmetic import (
     GIBIBYTE,
     Machine,
     Speed,
+    Steps,
     Traffic,
     demand_of,
     pool_of,
@@ -27,6 +29,7 @@ from inflight.tools.sizing.arithmetic import (
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import better_policy
 from inflight.v1 import inference_pb2
+from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 from tests.unit.scripted_router import ScriptedRouter, serving
 
@@ -167,6 +170,50 @@ def test_its_blocks_are_those_of_a_real_executor(
     assert pool.num_blocks == loaded.num_blocks
 
 
+@pytest.mark.parametrize("max_tokens", [0, 20_000])
+def test_its_window_groups_are_those_of_a_real_executor(
+    max_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Gemma3TextConfig(**sizes(num_hidden_layers=7, sliding_window=32, max_position_embeddings=2048))
+    model = str(save_model(config, tmp_path / "gemma"))
+    monkeypatch.setattr(executor_main, "num_available_memory_bytes", lambda: 500_000_000)
+    flags = ["--model", model, "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
+    flags += ["--max-num-sequences", "12", "--max-num-tokens", "256", "--max-tokens-in-paged-kv-cache", str(max_tokens)]
+    with torch_threads(1):
+        loaded = executor_main.load_model(load(ExecutorSettings, "inflight executor", flags))
+
+    shape = read_model_shape(model)
+    assert (shape.num_window_layers, shape.sliding_window) == (6, 32)
+    weight_bytes = pool_of(shape, Machine(GIBIBYTE, False, 0.2, 0), "float32", 16).weight_bytes
+    machine = Machine(500_000_000 + weight_bytes, False, 0.2, 0)
+    pool = pool_of(shape, machine, "float32", 16, max_tokens, steps=Steps(12, 256))
+    window = loaded.limits.kv_window
+    assert window is not None
+    assert (pool.num_blocks, pool.num_window_blocks) == (loaded.num_blocks, window.num_blocks)
+    if not max_tokens:
+        assert pool.num_blocks > 5 * pool_of(shape, machine, "float32", 16).num_blocks
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_layers"),
+    [
+        ({"model_type": "gemma3_text"}, 5),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 3}, 4),
+        ({"model_type": "gemma2"}, 3),
+        ({"model_type": "phi3"}, 6),
+        ({"model_type": "llama"}, 0),
+        ({"model_type": "gemma2", "sliding_window": None}, 0),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 3}, 3),
+    ],
+)
+def test_layers_with_windows_are_read_from_old_configurations(
+    changes: dict[str, object], num_layers: int, config_file: Path
+) -> None:
+    config = json.loads(config_file.read_text()) | {"num_hidden_layers": 6, "sliding_window": 64} | changes
+    config_file.write_text(json.dumps(config))
+    assert read_model_shape(str(config_file)).num_window_layers == num_layers
+
+
 # --- the command
 
 
@@ -180,6 +227,21 @@ def test_size_says_figures_and_flags(config_file: Path, capsys: pytest.CaptureFi
     assert rows["executors"][0] == "1"
     assert "--max-num-sequences 51 --max-num-tokens 1024" in shown
     assert "a step takes longer than the 15 ms between tokens" in shown
+
+
+def test_size_counts_windows_of_as_many_seats_as_fit(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads(config_file.read_text())
+    sizings = []
+    for changes in ({}, {"model_type": "gemma3_text", "sliding_window": 512}):
+        config_file.write_text(json.dumps(config | changes))
+        flags = ["--model", str(config_file), "--memory-gib", "64", "--prompt-tokens", "6000"]
+        assert main(["size", "--json", *flags]) == 0
+        sizings.append(json.loads(capsys.readouterr().out))
+    one, two = sizings
+    assert one["pool"]["num_window_blocks"] == 0
+    assert two["pool"]["num_blocks"] > 2 * one["pool"]["num_blocks"]
+    assert two["seats_per_replica"] > 2 * one["seats_per_replica"]
+    assert two["seats_per_replica"] <= two["pool"]["num_window_seats"]
 
 
 def test_size_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,9 @@ docs/sizing.md explains it with an example.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from common.kv_size import KvBudget, blocks_for, kv_bytes_per_token, num_kv_blocks
+from common.kv_size import KvBudget, WindowSize, blocks_for, kv_bytes_per_token, kv_groups, num_kv_blocks
 from common.settings import SettingError
 from inflight.tools.sizing.model_shape import ModelShape
 
@@ -46,8 +46,20 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """The largest step of an executor: its seats and tokens."""
+
+    max_num_sequences: int
+    max_num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
-    """The capacity of an executor's memory. Bytes are those of each rank; a block has a part on every rank."""
+    """The capacity of an executor's memory. Bytes are those of each rank; a block has a part on every rank.
+
+    `num_window_blocks` is the pool of the layers with a sliding window for `num_window_seats`, if it is not 0. Bytes
+    are those in all layers nevertheless.
+    """
 
     weight_bytes: int
     bytes_per_token: int
@@ -55,6 +67,8 @@ class Pool:
     bytes_per_block: int
     num_blocks: int
     num_ranks: int = 1
+    num_window_blocks: int = 0
+    num_window_seats: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +121,10 @@ def pool_of(
     tokens_per_block: int,
     max_tokens_in_pool: int = 0,
     num_ranks: int = 1,
+    steps: Steps | None = None,
 ) -> Pool:
-    """Returns what fits beside the weights, of which each rank has an equal part.
+    """Returns what fits beside the weights, of which each rank has an equal part. With `steps`, layers with a sliding
+    window keep their window where an executor does that.
 
     Raises:
         SettingError: not one block does, or not what is asked for, or the KV heads cannot be divided by the ranks.
@@ -126,7 +142,30 @@ def pool_of(
     free_bytes = max(0, machine.memory_bytes - weight_bytes - machine.working_bytes)
     budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
     num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
-    return Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, num_blocks, num_ranks)
+    pool = Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, num_blocks, num_ranks)
+    if machine.is_gpu or num_ranks > 1 or steps is None or not shape.num_window_layers:
+        return pool
+    context_length = shape.context_length or shape.sliding_window
+    if shape.sliding_window >= context_length:
+        return pool
+    groups = kv_groups(
+        num_blocks,
+        bytes_per_block // shape.num_layers * (shape.num_layers - shape.num_window_layers),
+        bytes_per_block // shape.num_layers * shape.num_window_layers,
+        WindowSize(shape.sliding_window, steps.max_num_tokens, context_length, 0, tokens_per_block),
+        num_seats_set=steps.max_num_sequences,
+        most_seats=steps.max_num_sequences,
+        is_limited=max_tokens_in_pool > 0,
+        keeps_prefixes=True,
+    )
+    if groups is None:
+        return pool
+    return replace(
+        pool,
+        num_blocks=groups.num_blocks,
+        num_window_blocks=groups.num_window_blocks,
+        num_window_seats=groups.num_seats,
+    )
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:

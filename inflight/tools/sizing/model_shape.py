@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ _SCALES = (".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_zero_point"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model. `counted` says whether its weights were counted, or computed from the configuration."""
+    """A model. `counted` says whether its weights were counted, or computed from the configuration. `num_window_layers`
+    attend to the last `sliding_window` tokens, as far as it is known, the others to the whole context."""
 
     name: str
     num_layers: int
@@ -33,6 +34,8 @@ class ModelShape:
     context_length: int | None
     num_parameters: int
     counted: bool
+    num_window_layers: int = 0
+    sliding_window: int = 0
 
 
 def read_model_shape(model: str) -> ModelShape:
@@ -79,14 +82,18 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
     num_heads = _number(config, "num_attention_heads", "n_head")
     hidden_size = _number(config, "hidden_size", "n_embd")
     counted = _count_weights(config_file.parent, _codes_per_word(config))
+    num_layers = _number(config, "num_hidden_layers", "n_layer")
+    sliding_window = int(config.get("sliding_window") or 0)
     shape = ModelShape(
         name=name,
-        num_layers=_number(config, "num_hidden_layers", "n_layer"),
+        num_layers=num_layers,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or hidden_size // num_heads),
         context_length=_optional(config, "max_position_embeddings", "n_positions"),
         num_parameters=counted or 0,
         counted=counted is not None,
+        num_window_layers=_window_layers(config, num_layers) if sliding_window else 0,
+        sliding_window=sliding_window,
     )
     if counted is not None:
         return shape
@@ -109,9 +116,21 @@ def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
 
 
 def _with_parameters(shape: ModelShape, num_parameters: int) -> ModelShape:
-    return ModelShape(
-        shape.name, shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.context_length, num_parameters, False
-    )
+    return replace(shape, num_parameters=num_parameters)
+
+
+def _window_layers(config: dict[str, Any], num_layers: int) -> int:
+    """Returns the layers with a sliding window. Where the configuration has no list, those of transformers."""
+    if layer_types := config.get("layer_types"):
+        return sum(layer_type == "sliding_attention" for layer_type in layer_types[:num_layers])
+    kind = config.get("model_type")
+    if kind in ("mistral", "mixtral", "phi3"):
+        return num_layers
+    if kind == "gemma2":
+        return (num_layers + 1) // 2
+    if kind == "gemma3_text":
+        return num_layers - num_layers // int(config.get("sliding_window_pattern") or 6)
+    return 0
 
 
 def _computed_parameters(config: dict[str, Any], shape: ModelShape, hidden_size: int, num_heads: int) -> int:

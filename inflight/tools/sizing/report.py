@@ -95,6 +95,10 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
     per_token = f"2 × {shape.num_layers} layers × {num_kv_heads} KV heads{of_rank} × {shape.head_dim} × {sizing.dtype}"
     yield Row("KV of a token", f"{pool.bytes_per_token:,} bytes{of_rank}", EXACT, per_token)
     blocks = f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens"
+    if pool.num_window_blocks:
+        figure = f"{pool.num_window_blocks:,} of {pool.tokens_per_block} tokens"
+        how = f"windows of {shape.sliding_window} tokens for {pool.num_window_seats} seats, and those of prefixes"
+        yield Row(f"blocks of {shape.num_window_layers} layers", figure, COMPUTED, how)
     if sizing.machine is None:
         yield Row("blocks", blocks, MEASURED, sizing.measured_at)
         return

@@ -134,7 +134,7 @@ def buildah(*arguments: str, timeout_s: float = 120.0) -> str:
 
 
 def _scratch_folder() -> Path:
-    """Where buildah keeps layers that it is making: by default in /var/tmp, where those of a killed process would stay."""
+    """Where buildah keeps layers that it makes; in /var/tmp, its default, those of a killed process would stay."""
     folder = cache_folder() / "images" / "tmp"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -95,7 +95,7 @@ def test_executor_image_has_kernels_and_no_compiler(images: Mapping[str, Image])
 
 
 @pytest.mark.parametrize("source", ["s3://bucket/models/m", "hf://org/m@main"])
-def test_download_job_fills_a_volume_from_its_image(
+def test_model_download_fills_a_volume_from_its_image(
     images: Mapping[str, Image], store: Store, tmp_path: Path, source: str
 ) -> None:
     manifest = REPOSITORY / "deploy" / "kubernetes" / "components" / "model-download" / "download.yaml"

@@ -93,10 +93,17 @@ def start(folder: Path, port: int, lines: str, *flags: str, binary: Path | None 
     if not configuration.exists():
         configuration.write_text(f"bind 127.0.0.1\nport {port}\ndir {folder}\n{lines}")
     command = [str(binary or find_redis_binary()), str(configuration), *flags]
-    with (folder / f"{port}.log").open("ab") as log:
+    output = folder / f"{port}.log"
+    with output.open("ab") as log:
         process = subprocess.Popen(guarded(command) if HAS_KERNEL_GUARD else command, stdout=log, stderr=log)
     server = Server(port, process)
-    until(lambda: server.admin().ping())
+
+    def answers() -> bool:
+        if process.poll() is not None:
+            pytest.fail(f"Redis ended at its start:\n{output.read_text()}")
+        return bool(server.admin().ping())
+
+    until(answers)
     return server
 
 

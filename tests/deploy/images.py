@@ -61,6 +61,8 @@ PACKAGES = ("inflight", "common", "router", "executor", "gateway", "bench")
 # Bounds for a busy machine, not expectations.
 DOWNLOAD_S = 1200
 BUILD_S = 3600
+# Between health checks. Each one starts Python, on the cores that the containers need for their own start.
+HEALTH_RETRY_S = 0.5
 OFFLINE = re.compile(
     r"Temporary failure resolving|Could not (resolve|connect)|Unable to (connect|fetch)|Network is unreachable"
 )
@@ -117,12 +119,25 @@ def buildah(*arguments: str, timeout_s: float = 120.0) -> str:
     """Runs buildah on the store of these tests, and returns what it prints."""
     folder = cache_folder() / "images"
     store = ("--root", str(folder / "store"), "--runroot", str(folder / "run"))
+    environment = {**os.environ, "TMPDIR": str(_scratch_folder())}
     ended = subprocess.run(
-        ["buildah", *store, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s
+        ["buildah", *store, *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
     )
     if ended.returncode:
         raise BuildahFailure(f"buildah {arguments[0]} failed:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}")
     return ended.stdout
+
+
+def _scratch_folder() -> Path:
+    """Where buildah keeps layers that it makes; in /var/tmp, its default, those of a killed process would stay."""
+    folder = cache_folder() / "images" / "tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class BuildahFailure(Exception):
@@ -167,10 +182,11 @@ def _digest_of_sources(target: str) -> str:
     return digest.hexdigest()
 
 
-def layer_sizes(target: str) -> list[int]:
-    """Bytes of the layers of a target's image as a registry stores them, compressed, the base first."""
-    with tempfile.TemporaryDirectory(dir=cache_folder() / "images") as folder:
-        buildah("push", "--quiet", image_name(target), f"oci:{folder}:{target}", timeout_s=BUILD_S)
+def layer_sizes(target: str, level: int = 6) -> list[int]:
+    """Bytes of the layers of a target's image as a registry stores them, compressed by gzip, the base first."""
+    with tempfile.TemporaryDirectory(dir=_scratch_folder()) as folder:
+        options = ("--quiet", "--compression-format=gzip", f"--compression-level={level}")
+        buildah("push", *options, image_name(target), f"oci:{folder}:{target}", timeout_s=BUILD_S)
         blobs = Path(folder) / "blobs"
         index = json.loads((Path(folder) / "index.json").read_text())
         manifest = json.loads((blobs / index["manifests"][0]["digest"].replace(":", "/")).read_text())
@@ -187,6 +203,7 @@ def only_user() -> Iterator[None]:
     folder = cache_folder() / "images"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
+        shutil.rmtree(_scratch_folder())
         buildah("rm", "--all")
         yield
 
@@ -376,6 +393,7 @@ class Container:
         assert self.process is not None
         while not await self.is_healthy():
             assert self.process.returncode is None, self.log.read_text()
+            await asyncio.sleep(HEALTH_RETRY_S)
 
     async def end(self, number: int) -> int:
         """Sends a signal to the process, and returns the exit code as a shell says it: 128 more than its signal."""

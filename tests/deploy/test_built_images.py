@@ -33,6 +33,9 @@ from inflight.aio_stream import AsyncStream
 from inflight.events import Completion, Delta, FinishReason
 from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, layer_sizes, servers_to_build
 from tests.redis_servers import server_for
+from tests.unit.cli.test_fetch import WANTED, Store, fetched, store
+
+__all__ = ["store"]  # a fixture
 
 pytestmark = NEEDS_IMAGES
 
@@ -81,7 +84,7 @@ def test_bill_of_materials_names_what_is_installed(images: Mapping[str, Image], 
 
 @pytest.mark.usefixtures("images")
 def test_router_image_is_small_to_pull() -> None:
-    assert sum(layer_sizes("router")) < 250e6
+    assert sum(layer_sizes("router", level=1)) < 250e6  # the fastest: as registries have it, it is smaller
 
 
 def test_executor_image_has_kernels_and_no_compiler(images: Mapping[str, Image]) -> None:
@@ -89,6 +92,34 @@ def test_executor_image_has_kernels_and_no_compiler(images: Mapping[str, Image])
     # A build for each set of instructions, and the automaton of drafts.
     assert len(list(root.glob("opt/kernels/*.so"))) == len(INSTRUCTION_SETS) + 1
     assert not any(root.glob("usr/bin/*g++*"))
+
+
+@pytest.mark.parametrize("source", ["s3://bucket/models/m", "hf://org/m@main"])
+def test_model_download_fills_a_volume_from_its_image(
+    images: Mapping[str, Image], store: Store, tmp_path: Path, source: str
+) -> None:
+    manifest = REPOSITORY / "deploy" / "kubernetes" / "components" / "model-download" / "download.yaml"
+    (job,) = (one for one in yaml.safe_load_all(manifest.read_text()) if one["kind"] == "Job")
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    os.chown(tmp_path, 0, pod["securityContext"]["fsGroup"])
+    tmp_path.chmod(0o2775)
+    target = container["args"][1]
+    environment = {"AWS_ENDPOINT_URL": store.url, "HF_ENDPOINT": store.url}
+    image = images[container["image"].removeprefix("inflight/")]
+    command = [*container["command"], source, target]
+    ended = image.run(*command, environment=environment, mounts=[Mount(tmp_path, str(Path(target).parent), "rw")])
+    assert ended.returncode == 0, ended.stderr
+    assert fetched(tmp_path / Path(target).name) == WANTED
+
+
+def test_commands_of_operators_run_from_the_router_image(images: Mapping[str, Image]) -> None:
+    made = images["router"].run("inflight", "kube-secrets", "--name", "llm.example.org")
+    assert made.returncode == 0, made.stderr
+    names = {secret["metadata"]["name"] for secret in json.loads(made.stdout)["items"]}
+    assert {"inflight-redis", "inflight-router-tls", "inflight-executor-tls", "inflight-api-keys"} <= names
+    costs = images["router"].run("inflight", "pod-costs")
+    assert (costs.returncode, costs.stderr) == (2, "error: not in a pod: KUBERNETES_SERVICE_HOST is not set\n")
 
 
 @needs_cuda_image
@@ -167,6 +198,7 @@ class Composed:
             *guarded([str(server_for("FCALL")), "-"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # errors of the configuration
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -178,7 +210,7 @@ class Composed:
             if b"ready to accept connections" in line.lower():
                 break
         else:
-            pytest.fail(f"Redis ends:\n{said.decode()}")
+            pytest.fail(f"Redis ended at its start:\n{said.decode()}")
         try:
             yield process
         finally:

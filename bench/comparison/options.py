@@ -18,7 +18,7 @@ from inflight.cli.parser import CommandParser
 STACK_MODES = ("inflight", "static")
 ENGINE_MODE = "engine"
 MODES = (*STACK_MODES, ENGINE_MODE)
-SINGLE_CALLS, SHARED_CALLS = CALLS = ("single", "shared")
+SHARED_CALLS, SINGLE_CALLS = CALLS = ("shared", "single")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,10 @@ def _add_traffic(add: Callable[..., argparse.Action]) -> None:
     add(
         "--calls",
         type=_names(CALLS),
-        default=(SINGLE_CALLS,),
+        default=(SHARED_CALLS,),
         metavar="KIND,…",
-        help="through a stack: single, a call for each stream, or shared, as `AsyncClient(share_calls=True)` does; each "
-        "is measured; default: single",
+        help="through a stack: shared, as the client does by itself, or single, a call for each stream, as with "
+        "`share_calls=False`; each is measured; default: shared",
     )
     add(
         "--soak",

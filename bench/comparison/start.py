@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from bench.comparison.options import ENGINE_MODE, PLAIN, SHARED_CALLS, SINGLE_CALLS, BenchOptions, Variant
+from bench.comparison.options import ENGINE_MODE, PLAIN, SHARED_CALLS, BenchOptions, Variant
 from bench.comparison.progress import Progress
 from bench.comparison.stacks import engine_driver, peer_driver, stack_options
 from bench.peers.catalogue import PeerChoice, missing_words, shortcomings
@@ -104,7 +104,7 @@ def _client(address: str, calls: str, **access: Any) -> AsyncClient:
 
 def _mode(mode: str, calls: str) -> str:
     """Returns the name of a mode whose client makes such calls."""
-    return mode if calls == SINGLE_CALLS else f"{mode}-{calls}"
+    return mode if calls == SHARED_CALLS else f"{mode}-{calls}"
 
 
 async def _only_model(client: AsyncClient) -> Model:

@@ -30,8 +30,8 @@ class GatewaySettings(ProcessSettings):
     )
     share_calls: bool = Field(
         True,
-        description="send streams with the same credentials and their tokens in shared calls of GenerateMany, where the "
-        "router has it, which costs less processor time; off: a call for each stream",
+        description="send streams with the same credentials in shared calls of GenerateMany, where the router has it, "
+        "which costs less processor time; off: a call for each stream",
     )
     tls_cert_file: Path | None = Field(None, description="PEM certificate chain for clients; unset: no TLS")
     tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")

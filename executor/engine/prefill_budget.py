@@ -21,8 +21,8 @@ MARGIN = 0.95
 # Weight of the newest wait in its mean, and a wait that is not surprisingly long in any case.
 NEWEST = 1 / 32
 SHORT_S = 0.001
-# Tokens of prompts beside decodes while the cost of prompts is unknown: short on every device, and enough to learn from.
-# Steps are planned ahead, so the second step of a burst is planned when none has been observed.
+# Tokens of prompts beside decodes while the cost of prompts is unknown: a short step, and enough to learn from. Steps
+# are planned ahead, so the second step of a burst is planned when none has been observed.
 FIRST_TOKENS = 128
 # Time of prompts that are late against the time of the decodes alone.
 LEAST_SHARE = 0.5

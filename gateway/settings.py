@@ -28,6 +28,11 @@ class GatewaySettings(ProcessSettings):
     router_tls_name: str = Field(
         "", description="name that router certificates must contain; empty: the host of the router's address"
     )
+    share_calls: bool = Field(
+        True,
+        description="send streams with the same credentials in shared calls of GenerateMany, where the router has it, "
+        "which costs less processor time; off: a call for each stream",
+    )
     tls_cert_file: Path | None = Field(None, description="PEM certificate chain for clients; unset: no TLS")
     tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")
     max_body_bytes: int = Field(

@@ -61,7 +61,7 @@ class AsyncClient:
         retries: bool = True,
         resume: bool = True,
         resume_timeout: float = 60.0,
-        share_calls: bool = False,
+        share_calls: bool = True,
         **access: Unpack[AccessOptions],
     ) -> None:
         self._connection = AsyncConnection(open_access(targets, access, metadata=metadata, retries=retries))

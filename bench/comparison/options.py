@@ -18,6 +18,7 @@ from inflight.cli.parser import CommandParser
 STACK_MODES = ("inflight", "static")
 ENGINE_MODE = "engine"
 MODES = (*STACK_MODES, ENGINE_MODE)
+SHARED_CALLS, SINGLE_CALLS = CALLS = ("shared", "single")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class BenchOptions:
     executor_args: tuple[str, ...]
     variants: tuple[Variant, ...]
     stream_intervals: tuple[int, ...]
-    shares_calls: bool
+    calls: tuple[str, ...]
     model: str | None
     address: str | None
     slo: Slo
@@ -73,9 +74,13 @@ class BenchOptions:
     def num_targets(self) -> int:
         """How many ways to serve a workload are compared."""
         if self.address is not None:
-            return len(self.stream_intervals)
-        ours = len(self.stack_modes) * len(self.stream_intervals) + (ENGINE_MODE in self.modes)
+            return self._num_per_stack
+        ours = len(self.stack_modes) * self._num_per_stack + (ENGINE_MODE in self.modes)
         return ours * (1 + len(self.variants)) + len(self.peers)
+
+    @property
+    def _num_per_stack(self) -> int:
+        return len(self.stream_intervals) * len(self.calls)
 
     def loads(self) -> list[BenchOptions]:
         """Returns these options once for each concurrency; themselves where there is none."""
@@ -117,7 +122,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         executor_args=tuple(shlex.split(given.executor_args)),
         variants=tuple(given.variant),
         stream_intervals=given.stream_interval,
-        shares_calls=given.share_calls,
+        calls=given.calls,
         model=given.model,
         address=given.address,
         slo=Slo(given.slo_ttft_ms, given.slo_itl_ms),
@@ -170,9 +175,12 @@ def _add_traffic(add: Callable[..., argparse.Action]) -> None:
         help="through a stack: tokens of an event, as `stream_interval` of a request; each N is measured; default: 1",
     )
     add(
-        "--share-calls",
-        action="store_true",
-        help="through a stack: the client's streams share calls, as `AsyncClient(share_calls=True)` does",
+        "--calls",
+        type=_names(CALLS),
+        default=(SHARED_CALLS,),
+        metavar="KIND,…",
+        help="through a stack: shared, as the client does by itself, or single, a call for each stream, as with "
+        "`share_calls=False`; each is measured; default: shared",
     )
     add(
         "--soak",

@@ -7,8 +7,9 @@ import shlex
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
-from bench.comparison.options import ENGINE_MODE, PLAIN, BenchOptions, Variant
+from bench.comparison.options import ENGINE_MODE, PLAIN, SHARED_CALLS, BenchOptions, Variant
 from bench.comparison.progress import Progress
 from bench.comparison.stacks import engine_driver, peer_driver, stack_options
 from bench.peers.catalogue import PeerChoice, missing_words, shortcomings
@@ -84,15 +85,26 @@ async def _start_ours(
 async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExitStack) -> Field:
     """Returns a router that runs already, under the name of the batching that its executors do."""
     access = access_of_environment()
-    client = await opened.enter_async_context(AsyncClient(address, share_calls=options.shares_calls, **access))
-    model = await _only_model(client)
-    executors = (await client.capacity()).executors
+    async with AsyncClient(address, **access) as client:
+        model = await _only_model(client)
+        executors = (await client.capacity()).executors
     mode = "+".join(sorted({executor.batching for executor in executors})) or "no executor"
-    target = StackTarget(mode, address, client, options.slo, {}, {"router": address})
     elsewhere = Field(model.name, model.vocabulary_size)
-    for one in target.at_intervals(options.stream_intervals):
-        elsewhere.enter(one)
+    for calls in options.calls:
+        client = await opened.enter_async_context(_client(address, calls, **access))
+        target = StackTarget(_mode(mode, calls), address, client, options.slo, {}, {"router": address})
+        for one in target.at_intervals(options.stream_intervals):
+            elsewhere.enter(one)
     return elsewhere
+
+
+def _client(address: str, calls: str, **access: Any) -> AsyncClient:
+    return AsyncClient(address, share_calls=calls == SHARED_CALLS, **access)
+
+
+def _mode(mode: str, calls: str) -> str:
+    """Returns the name of a mode whose client makes such calls."""
+    return mode if calls == SHARED_CALLS else f"{mode}-{calls}"
 
 
 async def _only_model(client: AsyncClient) -> Model:
@@ -104,12 +116,15 @@ async def _only_model(client: AsyncClient) -> Model:
 
 async def _start_stack(options: BenchOptions, mode: str, variant: Variant, opened: AsyncExitStack) -> list[StackTarget]:
     stack = await opened.enter_async_context(LocalStack(stack_options(options, mode, variant)))
-    client = await opened.enter_async_context(AsyncClient(stack.address, share_calls=options.shares_calls))
     words = {"engine": f"inflight {metadata.version('inflight')}, 1 router, executors: {options.executors}"}
-    target = StackTarget(
-        variant.mode(mode), stack.address, client, options.slo, sessions_of(stack), words | _words_of(variant)
-    )
-    return target.at_intervals(options.stream_intervals)
+    words |= _words_of(variant)
+    targets: list[StackTarget] = []
+    for calls in options.calls:
+        client = await opened.enter_async_context(_client(stack.address, calls))
+        name = _mode(variant.mode(mode), calls)
+        target = StackTarget(name, stack.address, client, options.slo, sessions_of(stack), words)
+        targets += target.at_intervals(options.stream_intervals)
+    return targets
 
 
 def _words_of(variant: Variant) -> dict[str, str]:

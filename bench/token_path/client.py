@@ -9,6 +9,7 @@ all streams run. Imports only the library, so that it runs in the tree of an old
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 import time
@@ -67,7 +68,8 @@ async def main(address: str, num_streams: int, num_tokens: int, interval: int, *
     """Runs all streams at once, on shared calls if `is_shared`."""
     marks = Marks(num_streams)
     # Clients of older trees do not know the keyword.
-    options: dict[str, Any] = {"share_calls": True} if is_shared else {}
+    knows = "share_calls" in inspect.signature(AsyncClient).parameters
+    options: dict[str, Any] = {"share_calls": is_shared} if knows or is_shared else {}
     async with AsyncClient(address, **options) as client, asyncio.TaskGroup() as group:
         for number in range(num_streams):
             group.create_task(read_stream(client, number, num_tokens, interval, marks))

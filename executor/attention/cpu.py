@@ -13,7 +13,7 @@ from torch import Tensor
 
 from executor.attention.backend import KvShape, LayerKv, Scoring
 from executor.native.library import NativeLibrary
-from executor.native.memory import huge_zeros
+from executor.native.memory import HUGE_PAGE_BYTES, huge_zeros
 from executor.native.pool import NativePool
 from executor.step.batch import StepBatch
 
@@ -21,6 +21,9 @@ from executor.step.batch import StepBatch
 LANES = 16
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SCALE_BYTES = 4
+PAGE_BYTES = 4096
+# Multiples of it, modulo 1, are spread evenly however many there are.
+GOLDEN_RATIO = 0.6180339887
 
 
 class CpuAttention:
@@ -37,6 +40,8 @@ class CpuAttention:
         self.library = library
         self.pool = pool
         self.max_head_dim = max_head_dim(library)
+        # Keys and values of layers that were allocated.
+        self._num_tensors = 0
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -46,7 +51,15 @@ class CpuAttention:
         # The scales of a group of int8 follow its numbers.
         num_bytes = LANES * SCALE_BYTES if dtype == torch.int8 else 0
         sizes = (num_blocks * (block_size // LANES), shape.num_kv_heads, LANES * dim + num_bytes)
-        return LayerKv(shape, huge_zeros(sizes, dtype), huge_zeros(sizes, dtype), num_blocks)
+        return LayerKv(shape, self._zeros(sizes, dtype), self._zeros(sizes, dtype), num_blocks)
+
+    def _zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the keys or values of a layer. The system allocates a huge page at the first write to it, which takes
+        milliseconds. Blocks are taken in the same order in every tensor, so the tensors begin at different places
+        within a page: otherwise all of them would reach their next page in the same step."""
+        share = self._num_tensors * GOLDEN_RATIO % 1
+        self._num_tensors += 1
+        return huge_zeros(sizes, dtype, int(share * HUGE_PAGE_BYTES) // PAGE_BYTES * PAGE_BYTES)
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
         keys, values = _with_contiguous_heads(keys), _with_contiguous_heads(values)

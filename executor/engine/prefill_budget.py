@@ -4,6 +4,7 @@ A step with prefill may take as long as the smallest inter-token target of the s
 `max_inter_token_ms` at most. Without either, prompts are not limited. Where the decodes alone take so long that less
 than `LEAST_SHARE` of their time is left, prompts get that share, and one block of tokens in any case. So while
 sequences decode, prompts get at least a third of the device's time, or a block of tokens per step if that takes longer.
+Until the cost of prompts is known they get a few tokens per step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ MARGIN = 0.95
 # Weight of the newest wait in its mean, and a wait that is not surprisingly long in any case.
 NEWEST = 1 / 32
 SHORT_S = 0.001
+# Tokens of prompts beside decodes while the cost of prompts is unknown: a short step, and enough to learn from. Steps
+# are planned ahead, so the second step of a burst is planned when none has been observed.
+FIRST_TOKENS = 128
 # Time of prompts that are late against the time of the decodes alone.
 LEAST_SHARE = 0.5
 
@@ -50,12 +54,14 @@ class PrefillBudget:
 
     def allowance(self, decodes: DecodeLoad, block_size: int) -> PrefillAllowance | None:
         """Returns what prompts may take of a step, at least a block of tokens; None is no limit."""
-        if decodes.num_decodes == 0 or not self.step_time.knows_prefill:
+        if decodes.num_decodes == 0:
             return None
         decode_s = self.step_time.predict(StepLoad(decodes.num_decodes, decodes.context))
         longest_s = self.longest_step_s(decodes, decode_s)
         if longest_s is None:
             return None
+        if not self.step_time.knows_prefill:
+            return PrefillAllowance(max(FIRST_TOKENS, block_size))
         seconds = max(longest_s * MARGIN - decode_s, LEAST_SHARE * decode_s)
         cost, copy_s = self.step_time.prefill_cost(), self.copy_time.block_s
         # A prompt takes blocks whose content has to be copied to host memory first.

@@ -160,7 +160,8 @@ async def test_router_without_the_call_gets_calls_of_generate() -> None:
             assert [await stream.text() for stream in streams] == ["".join(WORDS)] * 5
             assert [stream.num_resumes for stream in streams] == [0] * 5
             assert await client.generate("hi").text() == "".join(WORDS)
-    assert router.num_asked == 1
+    # gRPC ends a call with INTERNAL instead of its status if a message crosses that: it is then made once more.
+    assert router.num_asked <= 2
     assert router.requests.qsize() == 6
 
 

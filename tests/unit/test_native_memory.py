@@ -11,9 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from executor.attention.backend import KvShape
+from executor.attention.cpu import CpuAttention
 from executor.native.build import FLAGS
-from executor.native.library import COMMON_FLAGS, INSTRUCTION_SETS, SOURCES, InstructionSet
+from executor.native.library import COMMON_FLAGS, INSTRUCTION_SETS, SOURCES, InstructionSet, load_native
+from executor.native.memory import HUGE_PAGE_BYTES
+from executor.native.pool import NativePool
 
 REPOSITORY = Path(__file__).parents[2]
 # The first test of a build may have to wait for the compiler.
@@ -97,6 +102,21 @@ def test_kernels_run_on_a_thread_with_a_small_stack() -> None:
 
 def test_a_step_without_memory_fails_and_the_next_one_runs() -> None:
     assert run_script(WITHOUT_MEMORY) == "not enough memory to sample 2 rows\n[0, 1]\n"
+
+
+def test_layers_reach_their_next_huge_page_at_different_blocks() -> None:
+    # Given the KV of a model with 30 layers, whose blocks are taken in the same order everywhere
+    num_blocks, library = 1024, load_native()
+    backend, shape = CpuAttention(library, NativePool(library, 1)), KvShape(num_kv_heads=3, head_dim=64)
+    layers = [backend.allocate(shape, num_blocks, 16, torch.bfloat16, torch.device("cpu")) for _ in range(30)]
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+    # When steps take a few new blocks each, then few tensors reach a page that was not written before
+    block_bytes = tensors[0].nbytes // num_blocks
+    blocks_per_page = HUGE_PAGE_BYTES // block_bytes
+    first_blocks = [-tensor.data_ptr() % HUGE_PAGE_BYTES // block_bytes for tensor in tensors]
+    most = max(sum(first <= block < first + 16 for block in first_blocks) for first in range(blocks_per_page))
+    assert most <= 2 * len(tensors) * 16 / blocks_per_page
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
-from executor.engine.prefill_budget import MARGIN, MeanWait, PrefillBudget
+from executor.engine.prefill_budget import FIRST_TOKENS, MARGIN, MeanWait, PrefillBudget
 from executor.engine.step_time import FEWEST_STEPS, StepLoad, StepTime
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
@@ -114,11 +115,25 @@ class TestPrefillBudget:
     def test_no_prompt_is_held_up_when_no_sequence_decodes(self) -> None:
         assert budget().allowance(decodes(0, 10.0), 16) is None
 
-    def test_nothing_is_limited_before_steps_with_prefill_were_seen(self) -> None:
+    def test_prompts_get_few_tokens_beside_decodes_while_their_cost_is_unknown(self) -> None:
         fresh = PrefillBudget()
-        for _ in range(FEWEST_STEPS - 1):
+        for _ in range(FEWEST_STEPS):
+            allowance = fresh.allowance(decodes(20, 10.0), 16)
+            assert allowance is not None
+            assert allowance.fitting(10_000, 500) == FIRST_TOKENS
+            allowance.take(FIRST_TOKENS - 1, 500)
+            assert allowance.fitting(10_000, 0) == 1
+            assert fresh.allowance(decodes(20, None), 16) is None
+            assert fresh.allowance(decodes(0, 10.0), 16) is None
             fresh.step_time.observe(StepLoad(100, 0, 100.0), 0.02)
-        assert fresh.allowance(decodes(20, 10.0), 16) is None
+        allowance = fresh.allowance(decodes(20, 10.0), 16)
+        assert allowance is not None
+        assert allowance.fitting(10_000, 500) < FIRST_TOKENS, "limited by the target from here on"
+
+    def test_block_of_tokens_is_larger_than_the_first_few_tokens(self) -> None:
+        allowance = PrefillBudget().allowance(decodes(20, 10.0), 2 * FIRST_TOKENS)
+        assert allowance is not None
+        assert allowance.fitting(10_000, 0) == 2 * FIRST_TOKENS
 
     def test_nothing_is_limited_when_no_decode_has_a_target(self) -> None:
         assert budget().allowance(decodes(20, None), 16) is None
@@ -211,6 +226,22 @@ def ride_with_long_prompts(target_ms: float | None) -> tuple[float, float, float
         if before > 2.0
     )
     return gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100], max(waits)
+
+
+def test_first_burst_on_an_executor_does_not_hold_up_its_own_first_sequences() -> None:
+    # Given an executor that has run no step, so that it knows no cost
+    ride = Ride(LIMITS)
+    # When more prompts come at once than a step holds: the first sequences decode while the others are computed
+    burst = [sequence(f"burst-{i}", 100, 40) for i in range(30)]
+    for each in burst:
+        each.inter_token_target_ms = 60.0
+        ride.submit(each)
+    times = [ride.token_times[each] for each in burst]
+    while any(len(own) < 40 for own in times):
+        ride.engine.step()
+
+    # Then no step takes longer than their target
+    assert max(after - before for own in times for before, after in pairwise(own)) <= 0.060
 
 
 @pytest.mark.parametrize("target_ms", [30.0, 60.0])

@@ -104,7 +104,11 @@ class PushRouter:
     def on_frame(self, session: Session, frame: Frame) -> None:
         """What a turn of an executor's loop brought."""
         now_us = self._timeline.now_us
-        assert not frame.rejected, "an executor had no room for what its line sent"
+        for request_id, _, _ in frame.rejected:  # it counts sequences that have just ended
+            stream, line = self.streams[request_id], self._line_of[request_id]
+            line.waiting.appendleft(stream)
+            line.num_inside -= 1
+            line.num_blocks -= self._blocks(stream)
         for request_id, _, cached_tokens in frame.started:
             stream = self.streams[request_id]
             stream.record.cached_tokens += cached_tokens

@@ -59,7 +59,7 @@ local function prefix_holder(request)
   local names = split_prefixes(request.prefixes)
   local found = #names > 0 and load_holders(request) or {}
   for i = #names, 1, -1 do
-    for id, length in (found[i] or ''):gmatch('(%S+) (%d+)') do
+    for id, length in (found[i] or ''):gmatch(HOLDER) do
       local executor = load_executor(id)
       if executor then
         local speed, tolerated_ms = executor.prefill_speed, tolerated_wait(request)

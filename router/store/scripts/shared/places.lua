@@ -107,6 +107,8 @@ local function load_of(executor)
 end
 
 local MAX_HOLDERS = 4 -- remembered for a prefix that several prompts share
+local HOLDER = '([^ ;]+) (%d+)' -- of a prefix: the executor, and the tokens of the prompt; a semicolon between two
+local MAX_PREFILL_CANDIDATES = 2 -- executors with most available blocks that are compared with the holders
 local COMPUTING_WEIGHT = 2 -- of the time to compute a prompt: it delays those behind it, too
 local hashes_of, hashes -- of the last examined request: the one that will be placed
 local holders_of, holders -- and who holds them
@@ -181,8 +183,8 @@ local function cheapest(request, best, best_blocks)
   local most_loaded = load_of(load_executor(best)) + MAX_IMBALANCE
   local seen, chosen, reserved, most_cached, least_ms = {}, nil, nil, 0, math.huge
   local function consider(id, cached)
-    local executor = not seen[id] and load_executor(id)
     seen[id] = true
+    local executor = load_executor(id)
     if not executor or not takes_work(executor) or executor.claim ~= '' or load_of(executor) > most_loaded then
       return
     end
@@ -199,13 +201,21 @@ local function cheapest(request, best, best_blocks)
   end
   local found = load_holders(request)
   for i = #names, 1, -1 do
-    for id, length in (found[i] or ''):gmatch('(%S+) (%d+)') do
-      consider(id, cached_tokens(request, names, i, tonumber(length)))
+    if found[i] and found[i] ~= found[i + 1] then
+      for id, length in found[i]:gmatch(HOLDER) do
+        if not seen[id] then
+          consider(id, cached_tokens(request, names, i, tonumber(length)))
+        end
+      end
     end
   end
-  consider(best, 0)
-  for _, id in ipairs(roomiest(MAX_CANDIDATES)) do
-    consider(id, 0)
+  if not seen[best] then
+    consider(best, 0)
+  end
+  for _, id in ipairs(roomiest(MAX_PREFILL_CANDIDATES)) do
+    if not seen[id] then
+      consider(id, 0)
+    end
   end
   return chosen, reserved, most_cached
 end
@@ -231,20 +241,24 @@ local function remember_prefixes(request, executor_id)
   --@nest
   local names, found = split_prefixes(request.prefixes), load_holders(request)
   local are_shared = is_shared(request, names, found)
-  for i, hash in ipairs(names) do
-    local pairs_of, count = string.format('%s %d', executor_id, request.prompt), 1
-    local before, num_before = {}, 0
-    for id, length in (found[i] or ''):gmatch('(%S+) (%d+)') do
-      num_before = num_before + 1
-      before[num_before] = {id, length}
-    end
-    for _, one in ipairs((are_shared or num_before > 1) and before or {}) do
-      if one[1] ~= executor_id and count < MAX_HOLDERS then
-        pairs_of, count = pairs_of .. ' ' .. one[1] .. ' ' .. one[2], count + 1
+  local own = string.format('%s %d', executor_id, request.prompt)
+  local merged_of, merged -- most prefixes have the same executors
+  for i = 1, #names do
+    local value = own
+    if found[i] and (are_shared or found[i]:find(';', 1, true)) then
+      if found[i] ~= merged_of then
+        merged_of, merged = found[i], own
+        local count = 1
+        for id, length in found[i]:gmatch(HOLDER) do
+          if id ~= executor_id and count < MAX_HOLDERS then
+            merged, count = merged .. ';' .. id .. ' ' .. length, count + 1
+          end
+        end
       end
+      value = merged
     end
     local last = #remembered_words
-    remembered[hash], remembered_words[last + 1], remembered_words[last + 2] = pairs_of, hash, pairs_of
+    remembered[names[i]], remembered_words[last + 1], remembered_words[last + 2] = value, names[i], value
   end
 end
 

@@ -19,7 +19,6 @@ LEASE_MS = 5000
 PATIENCE_MS = 60_000
 MAX_IMBALANCE = 0.25
 MAX_HOLDERS = 4
-MAX_PREFILL_CANDIDATES = 2
 COMPUTING_WEIGHT = 2
 NO_OBSERVERS = ""
 
@@ -357,8 +356,7 @@ class Pool:
             return self._first_with_room(lower, request)
         if not request.demand.prefix_hashes:
             return best
-        roomiest = [one for one in self.open_executors() if self.takes_work(one)][:MAX_PREFILL_CANDIDATES]
-        candidates = [*dict.fromkeys([*self._holders(request), best, *roomiest])]
+        candidates = [*self._holders(request), best]
         return min(
             (one for one in candidates if self._is_near(one, best, request)),
             key=lambda one: self._cost_ms(one, request),

@@ -4,7 +4,7 @@
 -- claimed for a request that was bypassed too often: it serves that request first, and higher classes if no other
 -- executor has room. Of the rest the one with most available blocks is taken. A prompt with named prefixes goes where it
 -- costs least, in time to compute what is in front of it and what is not cached, among the executors that hold a prefix
--- and a few with most available blocks, but not where the prompts in front take longer than the tolerated TTFT, nor to an
+-- and the one with most available blocks, but not where the prompts in front take longer than the tolerated TTFT, nor to an
 -- executor that is much fuller.
 --
 -- An executor's `prefilled_ms` is when it will have computed the prompts that it was given, at the speed of its last
@@ -108,7 +108,6 @@ end
 
 local MAX_HOLDERS = 4 -- remembered for a prefix that several prompts share
 local HOLDER = '([^ ;]+) (%d+)' -- of a prefix: the executor, and the tokens of the prompt; a semicolon between two
-local MAX_PREFILL_CANDIDATES = 2 -- executors with most available blocks that are compared with the holders
 local COMPUTING_WEIGHT = 2 -- of the time to compute a prompt: it delays those behind it, too
 local hashes_of, hashes -- of the last examined request: the one that will be placed
 local holders_of, holders -- and who holds them
@@ -171,7 +170,7 @@ local function load_holders(request)
 end
 
 -- The executor on which the prompt costs least, the blocks to reserve there, and the tokens of the prompt that are
--- cached there: one that holds a prefix, or one of those with most available blocks, of which `best` is the first. A
+-- cached there: one that holds a prefix, or `best`, which has most available blocks. A
 -- holder counts unless the prompts in front take longer than tolerated. Where no speed is known nothing costs, so the
 -- holder of the longest prefix is taken, and an executor that has just started is measured soon.
 local function cheapest(request, best, best_blocks)
@@ -211,11 +210,6 @@ local function cheapest(request, best, best_blocks)
   end
   if not seen[best] then
     consider(best, 0)
-  end
-  for _, id in ipairs(roomiest(MAX_PREFILL_CANDIDATES)) do
-    if not seen[id] then
-      consider(id, 0)
-    end
   end
   return chosen, reserved, most_cached
 end

@@ -28,10 +28,12 @@ class Figures:
     extra: dict[str, float] = field(default_factory=dict)
 
 
-def measured(world: World, counts: Callable[[Record], bool] = lambda record: True) -> Figures:
+def measured(
+    world: World, counts: Callable[[Record], bool] = lambda record: True, warm_fraction: float = WARM_FRACTION
+) -> Figures:
     """Returns the figures of a run, over the requests that count."""
     duration_us = round(world.settings.duration_s * US_PER_S)
-    begin_us, end_us = world.begin_us + round(WARM_FRACTION * duration_us), world.begin_us + duration_us
+    begin_us, end_us = world.begin_us + round(warm_fraction * duration_us), world.begin_us + duration_us
     records = [one for one in world.checker.records.values() if one.arrived_us >= begin_us and counts(one)]
     waits_ms = [wait for one in records if (wait := ttft_ms(one, end_us)) is not None]
     gaps_ms = [gap / US_PER_MS for gap in world.checker.gaps_us]

@@ -1,4 +1,4 @@
-"""Placement compared: by prefix until saturation, by prefix alone, by load, and in turns."""
+"""Placement compared: by prefix until saturation, by prefix alone, by load, in turns, and by an oracle."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bench.measures.run import percentile
-from bench.scheduling.figures import WARM_FRACTION, Figures, measured, ttft_ms
+from bench.scheduling.figures import Figures, measured, ttft_ms
 from bench.scheduling.lab import Comparison, Lab, Mode, change
+from bench.simulation.push import PushPolicy
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.world import World, WorldSettings
 from bench.timeline.conversations import Conversations
 from bench.timeline.timeline import US_PER_S
 
 NUM_EXECUTORS = 4
-DURATION_S = 40.0
+# Agents' chats last half a minute, so the first 40 % of the time are left out: they fill an empty system.
+DURATION_S = 80.0
+WARM_FRACTION = 0.4
 CACHING = ExecutorShape(
     num_blocks=16_384, num_seats=32, num_standby=4, max_num_tokens=2048, context_length=65_536, has_prefix_cache=True
 )
@@ -29,7 +32,7 @@ AGENTIC = Conversations(
 )  # fmt: skip
 
 _CHOOSE_OPEN = re.compile(r"^local function choose_open\(request\)\n.*?^end\n", re.MULTILINE | re.DOTALL)
-_WORTH_WAITING = re.compile(r"^  return prefill_wait\(executor\) <= .*\n", re.MULTILINE)
+_COST = re.compile(r"local ms = speed > 0 and .*")
 _IN_TURNS = """local function choose_open(request)
   local ids = roomiest(64)
   table.sort(ids)
@@ -53,8 +56,9 @@ def in_turns(shared: str) -> str:
 
 
 def whatever_it_holds(shared: str) -> str:
-    """Returns the shared source with no other limit of prefix affinity than room."""
-    changed, count = _WORTH_WAITING.subn("  return true\n", shared.replace("MAX_IMBALANCE = 0.25", "MAX_IMBALANCE = 2"))
+    """Returns the shared source with no other limit of prefix affinity than room: the holder of the longest prefix."""
+    unbounded = shared.replace("MAX_IMBALANCE = 0.25", "MAX_IMBALANCE = 2").replace("wait_ms > tolerated_ms", "false")
+    changed, count = _COST.subn("local ms = 0", unbounded)
     assert count == 1
     return changed
 
@@ -64,6 +68,7 @@ class _Way:
     name: str
     names_prefixes: bool
     change: Callable[[str], str] | None = None
+    push: PushPolicy | None = None
 
 
 WAYS = (
@@ -71,6 +76,7 @@ WAYS = (
     _Way("prefix while there is room", names_prefixes=True, change=whatever_it_holds),
     _Way("least loaded", names_prefixes=False),
     _Way("round robin", names_prefixes=False, change=in_turns),
+    _Way("oracle", names_prefixes=False, push=PushPolicy.ORACLE),
 )
 
 
@@ -81,7 +87,11 @@ def placement(lab: Lab, title: str, chats: Conversations, loads: tuple[tuple[str
     for load, rate_per_s in loads:
         for way in WAYS:
             settings = WorldSettings(
-                executor=CACHING, num_executors=NUM_EXECUTORS, duration_s=duration_s, change_scripts=way.change
+                executor=CACHING,
+                num_executors=NUM_EXECUTORS,
+                duration_s=duration_s,
+                change_scripts=way.change,
+                push=way.push,
             )
             requests = replace(chats, rate_per_s=rate_per_s).requests(
                 lab.seed, duration_s, names_prefixes=way.names_prefixes
@@ -103,12 +113,12 @@ def placement(lab: Lab, title: str, chats: Conversations, loads: tuple[tuple[str
 
 def shared_prefixes(lab: Lab) -> Comparison:
     """Requests that begin like many others."""
-    return placement(lab, "Placement of requests with shared prefixes", SHARED, (("60 %", 60.0), ("saturated", 120.0)))
+    return placement(lab, "Placement of requests with shared prefixes", SHARED, (("80 %", 90.0), ("saturated", 135.0)))
 
 
 def agents(lab: Lab) -> Comparison:
     """Agents that ask again and again with all that they have so far."""
-    return placement(lab, "Placement of agents' requests", AGENTIC, (("60 %", 6.0), ("saturated", 12.0)))
+    return placement(lab, "Placement of agents' requests", AGENTIC, (("80 %", 2.25), ("saturated", 4.5)))
 
 
 def _p90(modes: list[Mode], load: str, way: _Way) -> float:
@@ -116,7 +126,7 @@ def _p90(modes: list[Mode], load: str, way: _Way) -> float:
 
 
 def _figures(world: World) -> Figures:
-    figures, duration_s = measured(world), world.settings.duration_s
+    figures, duration_s = measured(world, warm_fraction=WARM_FRACTION), world.settings.duration_s
     begin_us, end_us = (world.begin_us + round(share * duration_s * US_PER_S) for share in (WARM_FRACTION, 1.0))
     records = [one for one in world.checker.records.values() if one.arrived_us >= begin_us]
     waits_ms = [wait for one in records if (wait := ttft_ms(one, end_us)) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.simulation.invariants import Record
+from bench.timeline.timeline import US_PER_S, Timeline
 from bench.timeline.traffic import SimRequest
 from inflight.v1 import executor_pb2, types_pb2
 from router.lifecycle.lifecycle import Lifecycle
@@ -14,10 +15,13 @@ class SimClient:
     """One request; what its life cycle knows of it, too (`router.lifecycle.lifecycle.Output`). `block_size` is that of
     the executors."""
 
-    def __init__(self, request: SimRequest, record: Record, block_size: int) -> None:
+    def __init__(self, request: SimRequest, record: Record, block_size: int, timeline: Timeline) -> None:
+        def now_s() -> float:
+            return timeline.now_us / US_PER_S
+
         self.request = request
         self.record = record
-        self.stream = RequestStream(_demand(request, block_size), _submit(request), 0.0)
+        self.stream = RequestStream(_demand(request, block_size), _submit(request), now_s(), now=now_s)
         self.stream.life.output = self
 
     @property

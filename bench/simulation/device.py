@@ -73,7 +73,8 @@ class ModelledDevice:
     def __init__(self, cost: StepCost, next_token: Callable[[str, int], int]) -> None:
         self._cost = cost
         self.next_token = next_token
-        self._free_s = 0.0
+        self.free_s = 0.0
+        """When the steps that were launched have ended."""
         # The turn of the loop that is being made: nothing begins before it.
         self.now_s = 0.0
         # When the step ended that was read last.
@@ -82,8 +83,8 @@ class ModelledDevice:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         self.num_launched += 1
-        began_s = max(self.now_s, self._free_s)
-        self._free_s = began_s + self._cost.of(plan)
+        began_s = max(self.now_s, self.free_s)
+        self.free_s = began_s + self._cost.of(plan)
         sampled = tuple(
             self.next_token(sequence.request_id, start + length - sequence.num_prompt_tokens)
             for sequence, start, length, samples in zip(
@@ -91,7 +92,7 @@ class ModelledDevice:
             )
             if samples
         )
-        return _Step(began_s, self._free_s, self._cost.copies_of(plan), sampled, self)
+        return _Step(began_s, self.free_s, self._cost.copies_of(plan), sampled, self)
 
     def close(self) -> None:
         """Does nothing: the device holds no resources."""

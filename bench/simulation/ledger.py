@@ -12,9 +12,10 @@ from typing import Any
 
 from bench.redis.wire import command, encode
 from bench.simulation.store_link import StoreLink
-from bench.timeline.timeline import Process
+from bench.timeline.timeline import US_PER_MS, Process
 from router.store.codec import (
     Reply,
+    hand_back_args,
     parse_cancel,
     parse_event,
     parse_hand_back,
@@ -29,6 +30,7 @@ from router.store.codec import (
 )
 from router.store.lua import Argument
 from router.store.settings import StoreSettings
+from router.store.store import TAKE_OUT
 from router.store.types import (
     Adopted,
     Attempt,
@@ -42,6 +44,7 @@ from router.store.types import (
     LeaseLapsed,
     Placement,
     PoolListener,
+    PoolLoad,
     Queued,
     Refused,
     ReportOutcome,
@@ -50,6 +53,8 @@ from router.store.types import (
 
 MAX_ENTRIES = 256
 MAX_ROUNDS = 64
+# As `StoreSettings`, without their jitter: routers begin at different times.
+RENEW_US, REAP_US = 1_500 * US_PER_MS, 400 * US_PER_MS
 
 OwnEvent = Placement | Dropped
 SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
@@ -92,6 +97,8 @@ class Ledger:
         self._peers: frozenset[str] = frozenset()
         self._listener: PoolListener | None = None
         self._is_registered = False
+        self.load: PoolLoad | None = None
+        """As the last renewal told."""
         # A reply got lost that may have said that the pool had forgotten this router.
         self._may_have_lapsed = False
         self._beginnings: dict[tuple[str, frozenset[str]], tuple[int, bytes]] = {}
@@ -100,6 +107,12 @@ class Ledger:
         self._is_reading = False
         self._has_mail = False
         link.listen(self._mailbox, lambda: process.run(self._read_mailbox))
+
+    def start(self, phase_us: int, renew_us: int = RENEW_US) -> None:
+        """Renews and reaps from now on; `phase_us` keeps routers apart."""
+        self.renew()
+        self._link.timeline.after(phase_us % renew_us, self._process.run, self._renew_always, renew_us)
+        self._link.timeline.after(phase_us % REAP_US, self._process.run, self._reap_always)
 
     def close(self) -> None:
         """The router is gone: its mailbox stays unread."""
@@ -120,21 +133,33 @@ class Ledger:
     def cancel(
         self, request_id: str, is_own: bool, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure
     ) -> None:
-        args: list[Argument] = ["", request_id, int(is_own)]
+        self._cancel(request_id, int(is_own), on_result, on_failure)
+
+    def take_out(self, request_id: str, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure) -> None:
+        """Calls `AdmissionStore.take_out`."""
+        self._cancel(request_id, TAKE_OUT, on_result, on_failure)
+
+    def _cancel(
+        self, request_id: str, how: int, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure
+    ) -> None:
+        args: list[Argument] = ["", request_id, how]
         self._operate("cancel", args, lambda reply, _: on_result(parse_cancel(request_id, reply)), on_failure)
 
     def hand_back(
         self,
         request_id: str,
-        args: Sequence[Argument],
+        attempt: int,
+        max_attempts: int,
+        why: dict[str, Any],
         on_result: Callable[[HandBackOutcome], None],
         on_failure: OnFailure,
     ) -> None:
-        """Calls `AdmissionStore.hand_back`; `args` are what `router.store.codec.hand_back_args` makes."""
+        """Calls `AdmissionStore.hand_back`; `why` are its arguments by name."""
 
         def answer(reply: Reply, own: OwnEvent | None) -> None:
             on_result(own or parse_hand_back(request_id, reply))
 
+        args = hand_back_args(request_id, attempt, max_attempts, **why)
         self._operate("hand_back", args, answer, on_failure, own_id=request_id)
 
     def absolve(self, request_id: str, attempt: int) -> None:
@@ -173,8 +198,18 @@ class Ledger:
 
     # How a script is called ------------------------------------------------------------------------------------
 
+    def _renew_always(self, renew_us: int) -> None:
+        self._link.timeline.after(renew_us, self._process.run, self._renew_always, renew_us)
+        self.renew()
+
+    def _reap_always(self) -> None:
+        self._link.timeline.after(REAP_US, self._process.run, self._reap_always)
+        self.reap()
+
     def _renewed(self, reply: Reply, own: OwnEvent | None) -> None:
         self._peers = frozenset(reply.values[0]) - {self.router_id}
+        num_waiting, num_executors, num_with_room = reply.values[1:]
+        self.load = PoolLoad(num_waiting, num_executors, num_with_room, len(self._peers) + 1)
         if self._listener is not None:
             self._listener.on_routers(self._peers)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from bench.simulation.ledger import Ledger
+from bench.simulation.subpool_ledger import SubPoolLedger
 from bench.timeline.timeline import US_PER_MS, US_PER_S, Process, Timeline
 from router.dispatch.report_pacer import ReportPacer
 from router.store.types import Ending, ExecutorReport, ReportOutcome
@@ -22,7 +23,11 @@ class LedgerWriter:
     `router.store.types.PoolListener`."""
 
     def __init__(
-        self, ledger: Ledger, timeline: Timeline, process: Process, on_superseded: Callable[[str, str, int], None]
+        self,
+        ledger: Ledger | SubPoolLedger,
+        timeline: Timeline,
+        process: Process,
+        on_superseded: Callable[[str, str, int], None],
     ) -> None:
         self._ledger = ledger
         self._timeline = timeline

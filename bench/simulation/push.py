@@ -1,4 +1,4 @@
-"""Placement on arrival, as a baseline: each executor has its own queue, and requests do not move between queues.
+"""Placement on arrival, to compare with: each executor has its own queue, and requests do not move between queues.
 
 Only for runs in which nothing breaks. One object stands for all routers, and where they know all lines they know them
 exactly: real ones know them late.
@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from bench.simulation import oracle
 from bench.simulation.client import SimClient
 from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.session import Frame, Session
 from bench.simulation.virtual_router import RouterShape
-from bench.timeline.timeline import Process, Timeline
+from bench.timeline.timeline import US_PER_S, Process, Timeline
 from bench.timeline.traffic import SimRequest
 from router.store.types import ExecutorReport, Placement
 
@@ -28,6 +29,9 @@ class PushPolicy(Enum):
     LEAST_LOADED = "least loaded, all known"
     LEAST_OF_OWN = "least loaded, own known"
     """As several routers do that do not know of each other: the line with fewest requests of one's own."""
+    ORACLE = "oracle"
+    """The executor where the first tokens of this request and of those that it delays come soonest, by exact knowledge
+    of prefixes, remaining prompts and outputs."""
 
 
 NUM_ROUTERS = 4
@@ -42,6 +46,11 @@ class _Line:
     num_blocks: int = 0
     num_inside: int = 0
     num_of_router: Counter[int] = field(default_factory=Counter)
+    known: oracle.Line = field(init=False)
+    """As the oracle knows it."""
+
+    def __post_init__(self) -> None:
+        self.known = oracle.Line(self.session.executor)
 
     @property
     def num_requests(self) -> int:
@@ -85,8 +94,8 @@ class PushRouter:
     def arrive(self, request: SimRequest) -> None:
         """Puts a client's request into a queue, where it stays."""
         record = self._checker.submitted(request, "push", self._timeline.now_us)
-        stream = SimClient(request, record, self._shape.block_size)
-        line = self._choose(_router_of(request))
+        stream = SimClient(request, record, self._shape.block_size, self._timeline)
+        line = self._choose(request)
         line.num_of_router[_router_of(request)] += 1
         self.streams[request.request_id], self._line_of[request.request_id] = stream, line
         line.waiting.append(stream)
@@ -95,30 +104,47 @@ class PushRouter:
     def on_frame(self, session: Session, frame: Frame) -> None:
         """What a turn of an executor's loop brought."""
         now_us = self._timeline.now_us
-        assert not frame.rejected, "an executor had no room for what its line sent"
+        for request_id, _, _ in frame.rejected:  # it counts sequences that have just ended
+            stream, line = self.streams[request_id], self._line_of[request_id]
+            line.waiting.appendleft(stream)
+            line.num_inside -= 1
+            line.num_blocks -= self._blocks(stream)
         for request_id, _, cached_tokens in frame.started:
             stream = self.streams[request_id]
             stream.record.cached_tokens += cached_tokens
             self._checker.boarded(stream.record, now_us)
         for request_id, _, offset, token_id in frame.tokens:
             self._checker.delivered(self.streams[request_id].record, offset, token_id, now_us)
+            if self._policy is PushPolicy.ORACLE:
+                self._line_of[request_id].known.inside[request_id].num_output += 1
         for request_id, _, reason in frame.finished:
             stream, line = self.streams.pop(request_id), self._line_of.pop(request_id)
             self._checker.ended(stream.record, RequestOutcome.COMPLETED, now_us, reason.value)
+            line.known.inside.pop(request_id, None)
             line.num_inside -= 1
             line.num_of_router[_router_of(stream.request)] -= 1
             line.num_blocks -= self._blocks(stream)
             self._send(line)
 
-    def _choose(self, router: int) -> _Line:
+    def _choose(self, request: SimRequest) -> _Line:
         lines = list(self._lines.values())
+        if self._policy is PushPolicy.ORACLE:
+            return self._best(request, lines)
         if self._policy is PushPolicy.ROUND_ROBIN:
             return lines[next(self._turns) % len(lines)]
         if self._policy is PushPolicy.LEAST_OF_OWN:
             # Ties by turns: else all routers would begin with the same line.
             first = next(self._turns) % len(lines)
-            return min([*lines[first:], *lines[:first]], key=lambda line: line.num_of_router[router])
+            return min([*lines[first:], *lines[:first]], key=lambda line: line.num_of_router[_router_of(request)])
         return min(lines, key=lambda line: (line.num_requests, line.session.executor.executor_id))
+
+    def _best(self, request: SimRequest, lines: list[_Line]) -> _Line:
+        hashes = oracle.hashes_of(request, self._shape.block_size)
+        now_s = self._timeline.now_us / US_PER_S
+        predictions = [(line, line.known.predict(request, hashes, now_s)) for line in lines]
+        line, prediction = min(predictions, key=lambda one: (one[1].cost_s, one[0].num_requests))
+        line.known.add(request, hashes, prediction)
+        return line
 
     def _send(self, line: _Line) -> None:
         """Sends the first in the queue while they fit; standby hides the transfer time."""

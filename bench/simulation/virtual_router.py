@@ -15,6 +15,7 @@ from bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome
 from bench.simulation.ledger_writer import LedgerWriter
 from bench.simulation.session import Frame, Session
 from bench.simulation.store_link import StoreLink
+from bench.simulation.subpool_ledger import SubPoolLedger
 from bench.timeline.timeline import US_PER_MS, US_PER_S, Action, Process, Timeline
 from bench.timeline.traffic import SimRequest
 from common.errors import Reason, RequestError
@@ -60,7 +61,6 @@ from router.lifecycle.lifecycle import (
     Withdraw,
 )
 from router.request.errors import no_executor
-from router.store.codec import hand_back_args
 from router.store.settings import StoreSettings
 from router.store.types import (
     ANY_ATTEMPT,
@@ -73,9 +73,8 @@ from router.store.types import (
     Queued,
     StoreEvent,
 )
+from router.stream.request_stream import RequestStream
 
-# As `StoreSettings`, without their jitter: routers begin at different times.
-RENEW_US, REAP_US = 1_500 * US_PER_MS, 400 * US_PER_MS
 # As `router.dispatch.waiting_audit`'s and `retry_queue`'s.
 LOOK_US = 1_500 * US_PER_MS
 CONFIRM_US = 500 * US_PER_MS
@@ -106,10 +105,16 @@ class RouterShape:
 
 
 class VirtualRouter:
-    """One start of a router."""
+    """One start of a router. With one link it has a ledger, with more a sub-pool behind each. Implements
+    `router.dispatch.moves.Line`."""
 
     def __init__(
-        self, router_id: str, shape: RouterShape, link: StoreLink, timeline: Timeline, checker: InvariantChecker
+        self,
+        router_id: str,
+        shape: RouterShape,
+        links: Sequence[StoreLink],
+        timeline: Timeline,
+        checker: InvariantChecker,
     ) -> None:
         self.router_id = router_id
         self.process = Process(timeline)
@@ -118,17 +123,21 @@ class VirtualRouter:
         self.links: dict[str, Session] = {}
         # Sent or accepted, by request and attempt.
         self.offered: dict[Session, dict[tuple[str, int], SimClient]] = {}
-        self.ledger = Ledger(link, self.process, router_id, shape.store, self._on_store_event)
-        self.writer = LedgerWriter(self.ledger, timeline, self.process, self._cancel_superseded)
         self._shape = shape
         self._timeline = timeline
         self._checker = checker
+        self.ledger = self._open(links)
+        self.writer = LedgerWriter(self.ledger, timeline, self.process, self._cancel_superseded)
+
+    def _open(self, links: Sequence[StoreLink]) -> Ledger | SubPoolLedger:
+        settings = self._shape.store
+        if len(links) == 1:
+            return Ledger(links[0], self.process, self.router_id, settings, self._on_store_event)
+        return SubPoolLedger(links, self.process, self.router_id, settings, self._on_store_event, self)
 
     def start(self, phase_us: int) -> None:
         """Renews and reaps from now on; `phase_us` keeps routers apart."""
-        self.ledger.renew()
-        self._timeline.after(phase_us % RENEW_US, self.process.run, self._renew)
-        self._timeline.after(phase_us % REAP_US, self.process.run, self._reap)
+        self.ledger.start(phase_us)
         self._timeline.after(phase_us % LOOK_US, self.process.run, self._look)
 
     def die(self) -> None:
@@ -137,14 +146,6 @@ class VirtualRouter:
         self.ledger.close()
         for client in self.streams.values():
             self._end(client, RequestOutcome.ROUTER_LOST)
-
-    def _renew(self) -> None:
-        self._timeline.after(RENEW_US, self.process.run, self._renew)
-        self.ledger.renew()
-
-    def _reap(self) -> None:
-        self._timeline.after(REAP_US, self.process.run, self._reap)
-        self.ledger.reap()
 
     def _look(self) -> None:
         self._timeline.after(LOOK_US, self.process.run, self._look)
@@ -155,7 +156,7 @@ class VirtualRouter:
     def arrive(self, request: SimRequest) -> None:
         """A client's request."""
         record = self._checker.submitted(request, self.router_id, self._timeline.now_us)
-        client = SimClient(request, record, self._shape.block_size)
+        client = SimClient(request, record, self._shape.block_size, self._timeline)
         deadline_ms = request.ledger_deadline_ms
         if deadline_ms is not None:
             # The relay keeps the exact deadline; the ledger drops what waits by itself.
@@ -306,6 +307,17 @@ class VirtualRouter:
     def _waits(self, life: Lifecycle) -> bool:
         return self.requests.served.get(life.request_id) is life and life.is_in_queue
 
+    # The line, for moves between sub-pools.
+
+    def waiting(self) -> list[RequestStream]:
+        return [client_of(life).stream for life in self.requests.waiting()]
+
+    def waits(self, stream: RequestStream) -> bool:
+        return self._waits(stream.life)
+
+    def submit_forgotten_again(self, stream: RequestStream) -> None:
+        self._tell(stream.life, Forgotten())
+
     # How effects are executed.
 
     def _tell(self, life: Lifecycle, event: Event) -> None:
@@ -396,17 +408,15 @@ class VirtualRouter:
 
     def _hand_back(self, life: Lifecycle, placement: Placement, why: RequeueReason) -> None:
         stream = client_of(life).stream
-        args = hand_back_args(
-            life.request_id,
-            placement.attempt,
-            self._shape.max_attempts,
-            rejected=why in (RequeueReason.REJECTED, RequeueReason.HANDED_BACK),
-            preempted=why in KEEPS_EXECUTOR,
-            output_tokens=len(stream.output_ids),
-            progressed=stream.has_progressed,
-            stood_still=why is RequeueReason.STALLED,
-            placement_blocks=stream.placement_blocks,
-        )
+        max_attempts = self._shape.max_attempts
+        reason = {
+            "rejected": why in (RequeueReason.REJECTED, RequeueReason.HANDED_BACK),
+            "preempted": why in KEEPS_EXECUTOR,
+            "output_tokens": len(stream.output_ids),
+            "progressed": stream.has_progressed,
+            "stood_still": why is RequeueReason.STALLED,
+            "placement_blocks": stream.placement_blocks,
+        }
 
         def ask_again() -> None:
             self._timeline.after(RETRY_US, self.process.run, ask)
@@ -415,10 +425,10 @@ class VirtualRouter:
             if outcome is HandBackRefusal.UNDECIDED:
                 ask_again()
             else:
-                self._tell(life, HandBackAnswered(placement, why, outcome, self._shape.max_attempts))
+                self._tell(life, HandBackAnswered(placement, why, outcome, max_attempts))
 
         def ask() -> None:
-            self.ledger.hand_back(life.request_id, args, answered, ask_again)
+            self.ledger.hand_back(life.request_id, placement.attempt, max_attempts, reason, answered, ask_again)
 
         ask()
 

@@ -102,8 +102,10 @@ class RequestStream:
         prior_ids: Sequence[int] = (),
         reading: Delivery | None = None,
         record: RequestRecord | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = demand.request_id
+        self._now = now
         self.reading = reading
         self.life = Lifecycle(demand.request_id, self, deadline, is_repeatable=bool(self.digest))
         self.record = record or NO_OBSERVERS.follow(RequestFacts())
@@ -220,7 +222,7 @@ class RequestStream:
         if has_run and self.output_ids:
             deadline_ms = None
         elif is_served and deadline_ms is not None:
-            deadline_ms = max(1, deadline_ms - round((time.monotonic() - self.clock.arrived) * 1000))
+            deadline_ms = max(1, deadline_ms - round((self._now() - self.clock.arrived) * 1000))
         return dataclasses.replace(
             self._demand,
             last_attempt=self.life.attempt,
@@ -267,7 +269,7 @@ class RequestStream:
         submit.traceparent = self.record.traceparent
         submit.reserved_blocks = placement.blocks or self._demand.blocks
         if self.life.deadline is not None:
-            submit.deadline_ms = max(1, round((self.life.deadline - time.monotonic()) * 1000))
+            submit.deadline_ms = max(1, round((self.life.deadline - self._now()) * 1000))
         submit.prior_output_ids.extend(self.output_ids)
         return submit
 
@@ -318,7 +320,7 @@ class RequestStream:
         """Records that the sequence boarded."""
         if self._reached < Reached.BOARDED:
             self._reached = Reached.BOARDED
-            self.clock.boarded = time.monotonic()
+            self.clock.boarded = self._now()
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
             self.record.boarded(self.num_cached_tokens)
         else:
@@ -338,7 +340,7 @@ class RequestStream:
         if offset > expected:
             return False
         if offset == expected:
-            now = time.monotonic()
+            now = self._now()
             if self.clock.first_token is None and not self.was_adopted:
                 self.clock.first_token = now
             self.clock.last_token = now

@@ -98,10 +98,12 @@ class SubPoolStore:
         claims: Claims,
         on_event: Callable[[StoreEvent], None],
         choice: SubPoolChoice | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stores = [open_store(number, partial(self._on_event, number)) for number in range(num_subpools)]
         self.router_id = self.stores[0].router_id
         self._claims = claims
+        self._clock = clock
         self._deliver = on_event
         self.choice = choice or SubPoolChoice(num_subpools)
         self._where: OrderedDict[str, int] = OrderedDict()
@@ -164,7 +166,7 @@ class SubPoolStore:
             return order if known is None else _first(known, order)
         chosen = order[0] if known is None else known
         found = await self._claims.claim(demand.request_id, chosen, takes_over=not demand.is_served)
-        self._claimed_s[demand.request_id] = time.monotonic()
+        self._claimed_s[demand.request_id] = self._clock()
         self._claimed_s.move_to_end(demand.request_id)
         return _first(found, order)
 
@@ -502,7 +504,7 @@ class SubPoolStore:
         """Writes the claims of requests that are still served again, before they lapse."""
         while True:
             await asyncio.sleep(RENEW_CLAIMS_S)
-            due_s = time.monotonic() - self._claims.renew_after_s
+            due_s = self._clock() - self._claims.renew_after_s
             while due := self._claims_due(due_s):
                 calls = (self._claims.claim(one, self._where[one], takes_over=False) for one in due)
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -513,7 +515,7 @@ class SubPoolStore:
         while self._claimed_s and next(iter(self._claimed_s.values())) <= due_s and len(due) < MAX_RENEWED_AT_ONCE:
             request_id, _ = self._claimed_s.popitem(last=False)
             if request_id in self._where:
-                self._claimed_s[request_id] = time.monotonic()
+                self._claimed_s[request_id] = self._clock()
                 due.append(request_id)
         return due
 

@@ -16,7 +16,9 @@ EMPTY_NAMES = frozenset(
     {"manager", "managers", "handler", "handlers", "util", "utils", "helper", "helpers", "data", "info", "job", "jobs"}
 )
 # gRPC's own, of an interceptor's parameter; asyncio's and uvicorn's, of a connection's methods.
-GIVEN_NAMES = frozenset({"handler_call_details", "data_received", "timeout_keep_alive_handler"})
+GIVEN_NAMES = frozenset(
+    {"call_exception_handler", "data_received", "handler_call_details", "timeout_keep_alive_handler"}
+)
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:

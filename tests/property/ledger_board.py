@@ -107,7 +107,7 @@ def place(pool: Pool, name: str, executor_id: str) -> None:
     request = pool.requests[name]
     pool.expect_prefill(request, executor_id)
     pool.seat(name, executor_id, request.attempt + 1, pool.needed_blocks(request, executor_id))
-    pool.prefixes |= dict.fromkeys(request.demand.prefix_hashes, executor_id)
+    pool.remember_prefixes(request, executor_id)
 
 
 def _drop(pool: Pool, name: str, reason: DropReason) -> Dealt:

@@ -18,6 +18,8 @@ SILENT_MS = 2000
 LEASE_MS = 5000
 PATIENCE_MS = 60_000
 MAX_IMBALANCE = 0.25
+MAX_HOLDERS = 4
+COMPUTING_WEIGHT = 2
 NO_OBSERVERS = ""
 
 
@@ -135,7 +137,7 @@ class Pool:
     routers: dict[str, int] = field(default_factory=dict)
     tenants: dict[str, Tenant] = field(default_factory=dict)
     claims: list[str] = field(default_factory=list)
-    prefixes: dict[str, str] = field(default_factory=dict)
+    prefixes: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     told: dict[str, list[StoreEvent]] = field(default_factory=dict)
     lengths: Lengths = field(default_factory=Lengths)
     estimates: Estimates = field(default_factory=Estimates)
@@ -352,7 +354,13 @@ class Pool:
         best = self._best_open(request)
         if best is None:
             return self._first_with_room(lower, request)
-        return next((one for one in self._holders(request) if self._is_near(one, best, request)), best)
+        if not request.demand.prefix_hashes:
+            return best
+        candidates = [*self._holders(request), best]
+        return min(
+            (one for one in candidates if self._is_near(one, best, request)),
+            key=lambda one: self._cost_ms(one, request),
+        )
 
     def _best_open(self, request: Request) -> str | None:
         """The roomiest; for an adapter the one that loads least, among those that are not much fuller."""
@@ -368,25 +376,28 @@ class Pool:
 
     def _holders(self, request: Request) -> Iterator[str]:
         """Executors that hold a beginning of its prompt, the longest first."""
-        hashes = reversed(request.demand.prefix_hashes)
-        return (self.prefixes[one] for one in hashes if one in self.prefixes)
+        return (one for name in reversed(request.demand.prefix_hashes) for one, _ in self.prefixes.get(name, ()))
 
     def _is_near(self, executor_id: str, best: str, request: Request) -> bool:
         can_take = self.takes_work(executor_id) and executor_id not in self.claimed()
         if not (can_take and self.has_room(executor_id, request)):
             return False
-        is_worth_it = executor_id == best or self._is_worth_waiting(executor_id, best, request)
-        return is_worth_it and self._load(executor_id) <= self._load(best) + MAX_IMBALANCE
+        is_far = self._load(executor_id) > self._load(best) + MAX_IMBALANCE
+        waits_long = self.cached_tokens(request, executor_id) and self.prefill_wait(executor_id) > self.tolerated_wait(
+            request
+        )
+        return not is_far and (executor_id == best or not waits_long)
 
-    def _is_worth_waiting(self, executor_id: str, best: str, request: Request) -> bool:
-        """Whether the prompts in front of it take no longer than tolerated, and than computing its prefix elsewhere."""
-        most_ms = min(self.tolerated_wait(request), self.prefill_wait(best) + self.saved_ms(request, executor_id))
-        return self.prefill_wait(executor_id) <= most_ms
+    def _cost_ms(self, executor_id: str, request: Request) -> float:
+        """The time of the prompts in front, and weighted that of what is not cached. Nothing if no speed is known."""
+        tokens_per_ms = self.executors[executor_id].report.prefill_tokens_per_s / 1000
+        missing = max(0, request.demand.prompt_tokens + request.output - self.cached_tokens(request, executor_id))
+        return self.prefill_wait(executor_id) + COMPUTING_WEIGHT * missing / tokens_per_ms if tokens_per_ms else 0.0
 
     def saved_ms(self, request: Request, executor_id: str) -> float:
-        """How long it would take to compute what the executor has of its prompt."""
+        """How long it may wait rather than compute what the executor has of its prompt."""
         tokens_per_ms = self.executors[executor_id].report.prefill_tokens_per_s / 1000
-        return self.cached_tokens(request, executor_id) / tokens_per_ms if tokens_per_ms else inf
+        return COMPUTING_WEIGHT * self.cached_tokens(request, executor_id) / tokens_per_ms if tokens_per_ms else inf
 
     def prefill_wait(self, executor_id: str) -> float:
         """Milliseconds until it has computed the prompts that it was given."""
@@ -400,14 +411,32 @@ class Pool:
         return min(tolerated_ms, request.deadline_ms - self.now_ms)
 
     def cached_tokens(self, request: Request, executor_id: str) -> int:
-        """Tokens of the longest beginning of its prompt that this executor was the last to get."""
+        """Tokens of the longest beginning of its prompt that this executor was given."""
+        names = self._named_lengths(request)
+        for name, tokens, next_tokens in reversed(names):
+            for one, length in self.prefixes.get(name, ()):
+                if one == executor_id:
+                    return max(tokens, length) if length < next_tokens else tokens
+        return 0
+
+    def remember_prefixes(self, request: Request, executor_id: str) -> None:
+        """The executor will hold its prompt's beginnings, beside those before it where several prompts share them."""
+        names = self._named_lengths(request)
+        known = [(self.prefixes[name][0][1], *lengths) for name, *lengths in reversed(names) if name in self.prefixes]
+        are_shared = bool(known) and not known[0][0] < known[0][2] and known[0][1] < known[0][0]
+        for name, _, _ in names:
+            before = self.prefixes.get(name, ())
+            others = [one for one in before if one[0] != executor_id] if are_shared or len(before) > 1 else []
+            self.prefixes[name] = ((executor_id, request.demand.prompt_tokens), *others[: MAX_HOLDERS - 1])
+
+    @staticmethod
+    def _named_lengths(request: Request) -> list[tuple[str, int, int]]:
+        """Its named prefixes, the shortest first, with the tokens of each and of the next one."""
         demand = request.demand
         lengths = named_block_counts(demand.prompt_tokens // demand.block_size)
-        shorter = [*reversed(lengths), *(0 for _ in demand.prefix_hashes)]
-        for name, num_blocks in zip(reversed(demand.prefix_hashes), shorter, strict=False):
-            if self.prefixes.get(name) == executor_id:
-                return num_blocks * demand.block_size
-        return 0
+        num_names = len(demand.prefix_hashes)
+        tokens = [demand.block_size * one for one in [*([0] * num_names), *lengths][-num_names:]] if num_names else []
+        return [*zip(demand.prefix_hashes, tokens, [*tokens[1:], *tokens[-1:]], strict=True)]
 
     def expect_prefill(self, request: Request, executor_id: str) -> None:
         """Adds the prompt to those that the executor is to compute."""

@@ -57,14 +57,15 @@ end
 -- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait.
 local function prefix_holder(request)
   local names = split_prefixes(request.prefixes)
-  for _, key in ipairs(#names > 0 and {PREFIXES, OLD_PREFIXES} or {}) do
-    local holders = redis.call('HMGET', key, unpack(names))
-    for i = #names, 1, -1 do
-      local executor = holders[i] and load_executor(holders[i])
+  local found = #names > 0 and load_holders(request) or {}
+  for i = #names, 1, -1 do
+    for id, length in (found[i] or ''):gmatch(HOLDER) do
+      local executor = load_executor(id)
       if executor then
         local speed, tolerated_ms = executor.prefill_speed, tolerated_wait(request)
-        local saved_ms = speed > 0 and prefix_tokens(request, names, i) / speed or tolerated_ms
-        return holders[i], math.ceil(prefill_wait(executor)), math.floor(math.min(tolerated_ms, saved_ms))
+        local saved = COMPUTING_WEIGHT * cached_tokens(request, names, i, tonumber(length))
+        local saved_ms = speed > 0 and saved / speed or tolerated_ms
+        return id, math.ceil(prefill_wait(executor)), math.floor(math.min(tolerated_ms, saved_ms))
       end
     end
   end

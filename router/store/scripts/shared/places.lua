@@ -2,9 +2,10 @@
 --
 -- `room` has the executors with a free sequence, ordered by available blocks, without the claimed ones. An executor is
 -- claimed for a request that was bypassed too often: it serves that request first, and higher classes if no other
--- executor has room. Of the rest the one with most available blocks is taken, unless another holds a prefix of the
--- prompt: the request stays with it until the prompts in front of it there take longer than the tolerated TTFT or than
--- the prefix saves, or until it is much fuller.
+-- executor has room. Of the rest the one with most available blocks is taken. A prompt with named prefixes goes where it
+-- costs least, in time to compute what is in front of it and what is not cached, among the executors that hold a prefix
+-- and the one with most available blocks, but not where the prompts in front take longer than the tolerated TTFT, nor to an
+-- executor that is much fuller.
 --
 -- An executor's `prefilled_ms` is when it will have computed the prompts that it was given, at the speed of its last
 -- report: each placement adds those tokens of its prompt that are not cached there. It takes no notice of ends.
@@ -105,7 +106,11 @@ local function load_of(executor)
     executor.reserved_sequences / math.max(1, executor.budget_sequences))
 end
 
+local MAX_HOLDERS = 4 -- remembered for a prefix that several prompts share
+local HOLDER = '([^ ;]+) (%d+)' -- of a prefix: the executor, and the tokens of the prompt; a semicolon between two
+local COMPUTING_WEIGHT = 2 -- of the time to compute a prompt: it delays those behind it, too
 local hashes_of, hashes -- of the last examined request: the one that will be placed
+local holders_of, holders -- and who holds them
 
 local function split_prefixes(prefixes)
   if prefixes ~= hashes_of then
@@ -133,54 +138,121 @@ local function prefix_tokens(request, names, i)
   return request.block_size * (i == #names and blocks or math.floor(power / 2 ^ (last - i)))
 end
 
+-- The tokens that are cached where a prompt of `length` tokens with the `i`-th name was placed, and none with the next
+-- name. All of that prompt, if it ends before the next name would begin to differ.
+local function cached_tokens(request, names, i, length)
+  local tokens = prefix_tokens(request, names, i)
+  local next_tokens = i < #names and prefix_tokens(request, names, i + 1) or tokens
+  return length < next_tokens and math.max(tokens, length) or tokens
+end
+
 -- How long the prompts in front of the request may take.
 local function tolerated_wait(request)
   local until_deadline = request.output == 0 and request.deadline_ms - NOW or math.huge
   return math.min(state.tolerated_ttft_ms, until_deadline)
 end
 
--- Whether a request that has so many tokens cached on the executor should wait for the prompts in front of it there: no
--- longer than tolerated, and no longer than it would take to compute those tokens, after what is in front of it, on the
--- best one.
-local function is_worth_waiting(executor, best, cached, tolerated_ms)
-  local saved_ms = executor.prefill_speed > 0 and cached / executor.prefill_speed or math.huge
-  return prefill_wait(executor) <= math.min(tolerated_ms, prefill_wait(best) + saved_ms)
+-- The executors that were given each prefix of the request, the last one first, with the tokens of the prompt that had
+-- it; false where none is known.
+local function load_holders(request)
+  local names = split_prefixes(request.prefixes)
+  if holders_of ~= request.prefixes then
+    holders_of, holders = request.prefixes, redis.call('HMGET', PREFIXES, unpack(names))
+    local old = state.has_old_prefixes and redis.call('HMGET', OLD_PREFIXES, unpack(names)) or {}
+    for i = 1, #names do
+      holders[i] = holders[i] or old[i]
+    end
+  end
+  for i = 1, #names do
+    holders[i] = remembered[names[i]] or holders[i]
+  end
+  return holders
 end
 
--- The executor that holds the longest known prefix of the prompt, if it has room, is not much fuller than the best one,
--- and would start on the prompt in time; the blocks to reserve there, and the tokens of the prefix.
-local function holder_of_prefix(request, best)
+-- The executor on which the prompt costs least, the blocks to reserve there, and the tokens of the prompt that are
+-- cached there: one that holds a prefix, or `best`, which has most available blocks. A
+-- holder counts unless the prompts in front take longer than tolerated. Where no speed is known nothing costs, so the
+-- holder of the longest prefix is taken, and an executor that has just started is measured soon.
+local function cheapest(request, best, best_blocks)
   if request.prefixes == '' then
-    return nil
+    return best, best_blocks, 0
   end
   --@nest
   local names, tolerated_ms = split_prefixes(request.prefixes), tolerated_wait(request)
-  for _, key in ipairs(state.has_old_prefixes and {PREFIXES, OLD_PREFIXES} or {PREFIXES}) do
-    local holders = redis.call('HMGET', key, unpack(names))
-    for i = #names, 1, -1 do
-      holders[i] = key == PREFIXES and remembered[names[i]] or holders[i]
-      local executor = holders[i] and load_executor(holders[i])
-      if executor and takes_work(executor) and executor.claim == '' then
-        local blocks = room_for(request, executor)
-        local cached = prefix_tokens(request, names, i)
-        if blocks and load_of(executor) <= load_of(load_executor(best)) + MAX_IMBALANCE
-          and (holders[i] == best or is_worth_waiting(executor, load_executor(best), cached, tolerated_ms)) then
-          return holders[i], blocks, cached
+  local most_loaded = load_of(load_executor(best)) + MAX_IMBALANCE
+  local seen, chosen, reserved, most_cached, least_ms = {}, nil, nil, 0, math.huge
+  local function consider(id, cached)
+    seen[id] = true
+    local executor = load_executor(id)
+    if not executor or not takes_work(executor) or executor.claim ~= '' or load_of(executor) > most_loaded then
+      return
+    end
+    local wait_ms, speed = prefill_wait(executor), executor.prefill_speed
+    local blocks = id == best and best_blocks or room_for(request, executor)
+    if not blocks or id ~= best and cached > 0 and wait_ms > tolerated_ms then
+      return
+    end
+    local missing = math.max(0, request.prompt + request.output - cached)
+    local ms = speed > 0 and wait_ms + COMPUTING_WEIGHT * missing / speed or 0
+    if ms < least_ms then
+      chosen, reserved, most_cached, least_ms = id, blocks, cached, ms
+    end
+  end
+  local found = load_holders(request)
+  for i = #names, 1, -1 do
+    if found[i] and found[i] ~= found[i + 1] then
+      for id, length in found[i]:gmatch(HOLDER) do
+        if not seen[id] then
+          consider(id, cached_tokens(request, names, i, tonumber(length)))
         end
       end
     end
   end
-  return nil
+  if not seen[best] then
+    consider(best, 0)
+  end
+  return chosen, reserved, most_cached
 end
 
--- Records that the executor will hold these prefixes.
+-- Whether the newest prompt with the request's longest known prefix goes on otherwise: then several prompts share it.
+-- Else the request continues that prompt, as the next turn of a chat does.
+local function is_shared(request, names, found)
+  for i = #names, 1, -1 do
+    if found[i] then
+      local length = tonumber(found[i]:match(' (%d+)'))
+      return cached_tokens(request, names, i, length) < length
+    end
+  end
+  return false
+end
+
+-- Records that the executor will hold these prefixes. Of a prefix that several prompts share the executors before it are
+-- kept, too. A chat has one executor: else it would go back and forth between two, and take up the caches of both.
 local function remember_prefixes(request, executor_id)
   if request.prefixes == '' then
     return
   end
-  for _, hash in ipairs(split_prefixes(request.prefixes)) do
-    local length = #remembered_words
-    remembered[hash], remembered_words[length + 1], remembered_words[length + 2] = executor_id, hash, executor_id
+  --@nest
+  local names, found = split_prefixes(request.prefixes), load_holders(request)
+  local are_shared = is_shared(request, names, found)
+  local own = string.format('%s %d', executor_id, request.prompt)
+  local merged_of, merged -- most prefixes have the same executors
+  for i = 1, #names do
+    local value = own
+    if found[i] and (are_shared or found[i]:find(';', 1, true)) then
+      if found[i] ~= merged_of then
+        merged_of, merged = found[i], own
+        local count = 1
+        for id, length in found[i]:gmatch(HOLDER) do
+          if id ~= executor_id and count < MAX_HOLDERS then
+            merged, count = merged .. ';' .. id .. ' ' .. length, count + 1
+          end
+        end
+      end
+      value = merged
+    end
+    local last = #remembered_words
+    remembered[names[i]], remembered_words[last + 1], remembered_words[last + 2] = value, names[i], value
   end
 end
 
@@ -203,8 +275,7 @@ local function choose_with_adapter(request)
   if not best then
     return nil
   end
-  local holder, holder_blocks, cached = holder_of_prefix(request, best)
-  return holder or best, holder_blocks or reserved, cached or 0
+  return cheapest(request, best, reserved)
 end
 
 local function choose_open(request)
@@ -216,8 +287,7 @@ local function choose_open(request)
     for _, executor_id in ipairs(roomiest(count)) do
       local blocks = room_for(request, load_executor(executor_id))
       if blocks then
-        local holder, holder_blocks, cached = holder_of_prefix(request, executor_id)
-        return holder or executor_id, holder_blocks or blocks, cached or 0
+        return cheapest(request, executor_id, blocks)
       end
     end
     if request.sequences == 1 and request.strikes == 0 and request.placement_blocks == request.blocks

@@ -88,7 +88,8 @@ class SchedulerLimits:
     step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences and, with
     `enable_prefix_cache`, prefixes that are evicted from the pool. A sequence waits at most `max_prefix_wait_steps`
     steps for another one that computes the prefix it needs. A step verifies at most `max_drafts` drafted tokens of a
-    sequence. `kv_window` is set if layers with a sliding window have a pool of their own; there are no host blocks then.
+    sequence. `kv_window` is set if layers with a sliding window have a pool of their own; then there are no host
+    blocks.
     """
 
     max_num_sequences: int

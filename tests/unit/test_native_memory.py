@@ -15,7 +15,7 @@ import torch
 
 from executor.attention.backend import KvShape
 from executor.attention.cpu import CpuAttention
-from executor.native.build import FLAGS
+from executor.native.build import FLAGS, BuildFailure
 from executor.native.library import COMMON_FLAGS, INSTRUCTION_SETS, SOURCES, InstructionSet, load_native
 from executor.native.memory import HUGE_PAGE_BYTES
 from executor.native.pool import NativePool
@@ -107,6 +107,7 @@ def test_a_step_without_memory_fails_and_the_next_one_runs() -> None:
 def test_layers_reach_their_next_huge_page_at_different_blocks() -> None:
     # Given the KV of a model with 30 layers, whose blocks are taken in the same order everywhere
     num_blocks, library = 1024, load_native()
+    assert not isinstance(library, BuildFailure), library
     backend, shape = CpuAttention(library, NativePool(library, 1)), KvShape(num_kv_heads=3, head_dim=64)
     layers = [backend.allocate(shape, num_blocks, 16, torch.bfloat16, torch.device("cpu")) for _ in range(30)]
     tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]

@@ -39,8 +39,9 @@ QUANTILE = 0.9
 # A line that was filled in seconds would age in seconds, and what is measured meanwhile would bear the cost of it all.
 # So nothing moves up a class but where that is measured.
 AGE_NEVER_MS, AGE_AT_ONCE_MS = 24 * 3_600_000, 1
-# Ends of this many lengths take turns.
+# Ends of this many lengths take turns, and calls with several submits of so many mixes of tenants and classes.
 NUM_USAGES = 4
+NUM_MIXES = 8
 
 ID_MARKERS = tuple(request_id(-1 - index) for index in range(128))
 EXECUTOR_MARKER = executor_id(99_999)
@@ -137,7 +138,14 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
         return Commands(
             [[await _submit(recorder, store, demand, mailboxes) for demand in demands] for store in stores],
             [[await _submit(recorder, store, demand, mailboxes) for demand in demands] for store in ageing_stores],
-            {count: [await _batch(recorder, one, demands[:count], mailboxes) for one in stores] for count in BATCHED},
+            {
+                count: [
+                    await _batch(recorder, one, random_numbers.sample(demands, count), mailboxes)
+                    for one in stores
+                    for _ in range(NUM_MIXES)
+                ]
+                for count in BATCHED
+            },
             {count: [await _settles(recorder, store, count) for store in stores] for count in SETTLED},
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],

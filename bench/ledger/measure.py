@@ -260,8 +260,9 @@ class _Measurement:
         traffic.start_upkeep(self.loop.now_s())
 
         def next_call(now_s: float) -> Call | None:
-            if traffic.expected_waiting < self.scale.queued:
-                return traffic.submit(now_s)
+            missing = self.scale.queued - traffic.expected_waiting
+            if missing > 0:
+                return traffic.submit_together(missing, now_s)
             return traffic.settle(ENDS_PER_FRAME, now_s) if traffic.can_settle(ENDS_PER_FRAME) else None
 
         before, cpu_s, num_placed = self.server.usages(), self.server.cpu_s(), traffic.num_placed

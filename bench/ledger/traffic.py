@@ -117,7 +117,13 @@ class Traffic:
         template, again = self._random.choice(self._random.choice(templates))
         return Call(CallKind.SUBMIT, template.fill(blanks), (new_id,), due_s, again=partial(again.fill, blanks))
 
-    def submit_batch(self, count: int) -> Call:
+    def submit_together(self, count: int, due_s: float = 0.0) -> Call:
+        """Returns one call with as many new requests as a recorded call has, up to `count`. In a router those that come
+        while two calls are under way share the next one."""
+        fitting = [number for number in self._commands.batches if number <= count]
+        return self.submit_batch(max(fitting), due_s) if fitting else self.submit(due_s)
+
+    def submit_batch(self, count: int, due_s: float = 0.0) -> Call:
         """Returns one call with so many new requests; `count` as in `Commands.batches`."""
         ids = tuple(request_id(self._num_made + number) for number in range(1, count + 1))
         self._num_made += count
@@ -125,7 +131,7 @@ class Traffic:
         blanks = {marker: b"%016x" % self._random.getrandbits(64) for marker in PREFIX_MARKERS}
         blanks.update(zip(ID_MARKERS, ids, strict=False))
         template = self._random.choice(self._commands.batches[count])
-        return Call(CallKind.SUBMIT, template.fill(blanks), ids)
+        return Call(CallKind.SUBMIT, template.fill(blanks), ids, due_s)
 
     def settle(self, count: int, due_s: float = 0.0) -> Call:
         """Returns the end of those seated longest on one executor, as in its step frame; `count` as in

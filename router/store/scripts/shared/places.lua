@@ -70,6 +70,9 @@ end
 -- The executors with most available blocks that accept work: those that this call has changed, and of the others as many
 -- as are asked for.
 local function roomiest(count)
+  if roomiest_found[count] then
+    return roomiest_found[count]
+  end
   local found = {}
   for id, executor in pairs(dirty_executors) do
     if has_room(executor) and is_heard(id) then
@@ -96,6 +99,9 @@ local function roomiest(count)
   end
   for i = #found, count + 1, -1 do
     found[i] = nil
+  end
+  if count == 1 then
+    roomiest_found[1] = found
   end
   return found
 end

@@ -203,9 +203,11 @@ local function has_room(executor)
 end
 
 local silent_executors = {} -- those that left `room` in this call
+local roomiest_found = {} -- the roomiest executor, as long as no other is saved: see places.lua
 
 local function save_executor(id, executor)
   executors[id], dirty_executors[id], silent_executors[id] = executor, executor, nil
+  roomiest_found[1] = nil
 end
 
 -- Writes the changed executors and their room.

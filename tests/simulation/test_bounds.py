@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import router.store.lua
-from bench.simulation import virtual_router
+from bench.simulation import ledger
 from bench.simulation.device import TWO_CORES
 from bench.simulation.ledger_writer import LedgerWriter
 from bench.simulation.sim_executor import ExecutorShape
@@ -151,7 +151,7 @@ def test_room_that_is_given_with_the_next_report_only_is_seen(
 def test_leases_that_are_looked_at_every_ten_seconds_are_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(virtual_router, "REAP_US", 10 * US_PER_S)
+    monkeypatch.setattr(ledger, "REAP_US", 10 * US_PER_S)
     exceeds(spacious(redis_url, pool, FaultKind.EXECUTOR_CRASH), "has a lease")
 
 

@@ -12,6 +12,7 @@ import pytest_asyncio
 from bench.fleet.tiny_model import write_tiny_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
+from tests.executors_linked import wait_for_executors
 
 # Small enough that requests wait: 40 blocks of 16 tokens, three seats.
 EXECUTOR_ARGS = (
@@ -30,6 +31,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
     run_dir = tmp_path_factory.mktemp("stack")
     options = StackOptions(executors=2, routers=2, executor_args=EXECUTOR_ARGS, run_dir=run_dir)
     async with LocalStack(options) as running:
+        await wait_for_executors(running.address, options.executors)
         yield running
 
 

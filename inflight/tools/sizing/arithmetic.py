@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.kv_size import KvBudget, blocks_for, kv_bytes_per_token, num_kv_blocks
+from common.kv_size import KvBudget, blocks_for, kv_bytes_per_token, num_host_kv_blocks, num_kv_blocks
 from common.settings import SettingError
+from inflight.tools.sizing.adapters import adapter_slot_bytes
+from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape
+from inflight.tools.sizing.weights import cpu_weight_bytes
 
 GIBIBYTE = 1 << 30
-BYTES_PER_NUMBER = {"bfloat16": 2, "float32": 4}
 # Memory that `nvidia-smi` reports, MiB.
 GPUS_MIB = {
     "a10g-24gb": 23_028,
@@ -35,6 +37,16 @@ ADMITTED_PER_S = 2_110
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """Settings of an executor that decide its memory besides the KV pool, with their names."""
+
+    weight_dtype: str = "auto"
+    max_adapters: int = 0
+    max_adapter_rank: int = 64
+    kv_cache_host_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """The place of an executor, or of each of its ranks. `working_bytes` is the memory of steps besides weights and
     KV."""
@@ -43,6 +55,7 @@ class Machine:
     is_gpu: bool
     fraction: float
     working_bytes: int
+    options: MemoryOptions = MemoryOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,8 @@ class Pool:
     bytes_per_block: int
     num_blocks: int
     num_ranks: int = 1
+    adapter_bytes: int = 0
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,8 @@ def pool_of(
     """Returns what fits beside the weights, of which each rank has an equal part.
 
     Raises:
-        SettingError: not one block does, or not what is asked for, or the KV heads cannot be divided by the ranks.
+        SettingError: not one block does, or not what is asked for, or the KV heads cannot be divided by the ranks, or
+            executors refuse the options.
     """
     if shape.num_kv_heads % num_ranks:
         sizes = [str(n) for n in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % n == 0]
@@ -122,11 +138,46 @@ def pool_of(
     head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
     bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.num_kv_heads // num_ranks, head_dim, size)
     bytes_per_block = bytes_per_token * tokens_per_block
-    weight_bytes = -(-shape.num_parameters // num_ranks) * size
-    free_bytes = max(0, machine.memory_bytes - weight_bytes - machine.working_bytes)
+    weight_bytes = _weight_bytes(shape, machine, dtype, num_ranks)
+    adapter_bytes = _adapter_bytes(shape, machine, dtype, num_ranks)
+    free_bytes = max(0, machine.memory_bytes - weight_bytes - adapter_bytes - machine.working_bytes)
     budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
     num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
-    return Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, num_blocks, num_ranks)
+    host_bytes = machine.options.kv_cache_host_memory_bytes
+    # Of a GPU's host the memory is not known.
+    free_host_bytes = host_bytes if machine.is_gpu else free_bytes - num_blocks * bytes_per_block
+    num_host_blocks = num_host_kv_blocks(host_bytes, bytes_per_block, free_host_bytes)
+    return Pool(
+        weight_bytes,
+        bytes_per_token,
+        tokens_per_block,
+        bytes_per_block,
+        num_blocks,
+        num_ranks,
+        adapter_bytes,
+        num_host_blocks,
+    )
+
+
+def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: int) -> int:
+    """Returns the weights of a rank. On a GPU they are dense."""
+    weight_dtype = machine.options.weight_dtype
+    if machine.is_gpu or not shape.weights:
+        if weight_dtype in ("int8", "int4"):
+            raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")
+        return -(-shape.num_parameters // num_ranks) * BYTES_PER_NUMBER[dtype]
+    return -(-cpu_weight_bytes(shape.weights, dtype, weight_dtype) // num_ranks)
+
+
+def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: int) -> int:
+    """Returns the memory of the adapter slots."""
+    options = machine.options
+    if not options.max_adapters or shape.sizes is None:
+        return 0
+    if machine.is_gpu or num_ranks > 1:
+        raise SettingError("--max-adapters needs a CPU and one rank: give --memory-gib and no --tensor-parallel-size")
+    slot_bytes = adapter_slot_bytes(shape.num_layers, shape.sizes, options.max_adapter_rank, dtype)
+    return options.max_adapters * slot_bytes
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:

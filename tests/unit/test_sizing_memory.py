@@ -84,10 +84,10 @@ def head_padding(model: str, dtype: str, weight_dtype: str, num_ranks: int = 1) 
     """Returns the memory by which the blocks of 32 tokens exceed a small vocabulary on the last rank. Whole blocks
     without a token are dense."""
     head = tuple(weight for weight in read_model_shape(model).weights if weight.role is Role.HEAD)
-    hidden_size = CONFIGS["llama"].hidden_size
+    hidden_size: int = CONFIGS["llama"].hidden_size
     num_tokens = sum(weight.number for weight in head) // hidden_size
     columns = Shard(num_ranks - 1, num_ranks).columns(num_tokens)
-    own = columns.stop - columns.start
+    own: int = columns.stop - columns.start
     with_tokens, padded = (-(-own // multiple) * multiple for multiple in (32, 128))
     each = cpu_weight_bytes(head, dtype, weight_dtype) / num_tokens
     dense = (padded - with_tokens) * hidden_size * BYTES_PER_NUMBER[dtype]
@@ -103,7 +103,7 @@ def loaded_bytes(model: str, dtype: str, weight_dtype: str, shard: Shard = WHOLE
     assert loaded.native is not None
     shape = loaded.native.form.shape
     columns = shard.columns(shape.hidden_size)
-    embedding_bytes = shape.vocabulary_size * (columns.stop - columns.start) * BYTES_PER_NUMBER[dtype]
+    embedding_bytes: int = shape.vocabulary_size * (columns.stop - columns.start) * BYTES_PER_NUMBER[dtype]
     return loaded.native.num_matrix_bytes + embedding_bytes
 
 

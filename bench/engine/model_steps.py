@@ -35,7 +35,7 @@ def model_parser(doc: str | None, dtypes: Sequence[str], rounds: int) -> argpars
     add = parser.add_argument
     add("--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")
     add("--dtype", default=dtypes[0], choices=dtypes, help="default: %(default)s")
-    add("--weight-dtype", default="auto", choices=["auto", "int8", "int4"], help="default: auto")
+    add("--weight-dtype", default="auto", choices=["auto", "dense", "int8", "int4"], help="default: auto")
     add("--rounds", type=int, default=rounds, help="times that each shape is measured; default: %(default)s")
     return parser
 

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,7 +27,7 @@ from executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterErr
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
 from executor.logits.grammar import GrammarCompiler, GrammarError
-from executor.scheduler.sequence import FinishReason, Sequence
+from executor.scheduler.sequence import Constraint, FinishReason, Sequence
 from executor.serving.placements import PlacementTable, RetentionPolicy
 from executor.serving.report import RecentRates, Reporter, report_of
 from executor.serving.router_session import FINISH_REASON_PROTO, Session
@@ -320,46 +320,25 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def _prepare(self, sequence: Sequence) -> None:
         """Compiles the grammar of a sequence, loads its adapter and lets it board; without one of them it ends with an
         error."""
-        errors = await asyncio.gather(self._compile_grammar(sequence), self._load_adapter(sequence))
+        waits = []
+        if sequence.constraint is not None and sequence.constraint.compiled is None:
+            what = "the grammar of the constraint"
+            compiling = self._compile_grammar(sequence.constraint)
+            waits.append(_reason(compiling, sequence.request_id, what, "compiled", COMPILE_TIMEOUT_S))
+        if sequence.adapter_hash and sequence.adapter_slot is None:
+            assert self.adapters is not None
+            loading = self.adapters.load(sequence)
+            waits.append(_reason(loading, sequence.request_id, "the adapter", "loaded", LOAD_TIMEOUT_S))
+        errors = await asyncio.gather(*waits)
         self._engine.prepared(sequence, next(filter(None, errors), ""))
 
-    async def _compile_grammar(self, sequence: Sequence) -> str:
-        """Returns the reason if the grammar cannot be compiled."""
-        if sequence.constraint is None or sequence.constraint.compiled is not None:
-            return ""
+    async def _compile_grammar(self, constraint: Constraint) -> None:
         assert self._grammars is not None
-        try:
-            async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                compiling = asyncio.wrap_future(self._grammars.compile(sequence.constraint))
-                # Retrieved even after a timeout, or asyncio would log it.
-                compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
-                # Other sequences may wait for the same result.
-                sequence.constraint.compiled = await asyncio.shield(compiling)
-        except GrammarError as failure:
-            return str(failure)
-        except TimeoutError:
-            return f"the grammar of the constraint was not compiled within {COMPILE_TIMEOUT_S:g} s"
-        except Exception:
-            log.exception("the grammar of %s cannot be compiled", sequence.request_id)
-            return "the grammar of the constraint cannot be compiled"
-        return ""
-
-    async def _load_adapter(self, sequence: Sequence) -> str:
-        """Returns the reason if the adapter cannot be loaded."""
-        if not sequence.adapter_hash or sequence.adapter_slot is not None:
-            return ""
-        assert self.adapters is not None
-        try:
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await self.adapters.load(sequence)
-        except AdapterError as failure:
-            return str(failure)
-        except TimeoutError:
-            return f"the adapter was not loaded within {LOAD_TIMEOUT_S:g} s"
-        except Exception:
-            log.exception("the adapter of %s cannot be loaded", sequence.request_id)
-            return "the adapter cannot be loaded"
-        return ""
+        compiling = asyncio.wrap_future(self._grammars.compile(constraint))
+        # Retrieved even after a timeout, or asyncio would log it.
+        compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # Other sequences may wait for the same result.
+        constraint.compiled = await asyncio.shield(compiling)
 
     def _attach(self, attach: executor_pb2.Attach, session: Session) -> None:
         if session.knows_attach:
@@ -412,6 +391,21 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             report.adapters.add(name=one.name, hash=one.hash, rank=one.rank, resident=one.is_resident)
         for session in self._sessions:
             session.report(report)
+
+
+async def _reason(preparing: Awaitable[None], request_id: str, what: str, done: str, timeout_s: float) -> str:
+    """Waits for what a sequence needs. Returns the reason if it cannot have it."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await preparing
+    except (GrammarError, AdapterError) as failure:
+        return str(failure)
+    except TimeoutError:
+        return f"{what} was not {done} within {timeout_s:g} s"
+    except Exception:
+        log.exception("%s of %s cannot be %s", what, request_id, done)
+        return f"{what} cannot be {done}"
+    return ""
 
 
 def _changes_admission(output: EngineOutput, before: EngineStatus | None) -> bool:

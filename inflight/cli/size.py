@@ -17,10 +17,10 @@ from inflight.cli.console import EXIT_USAGE, CommandError, open_console
 from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.tools.sizing.arithmetic import (
-    BYTES_PER_NUMBER,
     GIBIBYTE,
     GPUS_MIB,
     Machine,
+    MemoryOptions,
     Pool,
     SeatsHeld,
     Speed,
@@ -31,8 +31,10 @@ from inflight.tools.sizing.arithmetic import (
     seats_at_max_utilization,
     seats_without_eviction,
 )
+from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import Row, Sizing, as_values, better_policy, rows, start_flags
+from inflight.tools.sizing.weights import WEIGHT_DTYPES
 
 STYLES = {"exact": "green", "measured": "green", "computed": "cyan", "estimated": "yellow"}
 GPU_FRACTION, CPU_FRACTION = 0.9, 0.2
@@ -146,7 +148,10 @@ def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | Non
     fraction = flags.fraction or (GPU_FRACTION if is_gpu else CPU_FRACTION)
     memory = GPUS_MIB[flags.gpu] << 20 if is_gpu else round(flags.memory_gib * GIBIBYTE)
     working_gib = flags.working_gib if flags.working_gib is not None else (GPU_WORKING_GIB if is_gpu else 0.0)
-    machine = Machine(memory, is_gpu, fraction, round(working_gib * GIBIBYTE))
+    options = MemoryOptions(
+        flags.weight_dtype, flags.max_adapters, flags.max_adapter_rank, flags.kv_cache_host_memory_bytes
+    )
+    machine = Machine(memory, is_gpu, fraction, round(working_gib * GIBIBYTE), options)
     if capacity is None:
         most = flags.max_tokens_in_paged_kv_cache
         return pool_of(shape, machine, flags.dtype, flags.tokens_per_block, most, num_ranks), machine
@@ -253,6 +258,22 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="maximum number of tokens of a step; default: 1024",
     )
+    group.add_argument(
+        "--weight-dtype", choices=WEIGHT_DTYPES, default="auto", help="as for an executor; default: auto"
+    )
+    group.add_argument(
+        "--max-adapters", type=_count, default=0, metavar="N", help="LoRA adapters in memory at once; default: 0"
+    )
+    group.add_argument(
+        "--max-adapter-rank", type=_whole, default=64, metavar="N", help="maximum rank of an adapter; default: 64"
+    )
+    group.add_argument(
+        "--kv-cache-host-memory-bytes",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="host memory for KV beside the pool; default: 0",
+    )
     group.add_argument("--batch-scheduler-policy", choices=("guaranteed_no_evict", "max_utilization"))
 
 
@@ -274,10 +295,18 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--itl-ms", type=_positive, metavar="MS", help="target: inter-token latency")
 
 
+def _count(text: str) -> int:
+    return _at_least(0, text)
+
+
 def _whole(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
     return value
 
 

@@ -275,7 +275,7 @@ def test_size_takes_figures_of_a_running_system(capsys: pytest.CaptureFixture[st
     ("flags", "said"),
     [
         (["--model", "/nowhere/at/all"], "no such folder"),
-        (["--memory-gib", "0.2"], "no block"),
+        (["--memory-gib", "0.1"], "no block"),
         (["--max-tokens-in-paged-kv-cache", "64"], "a request of 500 + 200 tokens does not fit"),
     ],
 )

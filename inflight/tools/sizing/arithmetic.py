@@ -8,12 +8,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from common.kv_size import KvBudget, WindowSize, blocks_for, kv_bytes_per_token, kv_groups, num_kv_blocks
+from common.kv_size import (
+    KvBudget,
+    WindowSize,
+    blocks_for,
+    kv_bytes_per_token,
+    kv_groups,
+    num_host_kv_blocks,
+    num_kv_blocks,
+)
 from common.settings import SettingError
+from inflight.tools.sizing.adapters import adapter_slot_bytes
+from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape
+from inflight.tools.sizing.weights import cpu_weight_bytes
 
 GIBIBYTE = 1 << 30
-BYTES_PER_NUMBER = {"bfloat16": 2, "float32": 4}
 # Memory that `nvidia-smi` reports, MiB.
 GPUS_MIB = {
     "a10g-24gb": 23_028,
@@ -35,6 +45,16 @@ ADMITTED_PER_S = 2_110
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """Settings of an executor that decide its memory besides the KV pool, with their names."""
+
+    weight_dtype: str = "auto"
+    max_adapters: int = 0
+    max_adapter_rank: int = 64
+    kv_cache_host_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """The place of an executor, or of each of its ranks. `working_bytes` is the memory of steps besides weights and
     KV."""
@@ -43,6 +63,7 @@ class Machine:
     is_gpu: bool
     fraction: float
     working_bytes: int
+    options: MemoryOptions = MemoryOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +90,8 @@ class Pool:
     num_ranks: int = 1
     num_window_blocks: int = 0
     num_window_seats: int = 0
+    adapter_bytes: int = 0
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +150,8 @@ def pool_of(
     window keep their window where an executor does that.
 
     Raises:
-        SettingError: not one block does, or not what is asked for, or the KV heads cannot be divided by the ranks.
+        SettingError: not one block does, or not what is asked for, or the KV heads cannot be divided by the ranks, or
+            executors refuse the options.
     """
     if shape.num_kv_heads % num_ranks:
         sizes = [str(n) for n in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % n == 0]
@@ -138,12 +162,26 @@ def pool_of(
     head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
     bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.num_kv_heads // num_ranks, head_dim, size)
     bytes_per_block = bytes_per_token * tokens_per_block
-    weight_bytes = -(-shape.num_parameters // num_ranks) * size
-    free_bytes = max(0, machine.memory_bytes - weight_bytes - machine.working_bytes)
+    weight_bytes = _weight_bytes(shape, machine, dtype, num_ranks)
+    adapter_bytes = _adapter_bytes(shape, machine, dtype, num_ranks)
+    free_bytes = max(0, machine.memory_bytes - weight_bytes - adapter_bytes - machine.working_bytes)
     budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
     num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
-    pool = Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, num_blocks, num_ranks)
-    if machine.is_gpu or num_ranks > 1 or steps is None or not shape.num_window_layers:
+    host_bytes = machine.options.kv_cache_host_memory_bytes
+    # Of a GPU's host the memory is not known.
+    free_host_bytes = host_bytes if machine.is_gpu else free_bytes - num_blocks * bytes_per_block
+    num_host_blocks = num_host_kv_blocks(host_bytes, bytes_per_block, free_host_bytes)
+    pool = Pool(
+        weight_bytes,
+        bytes_per_token,
+        tokens_per_block,
+        bytes_per_block,
+        num_blocks,
+        num_ranks,
+        adapter_bytes=adapter_bytes,
+        num_host_blocks=num_host_blocks,
+    )
+    if machine.is_gpu or num_ranks > 1 or host_bytes or steps is None or not shape.num_window_layers:
         return pool
     context_length = shape.context_length or shape.sliding_window
     if shape.sliding_window >= context_length:
@@ -166,6 +204,27 @@ def pool_of(
         num_window_blocks=groups.num_window_blocks,
         num_window_seats=groups.num_seats,
     )
+
+
+def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: int) -> int:
+    """Returns the weights of a rank. On a GPU they are dense."""
+    weight_dtype = machine.options.weight_dtype
+    if machine.is_gpu or not shape.weights:
+        if weight_dtype in ("int8", "int4"):
+            raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")
+        return -(-shape.num_parameters // num_ranks) * BYTES_PER_NUMBER[dtype]
+    return -(-cpu_weight_bytes(shape.weights, dtype, weight_dtype) // num_ranks)
+
+
+def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: int) -> int:
+    """Returns the memory of the adapter slots."""
+    options = machine.options
+    if not options.max_adapters or shape.sizes is None:
+        return 0
+    if machine.is_gpu or num_ranks > 1:
+        raise SettingError("--max-adapters needs a CPU and one rank: give --memory-gib and no --tensor-parallel-size")
+    slot_bytes = adapter_slot_bytes(shape.num_layers, shape.sizes, options.max_adapter_rank, dtype)
+    return options.max_adapters * slot_bytes
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:

@@ -6,26 +6,21 @@ the configuration as for a decoder of the Llama kind, which is within a few perc
 
 from __future__ import annotations
 
-import json
-import math
-import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.gguf_header import GgufHeader
 from common.model_source import HUB_NAME, ModelError, read_gguf, read_json, resolve_model
-
-_MAX_HEADER_BYTES = 100_000_000
-# Tensors of quantized checkpoints: those whose words hold several weights, and those beside the weights.
-_PACKED = (".qweight", ".weight_packed")
-_SCALES = (".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
+from inflight.tools.sizing.layer_sizes import LayerSizes
+from inflight.tools.sizing.weights import Role, Weights, computed_weights, weights_of_folder, weights_of_gguf
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model. `counted` says whether its weights were counted, or computed from the configuration. `num_window_layers`
-    attend to the last `sliding_window` tokens, as far as it is known, the others to the whole context."""
+    """A model. `counted` says whether its weights were counted, or computed from the configuration; `weights` has the
+    copy of a tied embedding as well. `sizes` are those of a layer, which adapters have. `num_window_layers` attend to
+    the last `sliding_window` tokens, as far as it is known, the others to the whole context."""
 
     name: str
     num_layers: int
@@ -34,6 +29,8 @@ class ModelShape:
     context_length: int | None
     num_parameters: int
     counted: bool
+    weights: Weights = ()
+    sizes: LayerSizes | None = None
     num_window_layers: int = 0
     sliding_window: int = 0
 
@@ -81,42 +78,50 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
         raise ModelError(f"model {name!r} uses multi-head latent attention, which executors do not run")
     num_heads = _number(config, "num_attention_heads", "n_head")
     hidden_size = _number(config, "hidden_size", "n_embd")
-    counted = _count_weights(config_file.parent, _codes_per_word(config))
+    head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     num_layers = _number(config, "num_hidden_layers", "n_layer")
+    num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    inner = config.get("moe_intermediate_size") if num_experts > 1 else None
+    inner_size = int(inner or _optional(config, "intermediate_size", "n_inner") or 4 * hidden_size)
+    sizes = LayerSizes(hidden_size, num_heads * head_dim, num_kv_heads * head_dim, inner_size)
+    counted = weights_of_folder(config_file.parent, config)
+    weights = counted or computed_weights(config, num_layers, num_experts, _number(config, "vocab_size"), sizes)
+    is_tied = bool(config.get("tie_word_embeddings"))
     sliding_window = int(config.get("sliding_window") or 0)
-    shape = ModelShape(
+    return ModelShape(
         name=name,
         num_layers=num_layers,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         context_length=_optional(config, "max_position_embeddings", "n_positions"),
-        num_parameters=counted or 0,
+        num_parameters=_num_parameters(weights, is_tied),
         counted=counted is not None,
+        weights=weights,
+        sizes=sizes,
         num_window_layers=_window_layers(config, num_layers) if sliding_window else 0,
         sliding_window=sliding_window,
     )
-    if counted is not None:
-        return shape
-    return _with_parameters(shape, _computed_parameters(config, shape, hidden_size, num_heads))
 
 
 def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
     kind = header.metadata.get("general.architecture")
     config = {name.removeprefix(f"{kind}."): value for name, value in header.metadata.items()}
-    num_heads = _number(config, "attention.head_count")
+    num_heads, hidden_size = _number(config, "attention.head_count"), _number(config, "embedding_length")
+    num_kv_heads = int(config.get("attention.head_count_kv") or num_heads)
+    head_dim = int(config.get("attention.key_length") or hidden_size // num_heads)
+    inner_size = _number(config, "feed_forward_length")
     return ModelShape(
         name=path.stem,
         num_layers=_number(config, "block_count"),
-        num_kv_heads=int(config.get("attention.head_count_kv") or num_heads),
-        head_dim=int(config.get("attention.key_length") or _number(config, "embedding_length") // num_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         context_length=_optional(config, "context_length"),
         num_parameters=header.num_parameters,
         counted=True,
+        weights=weights_of_gguf(header),
+        sizes=LayerSizes(hidden_size, num_heads * head_dim, num_kv_heads * head_dim, inner_size),
     )
-
-
-def _with_parameters(shape: ModelShape, num_parameters: int) -> ModelShape:
-    return replace(shape, num_parameters=num_parameters)
 
 
 def _window_layers(config: dict[str, Any], num_layers: int) -> int:
@@ -133,50 +138,9 @@ def _window_layers(config: dict[str, Any], num_layers: int) -> int:
     return 0
 
 
-def _computed_parameters(config: dict[str, Any], shape: ModelShape, hidden_size: int, num_heads: int) -> int:
-    """Returns the parameters: embeddings, and for each layer attention, a gated feed-forward (of each expert) and two
-    norms."""
-    num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
-    inner = config.get("moe_intermediate_size") if num_experts > 1 else None
-    inner_size = int(inner or _number(config, "intermediate_size", "n_inner"))
-    attention = hidden_size * shape.head_dim * 2 * (num_heads + shape.num_kv_heads)
-    feed_forward = num_experts * 3 * hidden_size * inner_size + (hidden_size * num_experts if num_experts > 1 else 0)
-    embeddings = _number(config, "vocab_size") * hidden_size * (1 if config.get("tie_word_embeddings") else 2)
-    return embeddings + hidden_size + shape.num_layers * (attention + feed_forward + 2 * hidden_size)
-
-
-def _codes_per_word(config: dict[str, Any]) -> int:
-    """Returns how many weights of a quantized checkpoint are in a word of 32 bits."""
-    quantization = config.get("quantization_config") or {}
-    groups = [*(quantization.get("config_groups") or {}).values()]
-    bits = groups[0]["weights"].get("num_bits", 8) if groups else quantization.get("bits", 8)
-    return 32 // max(1, int(bits))
-
-
-def _count_weights(folder: Path, codes_per_word: int) -> int | None:
-    """Returns the parameters by the headers of the safetensors files; None if one or all are missing."""
-    index = read_json(folder / "model.safetensors.index.json")
-    names = sorted(set(index.get("weight_map", {}).values())) or [path.name for path in folder.glob("*.safetensors")]
-    if not names or not all((folder / name).is_file() for name in names):
-        return None
-    return sum(_count_file(folder / name, codes_per_word) for name in names)
-
-
-def _count_file(path: Path, codes_per_word: int) -> int:
-    """Reads a safetensors header: its length (8 bytes, little endian), the header (JSON); tensors follow."""
-    try:
-        with path.open("rb") as file:
-            num_bytes = struct.unpack("<Q", file.read(8))[0]
-            if num_bytes > _MAX_HEADER_BYTES:
-                raise ValueError(num_bytes)
-            header = json.loads(file.read(num_bytes))
-        return sum(
-            math.prod(tensor["shape"]) * (codes_per_word if name.endswith(_PACKED) else 1)
-            for name, tensor in header.items()
-            if name != "__metadata__" and not name.endswith(_SCALES)
-        )
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
-        raise ModelError(f"weight file {path} has a damaged header") from None
+def _num_parameters(weights: Weights, is_tied: bool) -> int:
+    """Returns the number of weights, those that are tied once."""
+    return sum(weight.number for weight in weights if not (is_tied and weight.role is Role.HEAD))
 
 
 def _number(config: dict[str, Any], *names: str) -> int:

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, Pool, SeatsHeld, Speed, Traffic, TrafficDemand
+from inflight.tools.sizing.arithmetic import (
+    GIBIBYTE,
+    Machine,
+    MemoryOptions,
+    Pool,
+    SeatsHeld,
+    Speed,
+    Traffic,
+    TrafficDemand,
+)
 from inflight.tools.sizing.model_shape import ModelShape
 
 EXACT, COMPUTED, MEASURED, ESTIMATED = "exact", "computed", "measured", "estimated"
@@ -61,6 +70,7 @@ def better_policy(without_eviction: SeatsHeld, at_max_utilization: SeatsHeld, wa
 def rows(sizing: Sizing) -> Iterator[Row]:
     """Yields all figures, each after those that it depends on."""
     yield from _memory_rows(sizing)
+    yield from _option_rows(sizing)
     yield from _seat_rows(sizing)
     yield from _demand_rows(sizing)
 
@@ -76,7 +86,19 @@ def start_flags(sizing: Sizing) -> list[str]:
     flags += ["--tokens-per-block", str(sizing.pool.tokens_per_block)]
     if sizing.pool.num_ranks > 1:
         flags += ["--tensor-parallel-size", str(sizing.pool.num_ranks)]
+    if sizing.machine is not None:
+        flags += _option_flags(sizing.machine.options)
     return [*flags, "--batch-scheduler-policy", sizing.policy]
+
+
+def _option_flags(options: MemoryOptions) -> Iterator[str]:
+    """Yields the flags of options that differ from an executor's defaults."""
+    if options.weight_dtype != "auto":
+        yield from ("--weight-dtype", options.weight_dtype)
+    if options.max_adapters:
+        yield from ("--max-adapters", str(options.max_adapters), "--max-adapter-rank", str(options.max_adapter_rank))
+    if options.kv_cache_host_memory_bytes:
+        yield from ("--kv-cache-host-memory-bytes", str(options.kv_cache_host_memory_bytes))
 
 
 def as_values(sizing: Sizing) -> dict[str, Any]:
@@ -110,6 +132,18 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
     memory = f"{_gib(machine.memory_bytes)}{of_rank}"
     how = f"{machine.fraction:g} of {memory} less weights{working}; the executor measures it"
     yield Row("blocks", blocks, ESTIMATED, how)
+
+
+def _option_rows(sizing: Sizing) -> Iterator[Row]:
+    if sizing.machine is None:
+        return
+    options, pool = sizing.machine.options, sizing.pool
+    if options.max_adapters:
+        how = f"{options.max_adapters} slots for ranks up to {options.max_adapter_rank}; with --adapter-folder"
+        yield Row("adapters", _gib(pool.adapter_bytes), EXACT, how)
+    if pool.num_host_blocks:
+        how = f"{_gib(options.kv_cache_host_memory_bytes)} for preempted sequences and evicted prefixes"
+        yield Row("blocks in host memory", f"{pool.num_host_blocks:,}", EXACT, how)
 
 
 def _seat_rows(sizing: Sizing) -> Iterator[Row]:

@@ -1,0 +1,206 @@
+"""The memory that `inflight size` predicts is that of a real executor, for each kind of checkpoint and weight type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from common.model_source import resolve_model
+from common.settings import SettingError, load
+from executor import main as executor_main
+from executor.checkpoint.shards import WHOLE, Shard
+from executor.formats.gguf_blocks import BLOCK_TYPES
+from executor.model.model import PagedModel
+from executor.settings import ExecutorSettings
+from inflight.cli.main import main
+from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, Pool, pool_of
+from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
+from inflight.tools.sizing.model_shape import read_model_shape
+from inflight.tools.sizing.weights import GGUF_CODES, Role, cpu_weight_bytes
+from tests.quantized_checkpoints import (
+    CONFIGS,
+    awq,
+    awq_config,
+    compressed,
+    compressed_config,
+    gptq,
+    gptq_config,
+    save_gguf,
+    save_quantized,
+)
+from tests.tiny_models import save_model
+from tests.torch_threads import torch_threads
+
+# The first test of a build may wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
+
+KINDS: Any = gguf.GGMLQuantizationType
+GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+ROWS: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"}
+FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "dense": lambda path: save_model(CONFIGS["llama"], path),
+    "tied": lambda path: save_model(CONFIGS["qwen2"], path),
+    "gguf": lambda path: save_gguf(path.with_suffix(".gguf"), "llama", [KINDS.Q4_K, KINDS.Q6_K, KINDS.Q8_0]),
+    "tied gguf": lambda path: save_gguf(path.with_suffix(".gguf"), "qwen2", [KINDS.Q4_0]),
+    "gptq": lambda path: save_quantized(path, "llama", gptq_config(4, 64), gptq(4, 64)),
+    "gptq rows": lambda path: save_quantized(path, "llama", gptq_config(8, -1), gptq(8, -1)),
+    "awq": lambda path: save_quantized(path, "llama", awq_config(64), awq(64)),
+    "packed": lambda path: save_quantized(
+        path, "llama", compressed_config("pack-quantized", **GROUPS), compressed("pack-quantized", **GROUPS)
+    ),
+    "int": lambda path: save_quantized(
+        path, "llama", compressed_config("int-quantized", **ROWS), compressed("int-quantized", **ROWS)
+    ),
+    "fp8": lambda path: save_quantized(
+        path, "llama", compressed_config("float-quantized", **FP8), compressed("float-quantized", **FP8)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+
+    def checkpoint(kind: str) -> str:
+        if kind not in made:
+            made[kind] = str(CHECKPOINTS[kind](tmp_path_factory.mktemp("models") / "model"))
+        return made[kind]
+
+    return checkpoint
+
+
+def predicted(model: str, dtype: str, num_ranks: int = 1, **options: Any) -> Pool:
+    machine = Machine(GIBIBYTE, False, 0.2, 0, MemoryOptions(**options))
+    return pool_of(read_model_shape(model), machine, dtype, 16, num_ranks=num_ranks)
+
+
+def head_padding(model: str, dtype: str, weight_dtype: str, num_ranks: int = 1) -> int:
+    """Returns the memory by which the blocks of 32 tokens exceed a small vocabulary on the last rank. Whole blocks
+    without a token are dense."""
+    head = tuple(weight for weight in read_model_shape(model).weights if weight.role is Role.HEAD)
+    hidden_size: int = CONFIGS["llama"].hidden_size
+    num_tokens = sum(weight.number for weight in head) // hidden_size
+    columns = Shard(num_ranks - 1, num_ranks).columns(num_tokens)
+    own: int = columns.stop - columns.start
+    with_tokens, padded = (-(-own // multiple) * multiple for multiple in (32, 128))
+    each = cpu_weight_bytes(head, dtype, weight_dtype) / num_tokens
+    dense = (padded - with_tokens) * hidden_size * BYTES_PER_NUMBER[dtype]
+    return round((with_tokens - num_tokens / num_ranks) * each) + dense
+
+
+def loaded_bytes(model: str, dtype: str, weight_dtype: str, shard: Shard = WHOLE) -> int:
+    """Returns the memory of the matrices and the embedding of an executor, or of a rank."""
+    with torch_threads(1):
+        loaded = PagedModel.load(
+            resolve_model(model), dtype_name=dtype, device_name="cpu", weight_dtype=weight_dtype, shard=shard
+        )
+    assert loaded.native is not None
+    shape = loaded.native.form.shape
+    columns = shard.columns(shape.hidden_size)
+    embedding_bytes: int = shape.vocabulary_size * (columns.stop - columns.start) * BYTES_PER_NUMBER[dtype]
+    return loaded.native.num_matrix_bytes + embedding_bytes
+
+
+def test_every_type_of_gguf_is_known_with_its_form() -> None:
+    assert {kind.name: (kind.bits, kind.group_size) for kind in BLOCK_TYPES.values()} == {
+        name: (codes.bits, codes.group_size) for name, codes in GGUF_CODES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight_dtype", "dtype"),
+    [
+        *((kind, "auto", "bfloat16") for kind in CHECKPOINTS),
+        *((kind, "auto", "float32") for kind in ("dense", "gguf", "tied gguf", "gptq")),
+        ("gguf", "dense", "bfloat16"),
+        ("awq", "int8", "bfloat16"),
+        ("dense", "int8", "float32"),
+        *(("dense", "int4", dtype) for dtype in ("bfloat16", "float32")),
+    ],
+)
+def test_weights_take_the_predicted_memory(
+    kind: str, weight_dtype: str, dtype: str, checkpoints: Callable[[str], str]
+) -> None:
+    model = checkpoints(kind)
+    # Norms and biases are predicted as well; blocks of columns and rows are padded.
+    expected = predicted(model, dtype, weight_dtype=weight_dtype).weight_bytes
+    expected += head_padding(model, dtype, weight_dtype)
+    assert expected == pytest.approx(loaded_bytes(model, dtype, weight_dtype), rel=0.015)
+
+
+@pytest.mark.parametrize("kind", ["dense", "gguf"])
+def test_a_rank_takes_the_predicted_memory(kind: str, checkpoints: Callable[[str], str]) -> None:
+    model = checkpoints(kind)
+    expected = predicted(model, "float32", num_ranks=2).weight_bytes + head_padding(model, "float32", "auto", 2)
+    assert expected == pytest.approx(loaded_bytes(model, "float32", "auto", Shard(1, 2)), rel=0.015)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_adapters_and_the_host_tier_take_the_predicted_memory(
+    dtype: str, checkpoints: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, free_bytes, host_bytes = checkpoints("dense"), 300_000_000, 3_000_000
+    monkeypatch.setattr(executor_main, "num_available_memory_bytes", lambda: free_bytes)
+    flags = ["--model", model, "--dtype", dtype, "--device", "cpu", "--adapter-folder", str(tmp_path)]
+    flags += ["--max-adapters", "3", "--max-adapter-rank", "20", "--kv-cache-host-memory-bytes", str(host_bytes)]
+    with torch_threads(1):
+        loaded = executor_main.load_model(load(ExecutorSettings, "inflight executor", flags))
+    assert loaded.model.native is not None
+    pool = predicted(model, dtype, max_adapters=3, max_adapter_rank=20, kv_cache_host_memory_bytes=host_bytes)
+    assert pool.adapter_bytes == 3 * loaded.model.native.adapter_slot_bytes(20)
+    assert pool.num_host_blocks == loaded.limits.num_host_blocks > 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "gptq", "packed"])
+def test_a_configuration_alone_predicts_nearly_the_same(
+    kind: str, checkpoints: Callable[[str], str], tmp_path: Path
+) -> None:
+    whole = checkpoints(kind)
+    config = tmp_path / "config.json"
+    config.write_text((Path(whole) / "config.json").read_text())
+    alone, counted = (predicted(model, "bfloat16").weight_bytes for model in (str(config), whole))
+    assert alone == pytest.approx(counted, rel=0.05)
+
+
+def test_the_command_counts_adapters_in_the_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    sizings = []
+    for flags in ([], ["--max-adapters", "8", "--weight-dtype", "dense"]):
+        assert main(["size", "--json", "--memory-gib", "2", *flags]) == 0
+        sizings.append(json.loads(capsys.readouterr().out))
+    plain, adapted = (sizing["pool"] for sizing in sizings)
+    assert adapted["weight_bytes"] > 1.5 * plain["weight_bytes"]
+    assert plain["adapter_bytes"] == 0 < adapted["adapter_bytes"]
+    more_bytes = sum(adapted[name] - plain[name] for name in ("weight_bytes", "adapter_bytes"))
+    lost = 0.2 * more_bytes / plain["bytes_per_block"]
+    assert plain["num_blocks"] - adapted["num_blocks"] == pytest.approx(lost, abs=2)
+    flags = sizings[1]["executor_flags"]
+    assert flags[flags.index("--max-adapters") + 1] == "8"
+    assert flags[flags.index("--weight-dtype") + 1] == "dense"
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "is_gpu", "said"),
+    [
+        ({"max_adapters": 1}, 2, False, "needs a CPU and one rank"),
+        ({"max_adapters": 1}, 1, True, "needs a CPU and one rank"),
+        ({"weight_dtype": "int8"}, 1, True, "needs a CPU"),
+        ({"kv_cache_host_memory_bytes": 2 * GIBIBYTE}, 1, False, "kv_cache_host_memory_bytes"),
+    ],
+)
+def test_what_executors_refuse_is_refused(
+    options: dict[str, Any], num_ranks: int, is_gpu: bool, said: str, checkpoints: Callable[[str], str]
+) -> None:
+    machine = Machine(GIBIBYTE, is_gpu, 0.2, 0, MemoryOptions(**options))
+    with pytest.raises(SettingError, match=said):
+        pool_of(read_model_shape(checkpoints("dense")), machine, "bfloat16", 16, num_ranks=num_ranks)
+
+
+def test_a_quantized_checkpoint_is_not_rounded(checkpoints: Callable[[str], str]) -> None:
+    with pytest.raises(SettingError, match="int4 is for models that are not quantized"):
+        predicted(checkpoints("gptq"), "bfloat16", weight_dtype="int4")

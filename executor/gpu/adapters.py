@@ -40,7 +40,7 @@ PARTS = ((0, 1, 2), (3,), (4, 5), (6,))
 
 
 @dataclass(frozen=True, slots=True)
-class _ProductSize:
+class ProductSize:
     """The sizes of a product: its inputs, and the outputs of its first part and of each other one."""
 
     num_inputs: int
@@ -71,9 +71,9 @@ class AdapterSlots:
     ) -> None:
         self.num_slots = num_slots
         self._max_rank, self._rank = max_rank, padded_rank(max_rank)
-        self._sizes = _sizes(shape)
+        self.sizes = _sizes(shape)
         self._a, self._b = (
-            [[torch.zeros(num_slots, *of(size, self._rank), dtype=dtype, device=device) for size in self._sizes]
+            [[torch.zeros(num_slots, *of(size, self._rank), dtype=dtype, device=device) for size in self.sizes]
              for _ in range(shape.num_layers)]
             for of in (_a_shape, _b_shape)
         )  # fmt: skip
@@ -94,7 +94,7 @@ class AdapterSlots:
             self._stream.synchronize()
 
     def _load_product(self, slot: int, layer: int, product: int, parts: list[AdapterMatrix | None]) -> None:
-        size, target_a, target_b = self._sizes[product], self._a[layer][product][slot], self._b[layer][product][slot]
+        size, target_a, target_b = self.sizes[product], self._a[layer][product][slot], self._b[layer][product][slot]
         a, b = torch.zeros(target_a.shape), torch.zeros(target_b.shape)
         for part, matrix in enumerate(parts):
             if matrix is not None:
@@ -106,7 +106,7 @@ class AdapterSlots:
 
     def add(self, layer: int, product: Product, inputs: Tensor, outputs: Tensor, groups: RowGroups) -> None:
         """Adds the changes of a product to its `outputs[T, outputs]` in place, from `inputs[T, inputs]`."""
-        size, rank, count = self._sizes[product], self._rank, groups.slots.shape[0]
+        size, rank, count = self.sizes[product], self._rank, groups.slots.shape[0]
         num_ranks, tile_ranks = size.num_parts * rank, min(MAX_TILE_RANKS, rank)
         partials = torch.empty(
             (size.num_splits, count * TILE_ROWS, num_ranks), dtype=torch.float32, device=inputs.device
@@ -144,21 +144,21 @@ def slot_bytes(shape: DecoderShape, max_rank: int, dtype: torch.dtype) -> int:
     return shape.num_layers * numbers * dtype.itemsize
 
 
-def _sizes(shape: DecoderShape) -> tuple[_ProductSize, ...]:
+def _sizes(shape: DecoderShape) -> tuple[ProductSize, ...]:
     """Returns the sizes by `Product`."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return (
-        _ProductSize(hidden, attention, kv, 3),
-        _ProductSize(attention, hidden, 0, 1),
-        _ProductSize(hidden, inner, inner, 2),
-        _ProductSize(inner, hidden, 0, 1),
+        ProductSize(hidden, attention, kv, 3),
+        ProductSize(attention, hidden, 0, 1),
+        ProductSize(hidden, inner, inner, 2),
+        ProductSize(inner, hidden, 0, 1),
     )
 
 
-def _a_shape(size: _ProductSize, rank: int) -> tuple[int, int]:
+def _a_shape(size: ProductSize, rank: int) -> tuple[int, int]:
     return size.num_parts * rank, size.num_inputs
 
 
-def _b_shape(size: _ProductSize, rank: int) -> tuple[int, int]:
+def _b_shape(size: ProductSize, rank: int) -> tuple[int, int]:
     return size.num_outputs, rank

@@ -17,8 +17,9 @@ from executor.adapters.weights import AdapterWeights
 from executor.attention.backend import AttentionBackend, LayerKv, Scoring
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope, joined
 from executor.checkpoint.quantized_weight import Matrix
-from executor.gpu.adapters import AdapterSlots, Product, RowGroups, slot_bytes
+from executor.gpu.adapters import AdapterSlots, Product, slot_bytes
 from executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
+from executor.gpu.row_groups import RowGroups
 from executor.step.batch import StepBatch
 
 

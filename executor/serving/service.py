@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -325,41 +325,28 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def _compile_grammar(self, sequence: Sequence) -> str:
         """Returns the reason if the grammar cannot be compiled."""
-        if sequence.constraint is None or sequence.constraint.compiled is not None:
+        constraint, grammars = sequence.constraint, self._grammars
+        if constraint is None or constraint.compiled is not None:
             return ""
-        assert self._grammars is not None
-        try:
-            async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                compiling = asyncio.wrap_future(self._grammars.compile(sequence.constraint))
-                # Retrieved even after a timeout, or asyncio would log it.
-                compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
-                # Other sequences may wait for the same result.
-                sequence.constraint.compiled = await asyncio.shield(compiling)
-        except GrammarError as failure:
-            return str(failure)
-        except TimeoutError:
-            return f"the grammar of the constraint was not compiled within {COMPILE_TIMEOUT_S:g} s"
-        except Exception:
-            log.exception("the grammar of %s cannot be compiled", sequence.request_id)
-            return "the grammar of the constraint cannot be compiled"
-        return ""
+        assert grammars is not None
+
+        async def compile_grammar() -> None:
+            compiling = asyncio.wrap_future(grammars.compile(constraint))
+            # Retrieved even after a timeout, or asyncio would log it.
+            compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+            # Other sequences may wait for the same result.
+            constraint.compiled = await asyncio.shield(compiling)
+
+        what = ("grammar of the constraint", "compiled")
+        return await _failure(compile_grammar(), COMPILE_TIMEOUT_S, GrammarError, sequence, what)
 
     async def _load_adapter(self, sequence: Sequence) -> str:
         """Returns the reason if the adapter cannot be loaded."""
         if not sequence.adapter_hash or sequence.adapter_slot is not None:
             return ""
         assert self.adapters is not None
-        try:
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await self.adapters.load(sequence)
-        except AdapterError as failure:
-            return str(failure)
-        except TimeoutError:
-            return f"the adapter was not loaded within {LOAD_TIMEOUT_S:g} s"
-        except Exception:
-            log.exception("the adapter of %s cannot be loaded", sequence.request_id)
-            return "the adapter cannot be loaded"
-        return ""
+        loading = self.adapters.load(sequence)
+        return await _failure(loading, LOAD_TIMEOUT_S, AdapterError, sequence, ("adapter", "loaded"))
 
     def _attach(self, attach: executor_pb2.Attach, session: Session) -> None:
         if session.knows_attach:
@@ -425,6 +412,29 @@ def _changes_admission(output: EngineOutput, before: EngineStatus | None) -> boo
         (status.budget_blocks, status.budget_sequences, status.draining) for status in (after, before)
     )
     return budget != budget_before
+
+
+async def _failure(
+    preparing: Coroutine[object, object, None],
+    timeout_s: float,
+    expected: type[Exception],
+    sequence: Sequence,
+    what: tuple[str, str],
+) -> str:
+    """Returns why a step of the preparation of a sequence failed; empty if it did not. `what` is its object and its
+    verb, such as adapter and loaded. The text of an `expected` error is the reason."""
+    name, done = what
+    try:
+        async with asyncio.timeout(timeout_s):
+            await preparing
+    except expected as failure:
+        return str(failure)
+    except TimeoutError:
+        return f"the {name} was not {done} within {timeout_s:g} s"
+    except Exception:
+        log.exception("the %s of %s cannot be %s", name, sequence.request_id, done)
+        return f"the {name} cannot be {done}"
+    return ""
 
 
 async def _in_turns(entries: Iterable[T]) -> AsyncIterator[T]:

@@ -12,6 +12,7 @@ from executor.adapters.peft_files import parse, read_files
 from executor.adapters.weights import AdapterLimits
 from executor.gpu.runner import GpuRunner
 from tests.kernels.adapted import (
+    NUM_TOKENS,
     adapted_requests,
     adapter_files,
     assert_rows_change_by_their_adapters,
@@ -40,11 +41,11 @@ def test_adapters_and_the_base_in_one_batch_say_what_merged_models_say(tmp_path:
     together = outputs(runner, adapted_requests(GREEDY))
     for output, adapter, request in zip(together, (None, 0, 2, 0), adapted_requests(GREEDY), strict=True):
         if adapter is not None:
-            assert output == merged_tokens(base, files[adapter], request.token_ids, 5)
+            assert output == merged_tokens(base, files[adapter], request.token_ids, NUM_TOKENS)
 
     # When the slot of adapter 0 gets adapter 1 behind the capture
     decoder.load_adapter(1, parse(read_files(files[1]), AdapterLimits(decoder.shape, 16)))
     (request,) = adapted_requests((1,))
     request.cache_salt = b"another"
     prompt = list(request.token_ids)
-    assert outputs(runner, [request]) == [merged_tokens(base, files[1], prompt, 5)]
+    assert outputs(runner, [request]) == [merged_tokens(base, files[1], prompt, NUM_TOKENS)]

@@ -25,10 +25,9 @@ from tests.tiny_models import VOCABULARY_SIZE
 
 CPU = torch.device("cpu")
 NUM_SLOTS, MAX_RANK = 4, 20
+NUM_TOKENS = 4
 # Sizes that fill no tile, inputs of several splits, and parts of different widths.
-UNEVEN = replace(
-    SHAPE, num_layers=1, hidden_size=1100, num_heads=5, num_kv_heads=2, head_dim=20, intermediate_size=150
-)
+UNEVEN = replace(SHAPE, num_layers=1, hidden_size=1100, num_heads=5, num_kv_heads=2, head_dim=20, intermediate_size=150)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -143,7 +142,7 @@ def load_adapted(base: Path, files: list[Path], device_name: str, num_blocks: in
     return model, model.gpu_decoder
 
 
-def adapted_requests(which: tuple[int, ...] = (0, 1, 2, 3, 4), num_tokens: int = 5) -> list[Sequence]:
+def adapted_requests(which: tuple[int, ...] = (0, 1, 2, 3, 4), num_tokens: int = NUM_TOKENS) -> list[Sequence]:
     """Greedy and random requests: the base, adapters 1 to 3, and adapter 1 again with a prompt of several chunks."""
     lengths, slots = (20, 3, 14, 1, 30), (None, 1, 2, 3, 1)
     made = []

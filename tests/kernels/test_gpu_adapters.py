@@ -1,4 +1,4 @@
-"""LoRA on the GPU forward pass, under Triton's interpreter: kernels against torch, models against PEFT's merged ones."""
+"""LoRA on the GPU forward pass in Triton's interpreter: kernels against torch, models against PEFT's merged ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.adapter_files import SHAPE
 from tests.kernels.adapted import (
     CPU,
     NUM_SLOTS,
+    NUM_TOKENS,
     adapted_requests,
     adapter_files,
     assert_rows_change_by_their_adapters,
@@ -75,12 +76,12 @@ def test_adapters_and_the_base_in_one_batch_say_what_each_says_alone_and_merged(
     model, decoder = load_adapted(base, files, "cpu", NUM_BLOCKS)
     together = outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), adapted_requests())
     assert len({tuple(output) for output in together}) == len(together)
-    for number in range(len(together)):
+    for number in range(3):
         alone = adapted_requests((number,))
         assert outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), alone) == [together[number]]
     for number, adapter in ((1, 0), (3, 2), (4, 0)):
         (request,) = adapted_requests((number,))
-        assert together[number] == merged_tokens(base, files[adapter], request.token_ids, 5)
+        assert together[number] == merged_tokens(base, files[adapter], request.token_ids, NUM_TOKENS)
 
 
 def test_generic_runner_says_the_same(base: Path, files: list[Path]) -> None:

@@ -173,24 +173,31 @@ def _adapters(settings: ExecutorSettings, model: PagedModel) -> AdapterStore | N
     if settings.adapter_folder is None:
         return None
     what = f"adapter_folder={settings.adapter_folder}"
-    native = model.native
-    if native is None:
+    decoder = model.native or model.gpu_decoder
+    if decoder is None:
         raise SettingError(
-            f"{what} needs the native forward pass on a CPU, and this model runs with that of "
-            f"{'a GPU' if model.gpu_decoder is not None else 'transformers'} on {model.device} ({model.backend_name})"
+            f"{what} needs a native forward pass, and this model runs with that of transformers on {model.device} "
+            f"({model.backend_name})"
         )
     if not settings.adapter_folder.is_dir():
         raise SettingError(f"{what} is not a folder")
     num_slots, max_rank = settings.max_adapters, settings.max_adapter_rank
-    num_bytes, free_bytes = num_slots * native.adapter_slot_bytes(max_rank), num_available_memory_bytes()
+    num_bytes, free_bytes = num_slots * decoder.adapter_slot_bytes(max_rank), _free_bytes_for_weights(model)
     if free_bytes is not None and num_bytes > free_bytes:
         raise SettingError(
             f"max_adapters={num_slots} of max_adapter_rank={max_rank} need {num_bytes} bytes and {free_bytes} are free"
         )
-    native.reserve_adapters(num_slots, max_rank)
+    decoder.reserve_adapters(num_slots, max_rank)
     log.info("%d adapter slots for ranks up to %d take %d bytes", num_slots, max_rank, num_bytes)
-    folder = AdapterFolder(settings.adapter_folder, AdapterLimits(native.form.shape, max_rank))
-    return AdapterStore(folder, num_slots, native.load_adapter)
+    folder = AdapterFolder(settings.adapter_folder, AdapterLimits(decoder.shape, max_rank))
+    return AdapterStore(folder, num_slots, decoder.load_adapter)
+
+
+def _free_bytes_for_weights(model: PagedModel) -> int | None:
+    """Returns the memory that is free on the model's device; None if that is unknown."""
+    if model.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(model.device)[0])
+    return num_available_memory_bytes()
 
 
 def _kv_budget(

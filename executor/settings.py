@@ -61,7 +61,7 @@ class ExecutorSettings(ProcessSettings):
     adapter_folder: Path | None = Field(
         None,
         description="folder of LoRA adapters: each sub-folder with adapter_config.json and adapter_model.safetensors "
-        "is one, named by the sub-folder; read again when files change; CPU only; empty: none",
+        "is one, named by the sub-folder; read again when files change; needs a native forward pass; empty: none",
     )
     max_adapters: int = Field(
         8, ge=1, le=1024, description="adapters in memory at once, for each of which a slot is reserved at the start"

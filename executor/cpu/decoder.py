@@ -192,6 +192,11 @@ class NativeDecoder:
         """The most bytes of a row of activations that a rank gives the others at once."""
         return int(self._calls.inflight_decoder_row_part_bytes(self._decoder))
 
+    @property
+    def shape(self) -> DecoderShape:
+        """The shape of the whole model."""
+        return self.form.shape
+
     def adapter_slot_bytes(self, max_rank: int) -> int:
         """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
         return int(self._calls.inflight_decoder_adapter_slot_bytes(self._decoder, max_rank))

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor.adapters.weights import AdapterWeights
 from executor.attention.backend import AttentionBackend, LayerKv, Scoring
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope, joined
 from executor.checkpoint.quantized_weight import Matrix
+from executor.gpu.adapters import AdapterSlots, Product, slot_bytes
 from executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
+from executor.gpu.row_groups import RowGroups
 from executor.step.batch import StepBatch
 
 
@@ -61,35 +64,75 @@ class GpuDecoder:
         scorings = [Scoring(shape.attention_scale, window, shape.softcap) for window in shape.sliding_windows]
         rotations = [tables[rope] for rope in shape.layer_ropes]
         self._layers = tuple(map(_fuse, weights.layers, scorings, rotations))
+        self._adapters: AdapterSlots | None = None
 
     @property
     def head(self) -> Tensor:
         """`[vocabulary, hidden]`, in the dtype of the logits."""
         return self._head
 
-    def forward(self, batch: StepBatch, kv: Sequence[LayerKv], logits: Tensor | None = None) -> Tensor:
+    @property
+    def num_adapter_slots(self) -> int:
+        """Slots for adapters, once they are reserved."""
+        return 0 if self._adapters is None else self._adapters.num_slots
+
+    def adapter_slot_bytes(self, max_rank: int) -> int:
+        """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
+        return slot_bytes(self.shape, max_rank, self._head.dtype)
+
+    def reserve_adapters(self, num_slots: int, max_rank: int) -> None:
+        """Makes the adapter slots, once and before the first step."""
+        self._adapters = AdapterSlots(self.shape, num_slots, max_rank, self._head.dtype, self._head.device)
+
+    def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        """See `AdapterSlots.load`."""
+        assert self._adapters is not None
+        self._adapters.load(slot, weights)
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: Sequence[LayerKv],
+        logits: Tensor | None = None,
+        groups: RowGroups | None = None,
+    ) -> Tensor:
         """Computes every token of a batch on the device, stores its KV, and returns the logits `[R + Q, vocabulary]`.
 
-        They have the weights' dtype, and are written to `logits` if that is given.
+        They have the weights' dtype, and are written to `logits` if that is given. Without `groups`, rows with adapters
+        are grouped here, on the host.
         """
+        if groups is None and batch.adapter_slots is not None:
+            groups = RowGroups.of(batch, self.num_adapter_slots, self._head.device)
         hidden = functional.embedding(batch.token_ids, self._embedding)
         if self.shape.embedding_scale != 1.0:
             hidden *= self.shape.embedding_scale
         has_gelu = self.shape.activation == GELU_TANH
         delta: Tensor | None = None
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
             normed = self._add(hidden, delta, layer.input_norm)
-            attended = self._attend(layer, normed, batch, layer_kv)
+            qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
+            self._adapt(index, Product.QKV, normed, qkv, groups)
+            attended = self._attend(layer, qkv, batch, layer_kv)
             delta = functional.linear(attended, layer.output, layer.output_bias)
+            self._adapt(index, Product.OUTPUT, attended, delta, groups)
             delta = self._delta(delta, layer.attention_output_norm)
             normed = self._add(hidden, delta, layer.post_attention_norm)
-            delta = functional.linear(gated(functional.linear(normed, layer.gate_up), has_gelu), layer.down)
+            gate_up = functional.linear(normed, layer.gate_up)
+            self._adapt(index, Product.GATE_UP, normed, gate_up, groups)
+            inner = gated(gate_up, has_gelu)
+            delta = functional.linear(inner, layer.down)
+            self._adapt(index, Product.DOWN, inner, delta, groups)
             delta = self._delta(delta, layer.feed_forward_output_norm)
         assert delta is not None
         if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
             hidden, delta = hidden[batch.logit_rows], delta[batch.logit_rows]
         normed = residual_norm(hidden, delta, self._final_norm, self._epsilon)
         return self._scaled(torch.mm(normed, self._head.t(), out=logits))
+
+    def _adapt(self, layer: int, product: Product, inputs: Tensor, outputs: Tensor, groups: RowGroups | None) -> None:
+        """Adds the adapters' changes to a product, in place."""
+        if groups is not None and self._adapters is not None:
+            self._adapters.add(layer, product, inputs, outputs, groups)
 
     def _add(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
         """Adds to the residual stream in place; returns its norm or, without one, the stream itself."""
@@ -111,9 +154,8 @@ class GpuDecoder:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _attend(self, layer: FusedLayer, normed: Tensor, batch: StepBatch, kv: LayerKv) -> Tensor:
+    def _attend(self, layer: FusedLayer, qkv: Tensor, batch: StepBatch, kv: LayerKv) -> Tensor:
         """Computes attention of all heads, `[T, num_heads * head_dim]`."""
-        qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
         positions, slots = batch.positions, batch.slot_mapping
         norms = layer.head_norms
         if norms is not None and norms[0].numel() != self.shape.head_dim:

@@ -55,7 +55,8 @@ class DeviceStep:
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, num_decodes, self._block_size)
         num_rows = layout.num_logits
-        logits = self._decoder.forward(batch, self._kv, self.logits[: num_rows + layout.num_scored])
+        groups = self.buffers.row_groups(layout)
+        logits = self._decoder.forward(batch, self._kv, self.logits[: num_rows + layout.num_scored], groups)
         if num_rows:
             draw(logits[:num_rows], self.buffers.draw_rows(layout), self.buffers.sampled_ids[:num_rows])
 
@@ -86,7 +87,14 @@ class GpuRunner:
         self._columns = SamplingColumns(num_seats, self._vocabulary_size)
         self._follower = TableFollower(num_seats, self._max_blocks)
         most_logits = limits.max_num_yields
-        most = StepLayout(limits.max_step_tokens, limits.max_num_sequences, most_logits, MAX_PROMPT_LOGPROB_ROWS)
+        self._num_adapters = decoder.num_adapter_slots
+        most = StepLayout(
+            limits.max_step_tokens,
+            limits.max_num_sequences,
+            most_logits,
+            MAX_PROMPT_LOGPROB_ROWS,
+            self._num_adapters,
+        )
         buffers = StepBuffers(self._device, most, num_seats, self._max_blocks)
         self._buffers = buffers
         self._step = DeviceStep(decoder, kv, buffers, block_size, most_logits + MAX_PROMPT_LOGPROB_ROWS)
@@ -144,7 +152,7 @@ class GpuRunner:
     def repeat_decodes(self, bucket: int) -> None:
         """Computes the decodes of the newest step again and discards their tokens, for measurements."""
         with torch.inference_mode():
-            self._compute(StepLayout.of_decodes(bucket), bucket, bucket)
+            self._compute(self._layout_of_decodes(bucket), bucket, bucket)
 
     def close(self) -> None:
         """Waits for the launched steps."""
@@ -157,9 +165,13 @@ class GpuRunner:
         if batch.num_tokens == batch.num_sequences == sampling.num_rows:
             bucket = bucket_of(self._buckets, batch.num_sequences)
             if bucket is not None:
-                return StepLayout.of_decodes(bucket), bucket
+                return self._layout_of_decodes(bucket), bucket
         num_scored = len(batch.target_ids)
-        return StepLayout(batch.num_tokens, batch.num_sequences, sampling.num_rows, num_scored), None
+        layout = StepLayout(batch.num_tokens, batch.num_sequences, sampling.num_rows, num_scored, self._num_adapters)
+        return layout, None
+
+    def _layout_of_decodes(self, bucket: int) -> StepLayout:
+        return StepLayout.of_decodes(bucket, self._num_adapters)
 
     def _compute(self, layout: StepLayout, bucket: int | None, num_decodes: int) -> None:
         graph = None if bucket is None else self._graphs.get(bucket)
@@ -191,14 +203,14 @@ class GpuRunner:
 
     def _compute_decodes(self, bucket: int) -> None:
         """Computes padding rows only, or captures the kernels for any rows of the bucket."""
-        layout = StepLayout.of_decodes(bucket)
+        layout = self._layout_of_decodes(bucket)
         if not torch.cuda.is_current_stream_capturing():
             self._upload_idle([1] * bucket)
         self._step.compute(layout, bucket)
 
     def _upload_idle(self, lengths: Sequence[int]) -> StepLayout:
         """Uploads a dummy step, which writes every token to the spare block."""
-        layout = StepLayout(sum(lengths), len(lengths), len(lengths))
+        layout = StepLayout(sum(lengths), len(lengths), len(lengths), num_adapters=self._num_adapters)
         batch = idle_batch(lengths, self._buffers.spare_table_row, self._block_size)
         self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
         return layout

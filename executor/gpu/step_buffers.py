@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from executor.gpu.row_groups import RowGroups
 from executor.gpu.sampling import DrawRows
 from executor.gpu.step_layout import ALIGNMENT_WORDS, StepLayout, Words
 from executor.gpu.table_entries import TableEntries
@@ -90,6 +91,12 @@ class StepBuffers:
             block_size=block_size,
             target_ids=of(layout, "target_ids"),
         )
+
+    def row_groups(self, layout: StepLayout) -> RowGroups | None:
+        """Returns the rows by adapter; None without adapter slots."""
+        if not layout.num_adapters:
+            return None
+        return RowGroups(self._field(layout, "adapter_rows"), self._field(layout, "adapter_slots"))
 
     def draw_rows(self, layout: StepLayout) -> DrawRows:
         """Returns the parameters of the draws."""

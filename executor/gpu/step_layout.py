@@ -4,6 +4,7 @@ With T tokens, S sequences, R rows that sample and Q positions that score a prom
 16 bytes:
 
     token_ids, positions, slot_mapping [T]
+    adapter_rows [16 N] and adapter_slots [N], the N tiles of rows by adapter; none without adapter slots
     query_starts [S + 1], context_lengths, table_rows, is_carried, carried_from [S]
     logit_rows [R + Q]
     reported_rows [R + Q], of which the first are those that report log probabilities
@@ -27,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.protocol import MAX_STOP_TOKEN_IDS
+from executor.gpu.row_groups import TILE_ROWS, group_rows, num_tiles
 from executor.step.batch import StepBatch
 from executor.step.sampling import min_p_logs
 from executor.step.sampling_columns import SamplingBatch
@@ -46,18 +48,22 @@ class StepLayout:
     num_sequences: int
     num_logits: int
     num_scored: int = 0
+    num_adapters: int = 0
 
     @classmethod
-    def of_decodes(cls, num_rows: int) -> StepLayout:
+    def of_decodes(cls, num_rows: int, num_adapters: int = 0) -> StepLayout:
         """Returns the layout of a step in which every row computes one token and samples."""
-        return cls(num_rows, num_rows, num_rows)
+        return cls(num_rows, num_rows, num_rows, num_adapters=num_adapters)
 
     @cached_property
     def fields(self) -> dict[str, slice]:
         """The words of each field."""
         tokens, sequences, logits = self.num_tokens, self.num_sequences, self.num_logits
+        tiles = num_tiles(tokens, self.num_adapters) if self.num_adapters else 0
         sizes = (
             *((name, tokens) for name in ("token_ids", "positions", "slot_mapping")),
+            ("adapter_rows", tiles * TILE_ROWS),
+            ("adapter_slots", tiles),
             ("query_starts", sequences + 1),
             *((name, sequences) for name in ("context_lengths", "table_rows", "is_carried", "carried_from")),
             *((name, logits + self.num_scored) for name in ("logit_rows", "reported_rows")),
@@ -84,6 +90,7 @@ class StepLayout:
         the words behind them are not read."""
         views = {name: words[field] for name, field in self.fields.items()}
         _fill_tokens(views, batch)
+        group_rows(batch, views["adapter_rows"], views["adapter_slots"])
         _fill_sequences(views, batch, spare_table_row)
         num_rows = len(batch.logit_rows)
         views["logit_rows"][:num_rows] = batch.logit_rows.numpy()

@@ -24,9 +24,12 @@ from triton.runtime.jit import JITFunction
 
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
+from executor.checkpoint.decoder_weights import DecoderShape, Rope
+from executor.gpu.adapters import AdapterSlots, Product
 from executor.gpu.idle import idle_processed_sampling
 from executor.gpu.layers import gated, residual_norm, rope_write
 from executor.gpu.processing import Processing, name_excluded
+from executor.gpu.row_groups import TILE_ROWS, RowGroups
 from executor.gpu.sampling import DrawRows, draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
@@ -62,6 +65,15 @@ VARIANTS = (
     Variant(KvShape(1, 96), 16, dtype=torch.float32),
 )
 
+
+def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int) -> DecoderShape:
+    """One layer of a Llama."""
+    hidden_size, ropes = num_heads * head_dim, (Rope((1.0,), 1.0),)
+    sizes = (1, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, 1000)
+    return DecoderShape(*sizes, 1e-5, 0.1, (None,), ropes, (0,))
+
+
+LLAMA_8B_SHAPE, SMOLLM2_SHAPE = shape_of(32, 8, 128, 14336), shape_of(9, 3, 64, 1536)
 # New tokens of each sequence: decodes that fill the GPU, drafts to verify, a few decodes, a prompt beside decodes.
 BATCHES = ([1] * 128, [4] * 8, [1] * 4, [1] * 32 + [480])
 
@@ -94,6 +106,8 @@ def main(capability: int) -> int:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))
     launch_layers()
+    for shape in (LLAMA_8B_SHAPE, SMOLLM2_SHAPE):
+        launch_adapters(shape)
     return 0
 
 
@@ -183,6 +197,16 @@ def launch_layers() -> None:
     buffers = StepBuffers(META, layout, 40, 512)
     buffers.resolve(layout)
     buffers.follow(0, 3)
+
+
+def launch_adapters(shape: DecoderShape) -> None:
+    """The changes of all products of a layer, for small and large ranks."""
+    for max_rank in (8, 64):
+        slots = AdapterSlots(shape, 8, max_rank, torch.bfloat16, META)
+        groups = RowGroups(empty(8 * TILE_ROWS, dtype=torch.int32), empty(8, dtype=torch.int32))
+        for product, size in zip(Product, slots.sizes, strict=True):
+            inputs, outputs = (empty(8, width, dtype=torch.bfloat16) for width in (size.num_inputs, size.num_outputs))
+            slots.add(0, product, inputs, outputs, groups)
 
 
 def empty(*sizes: int, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from tests.kernels.pins import MAX_SHARED_BYTES, PINS, compile_for, figures_of
 KERNELS = {
     *("attend_kernel", "combine_kernel", "write_kernel", "rope_write_kernel", "residual_norm_kernel", "gated_kernel"),
     *("restrict_kernel", "draw_kernel", "choose_kernel", "resolve_kernel", "follow_tables_kernel"),
+    *("shrink_kernel", "expand_kernel"),
     *("copy_kernel", "change_kernel", "name_excluded_kernel"),
 }
 

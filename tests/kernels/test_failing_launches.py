@@ -63,7 +63,9 @@ class FaultyRunner:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         decoder = SimpleNamespace(
-            head=torch.zeros(VOCABULARY_SIZE, 1), shape=SimpleNamespace(num_heads=1, num_kv_heads=1)
+            head=torch.zeros(VOCABULARY_SIZE, 1),
+            shape=SimpleNamespace(num_heads=1, num_kv_heads=1),
+            num_adapter_slots=0,
         )
         self.runner = runner = GpuRunner(cast(Any, decoder), (), limits, BLOCK_SIZE)
         self.point: str | None = None

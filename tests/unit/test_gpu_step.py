@@ -119,6 +119,27 @@ def test_rows_that_report_log_probabilities_travel_with_the_step() -> None:
     assert words["reported_rows"][:2] == [0, 2]
 
 
+def test_rows_travel_in_tiles_of_one_adapter() -> None:
+    # Given decodes with the slots 2, none and 2, and a chunk of 17 tokens with slot 0
+    sequences = [make_sequence(list(range(20)), [i + 1, i + 5]) for i in range(4)]
+    for some, slot in zip(sequences, (2, None, 2, 0), strict=True):
+        some.adapter_slot = slot
+    lengths = (1, 1, 1, 17)
+    plan = StepPlan.of(PlanRow(s, 20 - n, n, True) for s, n in zip(sequences, lengths, strict=True))
+
+    words = filled(StepLayout(20, 4, 4, num_adapters=3), plan, sampling_of(4, {}))
+
+    assert words["adapter_slots"] == [0, 0, 2, -1]
+    assert words["adapter_rows"] == [*range(3, 20), *[-1] * 15, 0, 2, *[-1] * 30]
+
+
+def test_padding_rows_and_steps_of_the_base_have_no_adapter() -> None:
+    plan = StepPlan.of([PlanRow(make_sequence([1, 2], [1]), 1, 1, True)])
+    words = filled(StepLayout.of_decodes(4, 2), plan, sampling_of(1, {}))
+    assert words["adapter_slots"] == [-1, -1]
+    assert set(words["adapter_rows"]) == {-1}
+
+
 def test_fields_start_at_multiples_of_16_bytes() -> None:
     layout = StepLayout(7, 3, 2)
     assert all(field.start % 4 == 0 for field in layout.fields.values())

@@ -222,7 +222,7 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
     if not options.max_adapters or shape.sizes is None:
         return 0
     if machine.is_gpu or num_ranks > 1:
-        raise SettingError("--max-adapters needs a CPU and one rank: give --memory-gib and no --tensor-parallel-size")
+        raise SettingError("the memory of adapters is computed for a CPU and one rank: give --memory-gib and one rank")
     slot_bytes = adapter_slot_bytes(shape.num_layers, shape.sizes, options.max_adapter_rank, dtype)
     return options.max_adapters * slot_bytes
 

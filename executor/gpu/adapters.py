@@ -1,0 +1,164 @@
+"""LoRA adapters on a GPU: their slots in its memory, and the changes of a layer's products.
+
+The slots have fixed addresses and the grid of a step depends on its numbers of tokens and slots alone, so that a
+captured step serves any adapters. A step without adapters launches the same kernels, whose programs then end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from executor.adapters.weights import AdapterMatrix, AdapterWeights
+from executor.checkpoint.decoder_weights import DecoderShape
+from executor.gpu.row_groups import TILE_ROWS, RowGroups
+from executor.kernels.adapters import expand_kernel, shrink_kernel
+from executor.kernels.tiling import MIN_ROWS, power_of_two
+
+MAX_TILE_RANKS = 64
+TILE_INPUTS = 64
+TILE_OUTPUTS = 64
+# Columns of A that one program computes, so that a few decodes occupy more of the GPU; and the most splits.
+SPLIT_SIZE = 512
+MAX_SPLITS = 8
+
+
+class Product(IntEnum):
+    """The matrix products of a layer that adapters change. Each is of adjacent entries of `MATRICES`."""
+
+    QKV = 0
+    OUTPUT = 1
+    GATE_UP = 2
+    DOWN = 3
+
+
+# The entries of `MATRICES` in each product.
+PARTS = ((0, 1, 2), (3,), (4, 5), (6,))
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSize:
+    """The sizes of a product: its inputs, and the outputs of its first part and of each other one."""
+
+    num_inputs: int
+    first_width: int
+    other_width: int
+    num_parts: int
+
+    @property
+    def num_outputs(self) -> int:
+        return self.first_width + (self.num_parts - 1) * self.other_width
+
+    @property
+    def split_size(self) -> int:
+        """Columns of A of each split, a multiple of TILE_INPUTS."""
+        num_splits = min(MAX_SPLITS, -(-self.num_inputs // SPLIT_SIZE))
+        return -(-self.num_inputs // (num_splits * TILE_INPUTS)) * TILE_INPUTS
+
+    @property
+    def num_splits(self) -> int:
+        return -(-self.num_inputs // self.split_size)
+
+
+class AdapterSlots:
+    """Memory for adapters of ranks up to `max_rank`: A and B of every layer and product, by slot."""
+
+    def __init__(
+        self, shape: DecoderShape, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_slots = num_slots
+        self._max_rank, self._rank = max_rank, padded_rank(max_rank)
+        self.sizes = _sizes(shape)
+        self._a, self._b = (
+            [[torch.zeros(num_slots, *of(size, self._rank), dtype=dtype, device=device) for size in self.sizes]
+             for _ in range(shape.num_layers)]
+            for of in (_a_shape, _b_shape)
+        )  # fmt: skip
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def load(self, slot: int, weights: AdapterWeights) -> None:
+        """Copies an adapter into a slot, and returns when it is there. Steps may run meanwhile, but none of a sequence
+        whose adapter was in this slot. Raises `ValueError`."""
+        if weights.rank > self._max_rank:
+            raise ValueError(f"an adapter of rank {weights.rank} does not fit a slot")
+        # A stream of its own: the copies do not wait for the steps that are launched, nor those for the copies.
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for layer, matrices in enumerate(weights.layers):
+                for product, parts in enumerate(PARTS):
+                    self._load_product(slot, layer, product, [matrices[part] for part in parts])
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _load_product(self, slot: int, layer: int, product: int, parts: list[AdapterMatrix | None]) -> None:
+        size, target_a, target_b = self.sizes[product], self._a[layer][product][slot], self._b[layer][product][slot]
+        a, b = torch.zeros(target_a.shape), torch.zeros(target_b.shape)
+        for part, matrix in enumerate(parts):
+            if matrix is not None:
+                first = 0 if part == 0 else size.first_width + (part - 1) * size.other_width
+                a[part * self._rank :][: matrix.rank] = matrix.a
+                b[first : first + matrix.b.shape[0], : matrix.rank] = matrix.b.float() * matrix.scale
+        target_a.copy_(a.to(target_a.dtype))
+        target_b.copy_(b.to(target_b.dtype))
+
+    def add(self, layer: int, product: Product, inputs: Tensor, outputs: Tensor, groups: RowGroups) -> None:
+        """Adds the changes of a product to its `outputs[T, outputs]` in place, from `inputs[T, inputs]`."""
+        size, rank, count = self.sizes[product], self._rank, groups.slots.shape[0]
+        num_ranks, tile_ranks = size.num_parts * rank, min(MAX_TILE_RANKS, rank)
+        partials = torch.empty(
+            (size.num_splits, count * TILE_ROWS, num_ranks), dtype=torch.float32, device=inputs.device
+        )
+        shrink_kernel[(count, num_ranks // tile_ranks, size.num_splits)](
+            *(inputs, self._a[layer][product], groups.rows, groups.slots, partials, inputs.stride(0), size.num_inputs),
+            NUM_RANKS=num_ranks,
+            SPLIT_SIZE=size.split_size,
+            TILE_ROWS=TILE_ROWS,
+            TILE_RANKS=tile_ranks,
+            TILE_INPUTS=TILE_INPUTS,
+        )
+        widest = max(size.first_width, size.other_width)
+        expand_kernel[(count, -(-widest // TILE_OUTPUTS), size.num_parts)](
+            *(partials, self._b[layer][product], groups.rows, groups.slots, outputs, outputs.stride(0)),
+            *(size.num_outputs, size.first_width, size.other_width),
+            RANK=rank,
+            NUM_RANKS=num_ranks,
+            NUM_SPLITS=size.num_splits,
+            TILE_ROWS=TILE_ROWS,
+            TILE_RANKS=tile_ranks,
+            TILE_OUTPUTS=TILE_OUTPUTS,
+        )
+
+
+def padded_rank(max_rank: int) -> int:
+    """Returns the rank of a slot: a power of two, and as large as matrix instructions need."""
+    return max(MIN_ROWS, power_of_two(max_rank))
+
+
+def slot_bytes(shape: DecoderShape, max_rank: int, dtype: torch.dtype) -> int:
+    """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
+    rank = padded_rank(max_rank)
+    numbers = sum(rank * (size.num_parts * size.num_inputs + size.num_outputs) for size in _sizes(shape))
+    return shape.num_layers * numbers * dtype.itemsize
+
+
+def _sizes(shape: DecoderShape) -> tuple[ProductSize, ...]:
+    """Returns the sizes by `Product`."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return (
+        ProductSize(hidden, attention, kv, 3),
+        ProductSize(attention, hidden, 0, 1),
+        ProductSize(hidden, inner, inner, 2),
+        ProductSize(inner, hidden, 0, 1),
+    )
+
+
+def _a_shape(size: ProductSize, rank: int) -> tuple[int, int]:
+    return size.num_parts * rank, size.num_inputs
+
+
+def _b_shape(size: ProductSize, rank: int) -> tuple[int, int]:
+    return size.num_outputs, rank

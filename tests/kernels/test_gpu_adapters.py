@@ -1,0 +1,101 @@
+"""LoRA on the GPU forward pass in Triton's interpreter: kernels against torch, models against PEFT's merged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from common.settings import load
+from executor.gpu.adapters import AdapterSlots, slot_bytes
+from executor.gpu.runner import GpuRunner
+from executor.main import load_model
+from executor.model.runner import ModelRunner
+from executor.settings import ExecutorSettings
+from tests.adapter_files import SHAPE
+from tests.kernels.adapted import (
+    CPU,
+    NUM_SLOTS,
+    NUM_TOKENS,
+    adapted_requests,
+    adapter_files,
+    assert_rows_change_by_their_adapters,
+    load_adapted,
+    merged_tokens,
+    random_weights,
+)
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs
+from tests.tiny_models import save_model, sizes
+from tests.torch_threads import torch_threads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return adapter_files(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_change_by_their_adapters(dtype: torch.dtype) -> None:
+    assert_rows_change_by_their_adapters(dtype)
+
+
+def test_slot_takes_the_bytes_that_are_announced_and_no_higher_rank() -> None:
+    slots = AdapterSlots(SHAPE, NUM_SLOTS, 20, torch.float32, CPU)
+    held = [tensor for kind in (slots._a, slots._b) for layer in kind for tensor in layer]
+    assert sum(tensor.nbytes for tensor in held) == NUM_SLOTS * slot_bytes(SHAPE, 20, torch.float32)
+    with pytest.raises(ValueError, match="rank 21 does not fit"):
+        slots.load(0, random_weights(SHAPE, 21, 0))
+
+
+def test_slot_holds_nothing_of_the_adapter_before() -> None:
+    used, fresh = (AdapterSlots(SHAPE, 1, 16, torch.float32, CPU) for _ in range(2))
+    used.load(0, random_weights(SHAPE, 16, 0))
+    for slots in (used, fresh):
+        slots.load(0, random_weights(SHAPE, 2, 1, frozenset({0, 3, 6})))
+    for kind in ("_a", "_b"):
+        for mine, others in zip(getattr(used, kind), getattr(fresh, kind), strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(mine, others, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_and_the_base_in_one_batch_say_what_each_says_alone_and_merged(base: Path, files: list[Path]) -> None:
+    model, decoder = load_adapted(base, files, "cpu", NUM_BLOCKS)
+    together = outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), adapted_requests())
+    assert len({tuple(output) for output in together}) == len(together)
+    for number in range(3):
+        alone = adapted_requests((number,))
+        assert outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), alone) == [together[number]]
+    for number, adapter in ((1, 0), (3, 2), (4, 0)):
+        (request,) = adapted_requests((number,))
+        assert together[number] == merged_tokens(base, files[adapter], request.token_ids, NUM_TOKENS)
+
+
+def test_generic_runner_says_the_same(base: Path, files: list[Path]) -> None:
+    model, decoder = load_adapted(base, files, "cpu", NUM_BLOCKS)
+    expected = outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), adapted_requests())
+    assert outputs(ModelRunner(model, LIMITS, BLOCK_SIZE), adapted_requests()) == expected
+
+
+def test_executor_serves_adapters_with_the_gpu_forward_pass(base: Path, files: list[Path]) -> None:
+    flags = ["--model", str(base), "--device", "cpu", "--attention-backend", "triton", "--dtype", "float32"]
+    flags += ["--adapter-folder", str(files[0].parent), "--max-adapters", "2", "--max-adapter-rank", "16"]
+    flags += ["--max-tokens-in-paged-kv-cache", "256", "--max-num-sequences", "2", "--max-num-tokens", "16"]
+    loaded = load_model(load(ExecutorSettings, "inflight executor", flags))
+    assert loaded.model.gpu_decoder is not None
+    assert loaded.model.gpu_decoder.num_adapter_slots == 2
+    assert loaded.adapters is not None
+    assert [one.rank for one in loaded.adapters.states()] == [4, 16, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.model_source import resolve_model
+from common.model_source import ModelError, resolve_model
+from executor.gpu.graphs import Graph, capture
 from executor.gpu.runner import GpuRunner
 from executor.main import load_model
 from executor.model.gpu_memory import working_bytes
@@ -30,6 +32,8 @@ from tests.kernels.test_gpu_runner import (
 from tests.tiny_models import save_model
 
 pytestmark = pytest.mark.gpu
+
+Compute = Callable[[int], None]
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:
@@ -86,6 +90,25 @@ def test_changed_rows_are_those_of_the_generic_runner(folder: Path, uses_graphs:
     runner.prepare()
     outputs(runner, ours)
     assert_same_sequences(ours, expected)
+
+
+def test_graph_of_freed_memory_is_refused(folder: Path) -> None:
+    # Given graphs that were captured for the keys and values of another pool
+    model = load(folder, "triton")
+    decoder, old_kv = model.gpu_decoder, model.kv
+    assert decoder is not None
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    runner = GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE)
+    new_kv, runner._step._kv = runner._step._kv, old_kv
+
+    def capture_of_old_pool(fill: Compute, compute: Compute, buckets: Sequence[int]) -> Mapping[int, Graph]:
+        graphs = capture(fill, compute, buckets)
+        runner._step._kv = new_kv
+        return graphs
+
+    runner._capture = capture_of_old_pool
+    with pytest.raises(ModelError, match=r"the CUDA graph of .* does not compute what its kernels compute"):
+        runner.prepare()
 
 
 def test_times_of_a_step_do_not_overlap_those_of_the_next(folder: Path) -> None:

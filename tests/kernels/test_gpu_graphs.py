@@ -90,13 +90,13 @@ def test_steps_of_decodes_are_replayed_and_yield_the_tokens_of_the_generic_runne
 ) -> None:
     reference = load(folder, "reference")
     reference.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    expected = outputs(ModelRunner(reference, LIMITS, BLOCK_SIZE), requests())
+    expected = outputs(ModelRunner(reference, LIMITS, BLOCK_SIZE), requests()[:3])
     captured = Captured({})
     runner = runner_of(model, captured)
     runner.prepare()
     assert captured.replays == {1: 1, 2: 1, 3: 1}, "each graph is checked once"
-    assert outputs(runner, requests()) == expected
-    assert sum(captured.replays.values()) > 5
+    assert outputs(runner, requests()[:3]) == expected
+    assert sum(captured.replays.values()) > 3
 
 
 def test_graphs_are_checked_in_a_pool_of_one_block_too(loaded: PagedModel) -> None:

@@ -10,27 +10,30 @@ code computes immediately, as in the tests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from common.model_source import ModelError
 from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.attention.backend import LayerKv
 from executor.attention.gpu_host_tier import GpuHostTier
-from executor.engine.runner import PendingStep
+from executor.engine.runner import NO_TOKEN, PendingStep
 from executor.gpu.decoder import GpuDecoder
-from executor.gpu.graphs import bucket_of, capture, decode_buckets
+from executor.gpu.graph_check import StepResult, TrialRows, difference
+from executor.gpu.graphs import Capture, Graph, bucket_of, capture, decode_buckets
 from executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
 from executor.gpu.pending import GpuStep, ReadBack, StepTimer
 from executor.gpu.processing import Processing, name_excluded
 from executor.gpu.sampling import draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
-from executor.gpu.table_entries import NO_ENTRIES, TableFollower
+from executor.gpu.table_entries import NO_ENTRIES, TableEntries, TableFollower
 from executor.logits.grammar import MaskFiller
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.sequence import StepPlan
-from executor.step.batch import StepBatch, StepPacker
+from executor.step.batch import StepBatch, StepPacker, pack
 from executor.step.logprobs import StepLogprobs, step_logprobs
 from executor.step.sampling_columns import SamplingBatch, SamplingColumns
 
@@ -78,7 +81,9 @@ class GpuRunner:
         block_size: int,
         *,
         uses_graphs: bool = True,
+        capture_graphs: Capture | None = None,
     ) -> None:
+        """`capture_graphs` is CUDA's unless it is given; without it a CPU has no graphs."""
         num_seats, self._max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
         self._device = decoder.head.device
         self._limits = limits
@@ -102,15 +107,22 @@ class GpuRunner:
         self._masks = MaskFiller(torch.get_num_threads())
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
+        self._num_blocks = kv[0].num_blocks - 1
         self._buckets = decode_buckets(limits.max_num_sequences)
-        self._uses_graphs = uses_graphs and self._device.type == "cuda"
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if capture_graphs is None and self._device.type == "cuda":
+            capture_graphs = capture
+        self._capture = capture_graphs if uses_graphs else None
+        self._graphs: dict[int, Graph] = {}
         self._newest: GpuStep | None = None
         self._block_size = block_size
         self._group = decoder.shape.num_heads // decoder.shape.num_kv_heads
 
     def prepare(self) -> None:
-        """Compiles the kernels that steps need, and captures the graphs."""
+        """Compiles the kernels that steps need, captures the graphs and checks each.
+
+        Raises:
+            ModelError: a graph computes something else than the kernels that it replaces.
+        """
         limits = self._limits
         sizes = (limits.max_step_tokens, limits.max_num_sequences, limits.context_length)
         with torch.inference_mode():
@@ -118,8 +130,10 @@ class GpuRunner:
                 layout = self._upload_idle(lengths)
                 self._step.compute(layout, len(lengths) if max(lengths) == 1 else 0)
             self._process(self._upload_idle([1]), idle_processed_sampling(self._vocabulary_size))
-            if self._uses_graphs:
-                self._graphs = dict(capture(self._compute_decodes, self._buckets))
+            if self._capture is not None:
+                graphs = self._capture(self._upload_idle_decodes, self._compute_decodes, self._buckets)
+                self._check_graphs(graphs)
+                self._graphs = dict(graphs)
 
     def launch(self, plan: StepPlan) -> PendingStep:
         if self._newest is not None and not self._newest.allows_next:
@@ -201,12 +215,48 @@ class GpuRunner:
         logits = self._step.logits[: len(chosen_ids)]
         return step_logprobs(logits, chosen_ids, sampling.reporting, rows).start_copy()
 
+    def _upload_idle_decodes(self, bucket: int) -> None:
+        self._upload_idle([1] * bucket)
+
     def _compute_decodes(self, bucket: int) -> None:
-        """Computes padding rows only, or captures the kernels for any rows of the bucket."""
-        layout = self._layout_of_decodes(bucket)
-        if not torch.cuda.is_current_stream_capturing():
-            self._upload_idle([1] * bucket)
-        self._step.compute(layout, bucket)
+        """Computes the decodes that were uploaded last, in the layout of the bucket."""
+        self._step.compute(self._layout_of_decodes(bucket), bucket)
+
+    def _check_graphs(self, graphs: Mapping[int, Graph]) -> None:
+        """Compares a replay of each graph with its kernels. No block of the pool holds anything yet that is needed."""
+        limits = self._limits
+        sizes = (limits.max_num_sequences, self._num_blocks, self._block_size, limits.context_length)
+        rows = TrialRows.of(*sizes, self._vocabulary_size)
+        entries = rows.entries(self._max_blocks)
+        for seat, plan in rows.prefills(limits.max_num_tokens):
+            layout = StepLayout(sum(plan.lengths), plan.num_rows, 0, num_adapters=self._num_adapters)
+            self._upload_trial(layout, plan, seat, entries)
+            self._step.compute(layout, 0)
+        for bucket, graph in graphs.items():
+            layout, plan = self._layout_of_decodes(bucket), rows.decodes(bucket)
+            self._upload_trial(layout, plan, 0, entries)
+            self._step.compute(layout, bucket)
+            launched = self._take_result(plan.num_rows)
+            graph.replay()
+            if reason := difference(launched, self._take_result(plan.num_rows)):
+                raise ModelError(
+                    f"the CUDA graph of {bucket} decodes does not compute what its kernels compute: {reason}; "
+                    "start with enable_cuda_graphs=false, and report this"
+                )
+
+    def _upload_trial(self, layout: StepLayout, plan: StepPlan, first_seat: int, entries: TableEntries) -> None:
+        batch = pack(plan, self._block_size)
+        batch = replace(batch, table_rows=batch.table_rows + first_seat)
+        self._buffers.upload(layout, batch, idle_sampling(len(batch.logit_rows)), entries)
+
+    def _take_result(self, num_rows: int) -> StepResult:
+        """Copies logits and tokens of the newest step, and overwrites them, so that a step that writes none is
+        noticed."""
+        logits, token_ids = self._step.logits, self._buffers.sampled_ids
+        result = StepResult(logits[:num_rows].clone(), token_ids[:num_rows].clone())
+        logits.fill_(float("nan"))
+        token_ids.fill_(NO_TOKEN)
+        return result
 
     def _upload_idle(self, lengths: Sequence[int]) -> StepLayout:
         """Uploads a dummy step, which writes every token to the spare block."""

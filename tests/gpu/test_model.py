@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.model_source import resolve_model
+from common.model_source import ModelError, resolve_model
+from executor.gpu.graphs import Graph, capture
 from executor.gpu.runner import GpuRunner
 from executor.main import load_model
 from executor.model.gpu_memory import working_bytes
@@ -35,6 +36,8 @@ from tests.tiny_models import save_model
 __all__ = ["folders"]  # a fixture
 
 pytestmark = pytest.mark.gpu
+
+Compute = Callable[[int], None]
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:
@@ -97,6 +100,25 @@ def test_changed_rows_are_those_of_the_generic_runner(folder: Path, uses_graphs:
 def test_tokens_do_not_depend_on_drafts(folders: Mapping[str, Path], kind: str) -> None:
     limits = replace(LIMITS, max_num_tokens=48, max_drafts=5)
     check_drafts(folders[kind], kind, limits, load, captures_graphs=True)
+
+
+def test_graph_of_freed_memory_is_refused(folder: Path) -> None:
+    # Given graphs that were captured for the keys and values of another pool
+    model = load(folder, "triton")
+    decoder, old_kv = model.gpu_decoder, model.kv
+    assert decoder is not None
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    runner = GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE)
+    new_kv, runner._step._kv = runner._step._kv, old_kv
+
+    def capture_of_old_pool(fill: Compute, compute: Compute, buckets: Sequence[int]) -> Mapping[int, Graph]:
+        graphs = capture(fill, compute, buckets)
+        runner._step._kv = new_kv
+        return graphs
+
+    runner._capture = capture_of_old_pool
+    with pytest.raises(ModelError, match=r"the CUDA graph of .* does not compute what its kernels compute"):
+        runner.prepare()
 
 
 def test_times_of_a_step_do_not_overlap_those_of_the_next(folder: Path) -> None:

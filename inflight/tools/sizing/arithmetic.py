@@ -183,17 +183,24 @@ def pool_of(
     )
     if machine.is_gpu or num_ranks > 1 or host_bytes or steps is None or not shape.num_window_layers:
         return pool
+    return _with_window_group(pool, shape, steps, is_limited=max_tokens_in_pool > 0)
+
+
+def _with_window_group(pool: Pool, shape: ModelShape, steps: Steps, *, is_limited: bool) -> Pool:
+    """Returns the pool with a group of its own for layers with a sliding window, if the window is shorter than the
+    context and the groups fit."""
     context_length = shape.context_length or shape.sliding_window
     if shape.sliding_window >= context_length:
         return pool
+    layer_bytes = pool.bytes_per_block // shape.num_layers
     groups = kv_groups(
-        num_blocks,
-        bytes_per_block // shape.num_layers * (shape.num_layers - shape.num_window_layers),
-        bytes_per_block // shape.num_layers * shape.num_window_layers,
-        WindowSize(shape.sliding_window, steps.max_num_tokens, context_length, 0, tokens_per_block),
+        pool.num_blocks,
+        layer_bytes * (shape.num_layers - shape.num_window_layers),
+        layer_bytes * shape.num_window_layers,
+        WindowSize(shape.sliding_window, steps.max_num_tokens, context_length, 0, pool.tokens_per_block),
         num_seats_set=steps.max_num_sequences,
         most_seats=steps.max_num_sequences,
-        is_limited=max_tokens_in_pool > 0,
+        is_limited=is_limited,
         keeps_prefixes=True,
     )
     if groups is None:

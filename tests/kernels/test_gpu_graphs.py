@@ -1,0 +1,216 @@
+"""Graphs of the GPU runner without a GPU: a stand-in for a CUDA graph computes its step at once, and faulty stand-ins
+are refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from common.model_source import ModelError, resolve_model
+from executor.gpu.graph_check import StepResult, TrialRows, difference
+from executor.gpu.graphs import Graph, frozen_garbage
+from executor.gpu.runner import DeviceStep, GpuRunner
+from executor.gpu.step_layout import StepLayout
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
+from tests.tiny_models import save_model, sizes
+from tests.torch_threads import torch_threads
+
+Compute = Callable[[int], None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@dataclass
+class StandIn:
+    """Computes a captured step when it is replayed. `replays` counts by bucket."""
+
+    bucket: int
+    compute: Compute
+    replays: dict[int, int]
+
+    def replay(self) -> None:
+        self.replays[self.bucket] = self.replays.get(self.bucket, 0) + 1
+        self.compute(self.bucket)
+
+
+@dataclass
+class Captured:
+    """Captures stand-ins; `fault` wraps what they compute."""
+
+    replays: dict[int, int]
+    fault: Callable[[Compute], Compute] = lambda compute: compute
+
+    def __call__(self, fill: Compute, compute: Compute, buckets: Sequence[int]) -> Mapping[int, Graph]:
+        for bucket in buckets:
+            fill(bucket)
+            compute(bucket)
+        return {bucket: StandIn(bucket, self.fault(compute), self.replays) for bucket in buckets}
+
+
+def load(folder: Path, backend_name: str) -> PagedModel:
+    source = resolve_model(str(folder))
+    return PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> PagedModel:
+    return load(folder, "triton")
+
+
+@pytest.fixture
+def model(loaded: PagedModel) -> PagedModel:
+    loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    return loaded
+
+
+def runner_of(model: PagedModel, captured: Captured) -> GpuRunner:
+    assert model.gpu_decoder is not None
+    return GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, capture_graphs=captured)
+
+
+def test_steps_of_decodes_are_replayed_and_yield_the_tokens_of_the_generic_runner(
+    folder: Path, model: PagedModel
+) -> None:
+    reference = load(folder, "reference")
+    reference.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    expected = outputs(ModelRunner(reference, LIMITS, BLOCK_SIZE), requests()[:3])
+    captured = Captured({})
+    runner = runner_of(model, captured)
+    runner.prepare()
+    assert captured.replays == {1: 1, 2: 1, 3: 1}, "each graph is checked once"
+    assert outputs(runner, requests()[:3]) == expected
+    assert sum(captured.replays.values()) > 3
+
+
+def test_graphs_are_checked_in_a_pool_of_one_block_too(loaded: PagedModel) -> None:
+    loaded.allocate_kv(1, BLOCK_SIZE)
+    runner_of(loaded, captured := Captured({})).prepare()
+    assert captured.replays == {1: 1, 2: 1, 3: 1}
+
+
+def writes_nothing(compute: Compute) -> Compute:
+    return lambda bucket: None
+
+
+def computes_fewer_rows(compute: Compute) -> Compute:
+    return lambda bucket: compute(max(1, bucket - 1))
+
+
+@pytest.mark.parametrize(("fault", "bucket"), [(writes_nothing, 1), (computes_fewer_rows, 2)])
+def test_graph_that_computes_something_else_is_refused(
+    model: PagedModel, fault: Callable[[Compute], Compute], bucket: int
+) -> None:
+    runner = runner_of(model, Captured({}, fault))
+    with pytest.raises(ModelError, match=f"the CUDA graph of {bucket} decodes .* enable_cuda_graphs=false"):
+        runner.prepare()
+
+
+def test_graph_of_another_pool_is_refused(model: PagedModel) -> None:
+    """As if the pool had been allocated again after the capture."""
+    old_kv = model.kv
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    assert model.gpu_decoder is not None
+    decoder = model.gpu_decoder
+    runner: GpuRunner
+
+    def of_old_pool(compute: Compute) -> Compute:
+        step = DeviceStep(decoder, old_kv, runner._buffers, BLOCK_SIZE, 1)
+        step.logits = runner._step.logits
+        return lambda bucket: step.compute(StepLayout.of_decodes(bucket), bucket)
+
+    runner = runner_of(model, Captured({}, of_old_pool))
+    with pytest.raises(ModelError, match=r"the CUDA graph of 1 decodes .*: its logits differ by"):
+        runner.prepare()
+
+
+def test_graph_that_draws_another_token_is_refused(model: PagedModel) -> None:
+    runner: GpuRunner
+
+    def shifts_ids(compute: Compute) -> Compute:
+        def computed(bucket: int) -> None:
+            compute(bucket)
+            runner._buffers.sampled_ids += 1
+
+        return computed
+
+    runner = runner_of(model, Captured({}, shifts_ids))
+    with pytest.raises(ModelError, match="it draws a token that is not the likeliest"):
+        runner.prepare()
+
+
+def result(logits: list[list[float]], token_ids: list[int], dtype: torch.dtype = torch.bfloat16) -> StepResult:
+    return StepResult(torch.tensor(logits).to(dtype), torch.tensor(token_ids, dtype=torch.int32))
+
+
+LAUNCHED = result([[4.0, 3.9375, -4.0, -4.0]], [0])
+
+
+def test_rounding_may_choose_another_token_only_where_two_are_nearly_equal() -> None:
+    # Given two logits within the rounding of each other, and two that are not
+    assert difference(LAUNCHED, result([[3.9375, 4.0, -4.0, -4.0]], [1])) is None
+    apart = result([[4.0, 3.25, -4.0, -4.0]], [0])
+    assert "its logits differ" in str(difference(apart, result([[3.25, 4.0, -4.0, -4.0]], [1])))
+
+
+def test_one_wide_change_in_many_logits_is_seen_by_its_margin() -> None:
+    # Given a vocabulary so large that a single logit hardly changes the distance
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(2, 50_000, generator=generator).clamp(-3, 3)
+    expected[:, 7] = 5.0
+    found = expected.clone()
+    found[1, 9] = 6.0
+    ids = torch.tensor([7, 9], dtype=torch.int32)
+    launched = StepResult(expected.bfloat16(), torch.tensor([7, 7], dtype=torch.int32))
+    assert "chooses another token" in str(difference(launched, StepResult(found.bfloat16(), ids)))
+
+
+@pytest.mark.parametrize("token_id", [-1, -3, 4])
+def test_token_that_is_no_id_of_the_vocabulary_is_refused(token_id: int) -> None:
+    assert difference(LAUNCHED, replace(LAUNCHED, token_ids=torch.tensor([token_id]))) is not None
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    assert difference(LAUNCHED, replace(LAUNCHED, logits=LAUNCHED.logits * float("nan"))) is not None
+
+
+@pytest.mark.parametrize(("most", "num_blocks", "context_length"), [(1, 1, 64), (8, 3, 64), (4, 100, 2000), (5, 6, 9)])
+def test_no_two_trial_rows_share_a_block(most: int, num_blocks: int, context_length: int) -> None:
+    rows = TrialRows.of(most, num_blocks, BLOCK_SIZE, context_length, 100)
+    blocks = [block for sequence in rows.sequences for block in sequence.block_table]
+    assert len(rows.sequences) == min(most, num_blocks)
+    assert len(set(blocks)) == len(blocks)
+    assert set(blocks) <= set(range(1, num_blocks + 1))
+    for sequence in rows.sequences:
+        assert 2 <= sequence.num_tokens <= context_length
+        assert len(sequence.block_table) * BLOCK_SIZE >= sequence.num_tokens
+    written = [0] * len(rows.sequences)
+    for seat, plan in rows.prefills(16):
+        assert plan.starts == [written[seat]]
+        written[seat] += plan.lengths[0]
+    assert written == [sequence.num_tokens - 1 for sequence in rows.sequences]
+
+
+def test_no_garbage_is_collected_while_graphs_are_captured() -> None:
+    before = gc.get_freeze_count()
+    with frozen_garbage():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > before
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == before

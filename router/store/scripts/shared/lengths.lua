@@ -26,11 +26,17 @@ local dirty_histograms = {} -- those that `finish` writes
 local likely = {} -- the last arguments of `likely_output`, and its result: `tokens`
 
 local function load_histogram(field)
-  if histograms[field] == nil then
+  local histogram = histograms[field]
+  if histogram == nil then
     local text = redis.call('HGET', LENGTHS, field)
-    histograms[field] = text and cmsgpack.unpack(text) or {count = 0, bins = {}}
+    histogram = text and (kept.length_texts[field] == text and kept.histograms[field] or cmsgpack.unpack(text))
+      or {count = 0, bins = {}}
+    if text then
+      keep_histogram(field, histogram, text)
+    end
+    histograms[field] = histogram
   end
-  return histograms[field]
+  return histogram
 end
 
 local function add_length(field, bin)
@@ -49,7 +55,9 @@ end
 -- Writes each changed histogram once, however many ends it has learned from.
 local function flush_histograms()
   for field, histogram in pairs(dirty_histograms) do
-    write_later('HSET', LENGTHS, field, cmsgpack.pack(histogram))
+    local text = cmsgpack.pack(histogram)
+    write_later('HSET', LENGTHS, field, text)
+    keep_histogram(field, histogram, text)
   end
 end
 
@@ -100,6 +108,14 @@ local function likely_output(request, quantile)
     likely.tokens = find_likely_output(request, quantile)
   end
   return likely.tokens
+end
+
+-- A number of blocks below which the executor has no room for the request, found without its likely output.
+local function least_blocks(request, executor)
+  if executor.ends_at_reservation or executor.quantile >= 1 or request.max == 0 then
+    return 0
+  end
+  return math.min(request.blocks, request.sequences * (math.ceil(request.prompt / request.block_size) + 1))
 end
 
 -- The blocks that the executor reserves for the request: to its end, for its likely output, or, where the executor ends

@@ -267,7 +267,7 @@ def _field(index: int, field: str) -> tuple[str, str, str, str]:
 
 
 SOURCES = Path(__file__).with_name("scripts")
-SHARED = ("clock", "records", "owners", "tenants", "lengths", "estimates", "adapters", "states", "places", "board")
+SHARED = ("clock", "records", "owners", "lengths", "tenants", "estimates", "adapters", "states", "places", "board")
 NAMES = (
     "submit",
     "settle",

@@ -22,25 +22,43 @@ local function tokens_of(size, bin)
 end
 
 local histograms = {} -- unpacked in this call
+local dirty_histograms = {} -- those that `finish` writes
+local likely = {} -- the last arguments of `likely_output`, and its result: `tokens`
 
 local function load_histogram(field)
-  if histograms[field] == nil then
+  local histogram = histograms[field]
+  if histogram == nil then
     local text = redis.call('HGET', LENGTHS, field)
-    histograms[field] = text and cmsgpack.unpack(text) or {count = 0, bins = {}}
+    histogram = text and (kept.length_texts[field] == text and kept.histograms[field] or cmsgpack.unpack(text))
+      or {count = 0, bins = {}}
+    if text then
+      keep_histogram(field, histogram, text)
+    end
+    histograms[field] = histogram
   end
-  return histograms[field]
+  return histogram
 end
 
 local function add_length(field, bin)
   local histogram = load_histogram(field)
-  for i = 1, NUM_BINS do
-    local count = histogram.bins[i] or 0
-    histogram.bins[i] = histogram.count >= MAX_COUNT and count / 2 or count
+  if histogram.count >= MAX_COUNT or histogram.count == 0 then
+    for i = 1, NUM_BINS do
+      histogram.bins[i] = (histogram.bins[i] or 0) / 2
+    end
+    histogram.count = histogram.count / 2
   end
-  histogram.count = histogram.count >= MAX_COUNT and histogram.count / 2 or histogram.count
   histogram.bins[bin] = histogram.bins[bin] + 1
   histogram.count = histogram.count + 1
-  redis.call('HSET', LENGTHS, field, cmsgpack.pack(histogram))
+  dirty_histograms[field] = histogram
+end
+
+-- Writes each changed histogram once, however many ends it has learned from.
+local function flush_histograms()
+  for field, histogram in pairs(dirty_histograms) do
+    local text = cmsgpack.pack(histogram)
+    write_later('HSET', LENGTHS, field, text)
+    keep_histogram(field, histogram, text)
+  end
 end
 
 -- Learns from a completion. A request known only to its executor has no `max` and is skipped.
@@ -50,12 +68,12 @@ local function learn_length(request, output)
     local bin = bin_of(size, output)
     add_length(request.tenant .. '\0' .. size, bin)
     add_length('\0' .. size, bin)
+    likely.request = nil
   end
 end
 
 -- Returns the quantile of the output length, given the output so far; `max` while too little is known.
-local function likely_output(request, quantile)
-  --@nest
+local function find_likely_output(request, quantile)
   local size = size_of(request.max)
   local histogram = load_histogram(request.tenant .. '\0' .. size)
   if histogram.count < MIN_COUNT then
@@ -80,6 +98,24 @@ local function likely_output(request, quantile)
     end
   end
   return request.max
+end
+
+-- As `find_likely_output`. The same request is tried on several executors in turn, so the last result is kept.
+local function likely_output(request, quantile)
+  --@nest
+  if likely.request ~= request or likely.output ~= request.output or likely.quantile ~= quantile then
+    likely.request, likely.output, likely.quantile = request, request.output, quantile
+    likely.tokens = find_likely_output(request, quantile)
+  end
+  return likely.tokens
+end
+
+-- A number of blocks below which the executor has no room for the request, found without its likely output.
+local function least_blocks(request, executor)
+  if executor.ends_at_reservation or executor.quantile >= 1 or request.max == 0 then
+    return 0
+  end
+  return math.min(request.blocks, request.sequences * (math.ceil(request.prompt / request.block_size) + 1))
 end
 
 -- The blocks that the executor reserves for the request: to its end, for its likely output, or, where the executor ends

@@ -35,6 +35,9 @@ local function room_without_adapter(request, executor)
   if executor.budget_sequences - executor.reserved_sequences < request.sequences then
     return nil
   end
+  if available_blocks(executor) < least_blocks(request, executor) then
+    return nil
+  end
   local blocks = needed_blocks(request, executor)
   return available_blocks(executor) >= blocks and blocks or nil
 end

@@ -76,8 +76,8 @@ local more, registered = 0, 0
 -- again if its text in Redis is the same. A call takes it out of here and puts it back at its end: what a failed call
 -- has changed is lost. A script run by EVALSHA finds nothing here.
 local kept_pools = {}
-local MAX_KEPT = 4096 -- executors and tenants of all pools
-local kept = kept_pools[STATE] or {executors = {}, tenants = {}, texts = {}, num = 0}
+local MAX_KEPT = 4096 -- executors, tenants and histograms of a pool
+local kept = kept_pools[STATE] or {executors = {}, tenants = {}, histograms = {}, texts = {}, length_texts = {}, num = 0}
 kept_pools[STATE] = nil
 
 local function keep_executor(id, executor, text)
@@ -90,9 +90,14 @@ local function keep_tenant(name, tenant, text)
   kept.tenants[name], tenant.text = tenant, text
 end
 
+local function keep_histogram(field, histogram, text)
+  kept.num = kept.num + (kept.histograms[field] and 0 or 1)
+  kept.histograms[field], kept.length_texts[field] = histogram, text
+end
+
 local function keep()
   if kept.num > MAX_KEPT then
-    kept.executors, kept.tenants, kept.texts, kept.num = {}, {}, {}, 0
+    kept.executors, kept.tenants, kept.histograms, kept.texts, kept.length_texts, kept.num = {}, {}, {}, {}, {}, 0
   end
   kept_pools[STATE] = kept
 end

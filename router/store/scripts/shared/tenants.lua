@@ -131,6 +131,7 @@ local function finish(outcome)
     write_later('HSET', TENANTS, name, text)
     keep_tenant(name, tenant, text)
   end
+  flush_histograms()
   flush_prefixes()
   for _, key in ipairs(written_keys) do
     flush_writes(key)

@@ -10,13 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import torch
-
-from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.engine.model_steps import BLOCK_SIZE, allocate_kv, load_native_models, model_parser
 from bench.engine.native_step import StepShape, batch_of, blocks_of
 from bench.engine.streams import timed
 from bench.report.table import Table
-from common.machine import num_usable_cores
 from common.model_source import resolve_model
 from executor.cpu.decoder import PARTS
 from executor.model.model import PagedModel
@@ -60,24 +57,17 @@ def main(argv: Sequence[str]) -> int:
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=10)
     parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
     options = parser.parse_args(argv)
-    torch.set_num_threads(num_usable_cores())
-    models = [
-        PagedModel.load(
-            resolve_model(options.model),
-            dtype_name=options.dtype,
-            backend_name="cpu",
-            weight_dtype=options.weight_dtype,
-            kv_cache_dtype=kv_type,
-            instructions=options.cpu_isa,
-        )
-        for kv_type in KV_TYPES
-    ]
-    if any(model.native is None for model in models):
-        print("this model has no forward pass of our own", file=sys.stderr)
+    arguments = {
+        "dtype_name": options.dtype,
+        "weight_dtype": options.weight_dtype,
+        "instructions": options.cpu_isa,
+    }
+    source = resolve_model(options.model)
+    models = load_native_models([(source, {**arguments, "kv_cache_dtype": kv_type}) for kv_type in KV_TYPES])
+    if models is None:
         return 1
     for model in models:
-        model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in SHAPES), BLOCK_SIZE)
-        _fill(model)
+        allocate_kv(model, max(shape.num_sequences * blocks_of(shape) for shape in SHAPES))
     plain, int8 = models
     print(f"- {processor().text}\n- {plain.dtype_name}, weights: {options.weight_dtype}; {plain.backend_reason}")
     sizes = [model.kv_bytes_per_block(BLOCK_SIZE) for model in models]
@@ -87,13 +77,6 @@ def main(argv: Sequence[str]) -> int:
     rows = [row_of((plain, int8), shape, options.rounds) for shape in SHAPES]
     print(Table(COLUMNS, rows).markdown())
     return 0
-
-
-def _fill(model: PagedModel) -> None:
-    """Writes to the whole pool, so that the system provides its memory."""
-    for kv in model.kv:
-        for memory in (kv.keys, kv.values):
-            memory.fill_(1 if kv.is_int8 else 0.01)
 
 
 if __name__ == "__main__":

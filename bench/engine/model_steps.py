@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from common.machine import num_usable_cores
-from common.model_source import resolve_model
+from common.model_source import ModelSource, resolve_model
 from executor.model.model import PagedModel
 from executor.scheduler.sequence import Sampling, Stopping
 from executor.scheduler.sequence import Sequence as TokenSequence
@@ -47,15 +48,29 @@ def load_native_model(
 
     Prints why if it has no native forward pass.
     """
+    arguments = {
+        "dtype_name": options.dtype,
+        "weight_dtype": weight_dtype or options.weight_dtype,
+        "instructions": instructions,
+    }
+    models = load_native_models([(resolve_model(options.model), arguments)])
+    return None if models is None else models[0]
+
+
+def load_native_models(variants: Sequence[tuple[ModelSource, Mapping[str, Any]]]) -> list[PagedModel] | None:
+    """Loads models for every core, each with arguments of `PagedModel.load`. Prints why if one has no native forward
+    pass."""
     torch.set_num_threads(num_usable_cores())
-    model = PagedModel.load(
-        resolve_model(options.model),
-        dtype_name=options.dtype,
-        backend_name="cpu",
-        weight_dtype=weight_dtype or options.weight_dtype,
-        instructions=instructions,
-    )
-    if model.native is None:
+    models = [PagedModel.load(source, **{"backend_name": "cpu", **arguments}) for source, arguments in variants]
+    if any(model.native is None for model in models):
         print("this model has no forward pass of our own", file=sys.stderr)
         return None
-    return model
+    return models
+
+
+def allocate_kv(model: PagedModel, num_blocks: int) -> None:
+    """Gives a model its KV, and writes to all of it, so that the system provides the memory."""
+    model.allocate_kv(num_blocks, BLOCK_SIZE)
+    for kv in model.kv:
+        for memory in (kv.keys, kv.values):
+            memory.fill_(1 if kv.is_int8 else 0.01)

@@ -13,9 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-import torch
-
-from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.engine.model_steps import allocate_kv, load_native_models, model_parser
 from bench.engine.native_step import SHAPES, StepShape, batch_of, blocks_of
 from bench.report.table import Table
 from common.machine import num_usable_cores
@@ -66,27 +64,18 @@ def main(argv: Sequence[str]) -> int:
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=15)
     parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
     options = parser.parse_args(argv)
-    torch.set_num_threads(num_usable_cores())
-    models = [
-        PagedModel.load(
-            resolve_model(options.model),
-            dtype_name=options.dtype,
-            backend_name="cpu",
-            weight_dtype=options.weight_dtype,
-            instructions=options.cpu_isa,
-            weight_stream=stream,
-        )
-        for stream in (BEFORE, None)
-    ]
-    natives = [model.native for model in models if model.native is not None]
-    if len(natives) < len(models):
-        print("this model has no forward pass of our own", file=sys.stderr)
+    arguments = {
+        "dtype_name": options.dtype,
+        "weight_dtype": options.weight_dtype,
+        "instructions": options.cpu_isa,
+    }
+    source = resolve_model(options.model)
+    models = load_native_models([(source, {**arguments, "weight_stream": stream}) for stream in (BEFORE, None)])
+    if models is None:
         return 1
+    natives = [model.native for model in models if model.native is not None]
     for model in models:
-        model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in SHAPES), BLOCK_SIZE)
-        for kv in model.kv:
-            kv.keys.fill_(0.01)
-            kv.values.fill_(0.01)
+        allocate_kv(model, max(shape.num_sequences * blocks_of(shape) for shape in SHAPES))
     print(
         f"- {processor().text}\n- {models[0].dtype_name}, weights: {options.weight_dtype}; {models[0].backend_reason}"
     )

@@ -11,16 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import torch
-
-from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.engine.model_steps import allocate_kv, load_native_models, model_parser
 from bench.engine.native_step import SHAPES, blocks_of
 from bench.engine.streams import times_of
 from bench.report.table import Table
-from common.machine import num_usable_cores
 from common.model_source import resolve_model
 from executor.checkpoint.gguf import import_gguf
-from executor.model.model import PagedModel
 from inflight.cli.doctor import processor
 
 
@@ -29,31 +25,20 @@ def main(argv: Sequence[str]) -> int:
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=15)
     parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
     options = parser.parse_args(argv)
-    torch.set_num_threads(num_usable_cores())
     source = resolve_model(options.model)
     dense = source if source.gguf_file is None else resolve_model(str(import_gguf(source)))
     kinds = {options.dtype: (dense, "auto"), "int8": (dense, "int8"), "int4": (dense, "int4")}
     if source.gguf_file is not None:
         kinds[source.gguf_file.stem.rpartition(".")[2]] = (source, "auto")
-    models = [
-        PagedModel.load(
-            of_kind,
-            dtype_name=options.dtype,
-            backend_name="cpu",
-            weight_dtype=weight_type,
-            instructions=options.cpu_isa,
-        )
-        for of_kind, weight_type in kinds.values()
-    ]
-    natives = [model.native for model in models if model.native is not None]
-    if len(natives) < len(models):
-        print("this model has no forward pass of our own", file=sys.stderr)
+    arguments = {"dtype_name": options.dtype, "instructions": options.cpu_isa}
+    models = load_native_models(
+        [(of_kind, {**arguments, "weight_dtype": weight_type}) for of_kind, weight_type in kinds.values()]
+    )
+    if models is None:
         return 1
+    natives = [model.native for model in models if model.native is not None]
     for model in models:
-        model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in SHAPES), BLOCK_SIZE)
-        for kv in model.kv:
-            kv.keys.fill_(0.01)
-            kv.values.fill_(0.01)
+        allocate_kv(model, max(shape.num_sequences * blocks_of(shape) for shape in SHAPES))
     print(f"- {processor().text}\n- {models[0].dtype_name}; {models[0].backend_reason}")
     sizes = [f"{kind} {native.num_matrix_bytes / 1e6:.1f} MB" for kind, native in zip(kinds, natives, strict=True)]
     print(f"- weights that a step reads: {', '.join(sizes)}\n")

@@ -1,0 +1,184 @@
+"""Encodings of a dense Llama model in formats of quantized checkpoints, rounded to nearest without data.
+
+Of the formats of GGUF, those that `gguf` can encode: it reads superblocks of 256 numbers (Q4_K, Q6_K) but does not
+write them, and SmolLM2 has rows of 576 numbers, which they do not divide.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from executor.formats.gguf_file import LAYER_NAMES, NAMES
+
+WEIGHTS = "model.safetensors"
+Tensors = dict[str, Tensor]
+# Returns the tensors of a layer, by the last part of their names, for its matrix.
+Encoder = Callable[[Tensor], Tensors]
+
+
+def copy_off_grid(dense: Path, folder: Path) -> None:
+    """Writes a Llama model in float32 that computes the same with other numbers.
+
+    A dense copy of a quantized checkpoint has numbers that the same groups of another format hold exactly. Norms become
+    part of the matrices that follow them, and each output of `up_proj` and `v_proj` gets a factor that the input of the
+    next matrix takes back, so that the largest numbers of both are equal.
+    """
+    shutil.copytree(dense, folder)
+    config, weights = json.loads((dense / "config.json").read_text()), load_file(dense / WEIGHTS)
+    repeats = config["num_attention_heads"] // config["num_key_value_heads"]
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+        after_norms = {
+            f"{layer}input_layernorm.weight": [f"{attention}{name}_proj.weight" for name in "qkv"],
+            f"{layer}post_attention_layernorm.weight": [f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"],
+        }
+        for norm, names in after_norms.items():
+            for name in names:
+                weights[name] = weights[name] * weights[norm]
+            weights[norm] = torch.ones_like(weights[norm])
+        _balance(weights, f"{mlp}up_proj.weight", f"{mlp}down_proj.weight", 1, 1)
+        _balance(
+            weights, f"{attention}v_proj.weight", f"{attention}o_proj.weight", config["num_key_value_heads"], repeats
+        )
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+
+def _balance(weights: Tensors, first: str, second: str, num_heads: int, repeats: int) -> None:
+    """Moves factors from the rows of the first matrix to the columns of the second, in which each of the heads of rows
+    occurs `repeats` times."""
+    columns = weights[second].unflatten(1, (num_heads, repeats, -1))
+    largest = columns.abs().amax((0, 2)).flatten()
+    factors = (largest / weights[first].abs().amax(1)).sqrt()
+    weights[first] = weights[first] * factors[:, None]
+    weights[second] = (columns / factors.view(num_heads, 1, -1)).flatten(1)
+
+
+def save_folder(dense: Path, folder: Path, config: Mapping[str, Any], encode: Encoder) -> None:
+    """Writes a folder whose layers' matrices are encoded. The embedding stays dense."""
+    shutil.copytree(dense, folder)
+    stored: Tensors = {}
+    for name, weight in load_file(dense / WEIGHTS).items():
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight" and layer.endswith("_proj"):
+            stored |= {f"{layer}.{part}": tensor.contiguous() for part, tensor in encode(weight).items()}
+        else:
+            stored[name] = weight
+    save_file(stored, folder / WEIGHTS, {"format": "pt"})
+    fields = json.loads((dense / "config.json").read_text()) | {"quantization_config": dict(config)}
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def gptq(bits: int, group_size: int) -> tuple[Mapping[str, Any], Encoder]:
+    """Returns the configuration and the encoder of GPTQ's layout: a scale and a whole zero for each group."""
+
+    def encode(weight: Tensor) -> Tensors:
+        groups = weight.unflatten(1, (-1, group_size))
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        highest = (1 << bits) - 1
+        scale = ((high - low) / highest).half()
+        zeros = (-low / scale.float()).round().clamp(0, highest)
+        codes = (groups / scale.float()[..., None]).round().add(zeros[..., None]).clamp(0, highest)
+        return {
+            "qweight": _words(codes.flatten(1), bits).t(),
+            "qzeros": _words(zeros.t(), bits),
+            "scales": scale.t(),
+        }
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "checkpoint_format": "gptq_v2"}
+    return config | {"desc_act": False, "sym": False}, encode
+
+
+def compressed_int4(group_size: int) -> tuple[Mapping[str, Any], Encoder]:
+    """Returns the configuration and the encoder of 4 bits of compressed-tensors, symmetric."""
+
+    def encode(weight: Tensor) -> Tensors:
+        groups = weight.unflatten(1, (-1, group_size))
+        scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+        codes = (groups / scale.float()[..., None]).round().clamp(-8, 7) + 8
+        return {
+            "weight_packed": _words(codes.flatten(1), 4),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
+    return _compressed_config("pack-quantized", weights), encode
+
+
+def compressed_int8() -> tuple[Mapping[str, Any], Encoder]:
+    """Returns the configuration and the encoder of 8 bits of compressed-tensors, symmetric, with a scale per output."""
+
+    def encode(weight: Tensor) -> Tensors:
+        scale = (weight.abs().amax(1, keepdim=True) / 127.5).bfloat16()
+        codes = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+        return {"weight": codes, "weight_scale": scale}
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    return _compressed_config("int-quantized", weights), encode
+
+
+def _compressed_config(form: str, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Packs codes `[rows, n]` in int32 words, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits)
+    words = (codes.long().unflatten(1, (-1, 32 // bits)) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def save_gguf(dense: Path, original: Path, path: Path, kind: gguf.GGMLQuantizationType) -> None:
+    """Writes a GGUF file with the metadata of another one of the same model. Layers have the type `kind`, and the
+    embedding, which is the output layer, Q8_0."""
+    config = json.loads((dense / "config.json").read_text())
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    writer = _writer_like(original, path)
+    for name, weight in load_file(dense / WEIGHTS).items():
+        layer, _, _ = name.rpartition(".")
+        if num_heads := heads.get(layer.rpartition(".")[2]):
+            # llama.cpp has the halves of a head alternate.
+            weight = weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+        numbers = weight.float().numpy()
+        if weight.ndim == 1:
+            writer.add_tensor(_gguf_name(name), numbers)
+            continue
+        of_tensor = gguf.GGMLQuantizationType.Q8_0 if "embed" in name else kind
+        blocks: np.ndarray[Any, Any] = gguf.quants.quantize(numbers, of_tensor)
+        writer.add_tensor(_gguf_name(name), blocks, raw_dtype=of_tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _writer_like(original: Path, path: Path) -> gguf.GGUFWriter:
+    """Returns a writer that has the metadata of a file."""
+    fields = gguf.GGUFReader(original).fields
+    writer = gguf.GGUFWriter(path, str(fields["general.architecture"].contents()))
+    for key, field in fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            of_elements = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], of_elements)
+    return writer
+
+
+def _gguf_name(name: str) -> str:
+    stems = {theirs: ours for ours, theirs in (LAYER_NAMES | NAMES).items()}
+    layer, _, leaf = name.rpartition(".")
+    if layer.startswith("model.layers."):
+        _, _, number, stem = layer.split(".", 3)
+        return f"blk.{number}.{stems[stem]}.{leaf}"
+    return f"{stems[layer]}.{leaf}"

@@ -1,0 +1,67 @@
+"""Encodings that the benchmarks of formats make: what the executor reads is the model, rounded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench.engine import encodings
+from bench.engine.encodings import Encoder
+from common.model_source import resolve_model
+from executor.checkpoint.quantized_linear import QuantizedLinear
+from executor.formats.loading import load_network
+from tests.quantized_checkpoints import CONFIGS
+from tests.tiny_models import save_model
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(CONFIGS["llama"], tmp_path_factory.mktemp("model") / "dense", has_random_vectors=True)
+
+
+def load(folder: Path) -> Any:
+    return load_network(resolve_model(str(folder)), torch.float32, torch.device("cpu"))[0]
+
+
+def test_copy_off_grid_computes_the_same_with_other_numbers(dense: Path, tmp_path: Path) -> None:
+    encodings.copy_off_grid(dense, tmp_path / "copy")
+    before, after = load_file(dense / encodings.WEIGHTS), load_file(tmp_path / "copy" / encodings.WEIGHTS)
+    matrices = [name for name in before if name.endswith("_proj.weight")]
+    assert matrices
+    assert not any(torch.equal(before[name], after[name]) for name in matrices)
+    token_ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with torch.inference_mode():
+        expected, logits = (load(folder)(input_ids=token_ids).logits for folder in (dense, tmp_path / "copy"))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "group_size"),
+    [
+        (encodings.gptq(4, 32), 4, 32),
+        (encodings.gptq(8, 64), 8, 64),
+        (encodings.compressed_int4(32), 4, 32),
+        (encodings.compressed_int8(), 8, None),
+    ],
+    ids=["gptq-int4", "gptq-int8", "compressed-int4", "compressed-int8"],
+)
+def test_executor_reads_the_rounded_matrices(
+    form: tuple[Any, Encoder], bits: int, group_size: int | None, dense: Path, tmp_path: Path
+) -> None:
+    config, encode = form
+    encodings.save_folder(dense, tmp_path / "encoded", config, encode)
+    network, weights = load(tmp_path / "encoded"), load_file(dense / encodings.WEIGHTS)
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(layers) == sum(name.endswith("_proj.weight") for name in weights)
+    for name, layer in layers.items():
+        weight = weights[f"{name}.weight"]
+        largest = weight.unflatten(1, (-1, group_size or weight.shape[1])).abs().amax(-1)
+        steps = largest * 2 / ((1 << bits) - 1)
+        errors = (layer.weight.dequantized() - weight).abs().unflatten(1, (steps.shape[1], -1)).amax(-1)
+        # Half a step, one at the end of a group's range, and what the scale's own rounding moves its largest number.
+        assert (errors <= steps + largest * math.ldexp(1, -8)).all()

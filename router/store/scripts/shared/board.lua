@@ -117,13 +117,17 @@ local function next_in_line(passed)
   return nil
 end
 
--- Removes the request from the queue for good.
+-- Removes the request from the queue for good: 'drop', or 'hold' if its owner cannot be notified.
 local function drop(kind, id, request)
+  if not reachable(request.owner) then
+    return 'hold'
+  end
   withdraw(id, request)
   bury_with_ending(id, request, true)
   sweep_tombstones(2)
   refund(request)
   tell(kind, id, request)
+  return 'drop'
 end
 
 -- Whether its deadline would pass before its first token. A request with output has met it.
@@ -177,8 +181,7 @@ end
 -- Decides on a request that does not fit: 'drop' it, 'pass' it, or 'hold' the queue for it.
 local function handle_head_of_line(id, request)
   if not fits_somewhere(request) and redis.call('ZCARD', SIZES) > 0 then
-    drop('never_fits', id, request)
-    return 'drop'
+    return drop('never_fits', id, request)
   end
   local victims = state.preempts and preempt_for(id, request)
   for _, one in ipairs(victims or {}) do
@@ -208,7 +211,8 @@ local function handle_head_of_line(id, request)
   return 'pass'
 end
 
--- Handles the head of the queue: 'seat', 'drop', 'pass' or 'hold'.
+-- Handles the head of the queue: 'seat', 'drop', 'pass' or 'hold'. Only an owner that has to be told must be reachable: one of a
+-- request that does not fit need not, so calls are not repeated for its mailbox.
 local function board_one(id, request)
   if not lives(request.owner) then
     withdraw(id, request)
@@ -216,12 +220,13 @@ local function board_one(id, request)
     return 'drop'
   end
   if is_dead(request) then
-    drop('expired', id, request)
-    return 'drop'
+    return drop('expired', id, request)
   end
   local executor_id, blocks, cached = choose(id, request)
   if not executor_id then
     return handle_head_of_line(id, request)
+  elseif not reachable(request.owner) then
+    return 'hold'
   end
   observe_wait(request)
   withdraw(id, request)
@@ -262,7 +267,7 @@ local function board()
     if not id then
       return
     end
-    local dealt = not request and 'drop' or not reachable(request.owner) and 'hold' or board_one(id, request)
+    local dealt = request and board_one(id, request) or 'drop'
     if dealt == 'hold' or (dealt == 'seat' and not count_passes(passed)) or
       (dealt == 'pass' and #passed == MAX_PASSED) then
       state.unboarded = #missing > 0

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.engine import encodings
-from bench.engine.encodings import Encoder
+from bench.engine.formats import encodings
+from bench.engine.formats.encodings import Encoder
 from common.model_source import resolve_model
 from executor.checkpoint.quantized_linear import QuantizedLinear
 from executor.formats.loading import load_network

@@ -1,4 +1,4 @@
-"""Quality, memory traffic and speed by format of the weights: `python -m bench.engine.formats`.
+"""Quality, memory traffic and speed by format of the weights: `python -m bench.engine.formats.measure`.
 
 Encodes one model in several formats, each rounded to nearest without data, and serves each of them. What is encoded
 computes the same as the model, but its numbers are none that a format would hold exactly (`encodings.copy_off_grid`).
@@ -17,7 +17,7 @@ from pathlib import Path
 import gguf
 import torch
 
-from bench.engine import encodings
+from bench.engine.formats import encodings
 from bench.engine.model_steps import allocate_kv, load_native_models, model_parser
 from bench.engine.native_step import StepShape, blocks_of
 from bench.engine.quality import TEXT, Agreement, agreement, cut, perplexity

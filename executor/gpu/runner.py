@@ -107,7 +107,7 @@ class GpuRunner:
         self._masks = MaskFiller(torch.get_num_threads())
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
-        self._num_blocks = kv[0].num_blocks - 1
+        self._kv = kv
         self._buckets = decode_buckets(limits.max_num_sequences)
         if capture_graphs is None and self._device.type == "cuda":
             capture_graphs = capture
@@ -225,7 +225,7 @@ class GpuRunner:
     def _check_graphs(self, graphs: Mapping[int, Graph]) -> None:
         """Compares a replay of each graph with its kernels. No block of the pool holds anything yet that is needed."""
         limits = self._limits
-        sizes = (limits.max_num_sequences, self._num_blocks, self._block_size, limits.context_length)
+        sizes = (limits.max_num_sequences, self._kv[0].num_blocks - 1, self._block_size, limits.context_length)
         rows = TrialRows.of(*sizes, self._vocabulary_size)
         entries = rows.entries(self._max_blocks)
         for seat, plan in rows.prefills(limits.max_num_tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from pathlib import Path
@@ -24,6 +25,16 @@ def num_available_memory_bytes(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -
     """Returns the bytes that can still be allocated without swapping; None if the system does not report them."""
     limits = [value for value in (_available_on_host(meminfo), _available_in_cgroup(cgroup)) if value is not None]
     return min(limits, default=None)
+
+
+def return_free_memory() -> None:
+    """Returns memory that the C library keeps for later allocations to the system. Does nothing where it is not glibc.
+
+    After loading a quantized model this can be half the size of its weights.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _available_on_host(meminfo: Path) -> int | None:

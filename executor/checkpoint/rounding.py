@@ -1,7 +1,7 @@
 """Rounding of a model's matrices to 4 and 8 bits when it is loaded, for checkpoints that are not quantized.
 
-Each group of a matrix's input columns is rounded to the nearest of evenly spaced numbers, 16 from its least to its
-largest number, or 255 around 0. The network then computes with the rounded matrices, so it is the reference of every
+Each group of a matrix's input columns is rounded to the nearest of evenly spaced numbers: 16 that cover the group and
+contain 0, or 255 around 0. The network then computes with the rounded matrices, so it is the reference of every
 other forward pass.
 """
 
@@ -41,15 +41,21 @@ def round_linears(network: PreTrainedModel) -> int:
 
 
 def round_to(weight: Tensor, bits: int, group_size: int | None = None) -> QuantizedWeight:
-    """Rounds a matrix `[out, in]` to 4 bits with scale and offset, or to 8 bits with a scale, for each group of `in`.
-    Numbers that are not finite are not supported."""
+    """Rounds a matrix `[out, in]` to 4 bits with a scale and a zero, or to 8 bits with a scale, for each group of `in`.
+
+    The zero is one of the 16 codes, so a number near 0 stays near 0. A grid that starts at the group's least number moves
+    it by up to half a step, and perplexity suffers where its column meets large activations (docs/design/cpu-kernels.md).
+    Numbers that are not finite are not supported.
+    """
     num_rows, num_columns = weight.shape
     size = group_size or next((size for size in GROUP_SIZES if num_columns % size == 0), num_columns)
     groups = weight.float().view(num_rows, -1, size)
     if bits == 4:
-        offset = groups.amin(-1)
-        scale = (groups.amax(-1) - offset) / 15
-        codes = _steps(groups - offset[..., None], scale).clamp_(0, 15)
+        least, largest = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
+        scale = (largest - least) / 15
+        zero = _steps(-least[..., None], scale)[..., 0]
+        offset = -zero * scale
+        codes = (_steps(groups, scale) + zero[..., None]).clamp_(0, 15)
     else:
         scale = groups.abs().amax(-1) / 127
         offset = scale * -128

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from common.machine import num_available_memory_bytes
+from common.machine import num_available_memory_bytes, return_free_memory
 from common.model_source import ModelError, ModelSource, model_errors
 from common.version import installed_version
 from executor.attention.backend import AttentionBackend, LayerKv
@@ -173,6 +173,8 @@ class PagedModel:
                 model._lead(group)
             if expectation is not None:
                 model._check(expectation)
+        del network
+        return_free_memory()
         return model
 
     @property

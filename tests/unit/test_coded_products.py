@@ -213,3 +213,13 @@ def test_rounding_changes_a_number_by_at_most_half_a_step(bits: int, share: floa
     groups, changes = (part.view(COLUMNS, -1, rounded.group_size) for part in (weight, rounded.dequantized() - weight))
     extent = groups.amax(-1) - groups.amin(-1) if bits == 4 else groups.abs().amax(-1)
     assert (changes.abs().amax(-1) <= extent * share / 2 + 1e-6).all()
+
+
+def test_rounding_to_4_bits_keeps_zeros() -> None:
+    weight = random_rows(COLUMNS, DEPTH, torch.float32)
+    weight[:, ::3] = 0
+    weight[0] += 4 * (weight[0] != 0)
+
+    rounded = round_to(weight, 4).dequantized()
+
+    assert (rounded[weight == 0] == 0).all()

@@ -43,8 +43,9 @@ def round_linears(network: PreTrainedModel) -> int:
 def round_to(weight: Tensor, bits: int, group_size: int | None = None) -> QuantizedWeight:
     """Rounds a matrix `[out, in]` to 4 bits with a scale and a zero, or to 8 bits with a scale, for each group of `in`.
 
-    The zero is one of the 16 codes, so a number near 0 stays near 0. A grid that starts at the group's least number moves
-    it by up to half a step, and perplexity suffers where its column meets large activations (docs/design/cpu-kernels.md).
+    The zero is one of the 16 codes, so a number near 0 stays near 0. A grid that starts at the group's least number
+    moves it by up to half a step, and perplexity suffers where its column meets large activations
+    (docs/design/cpu-kernels.md).
     Numbers that are not finite are not supported.
     """
     num_rows, num_columns = weight.shape

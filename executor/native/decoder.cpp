@@ -233,9 +233,9 @@ class DecoderOf final : public Decoder {
         void shrink(Part part, AdaptedProduct product, int64_t index, const Rows<Element>& rows) {
             if (adapted_.is_empty()) return;
             phase(part, adapted_.num_tasks(product), [&](int64_t task) {
-                const auto& group = adapted_.group(product, task);
+                const auto& group = adapted_.group(task);
                 const auto& shrink = adapter_layer(group.slot, index).shrinks[product];
-                const int64_t panel = adapted_.panel(product, task);
+                const int64_t panel = adapted_.panel(task);
                 if (panel < shrink.num_panels)
                     shrink_group<Element>(shrink, panel, rows, adapted_.rows(group), group.count, adapted_.low);
             });
@@ -244,7 +244,11 @@ class DecoderOf final : public Decoder {
         // Adds the adapter's part of `count` columns of a matrix, from column `first` on, to a row's sums.
         void add_adapter(int64_t row, int64_t index, int matrix, int64_t first, int64_t count, float* sums) {
             const auto& expand = adapter_layer(adapted_.slot_of(row), index).expands[matrix];
-            add_expanded<Element>(expand, first / LANES, count / LANES, adapted_.low.row(row), sums);
+            const Number* low = adapted_.low.row(row);
+            if (adapted_.leads(row))
+                add_expanded<Element, true>(expand, first / LANES, count / LANES, low, sums);
+            else
+                add_expanded<Element, false>(expand, first / LANES, count / LANES, low, sums);
         }
 
         void embed() {

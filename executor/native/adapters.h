@@ -6,9 +6,9 @@
 //
 //     A [panel of ranks, unit of inputs, 16, PAIR]      B [panel of outputs, unit of ranks, 16, PAIR]
 //
-// A slot is in the order in which a step reads it: for each layer and product A and then B, and panels of B of gate and
-// up in turn. So each use prefetches what is some distance further on in the slot, in whatever product that is. Rows
-// that each have an adapter of their own are limited by memory.
+// A slot is in the order in which a step reads it: for each layer and product first A, then B, with the panels of gate
+// and up in turn. Memory limits steps of few rows with different adapters. So the first row of an adapter prefetches
+// what is a fixed distance ahead in the slot, also that of the next product.
 //
 // x · Aᵀ is computed for the rows of an adapter together, in float32, and rounded to Elements after scaling. The rest is
 // added to a row while it is in the tile of a product. Every sum of a row has the same order whatever the other rows
@@ -259,7 +259,7 @@ class AdaptedRows {
     std::unique_ptr<Arena> arena_;
 };
 
-// Prefetches what is read some time after a vector of a slot. Behind the last slot it has no effect.
+// Prefetches what is AHEAD_BYTES behind a vector of a slot. Addresses behind the memory of the slots have no effect.
 template <class Number>
 ALWAYS_INLINE void prefetch_ahead(const Number* vector) {
     constexpr uintptr_t AHEAD_BYTES = 8 << 10;

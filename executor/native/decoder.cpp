@@ -227,15 +227,15 @@ class DecoderOf final : public Decoder {
             else return adapted_.hidden;
         }
 
-        // The changes of a product by adapters of rows: those of layer `index`, of the product's rows as Elements.
+        // What adapters change: a product of layer `index`. `rows` are those that it multiplies, as Elements.
         struct Change {
             AdaptedProduct product;
             int64_t index;
             const Rows<Element>& rows;
         };
 
-        // The product of all rows with a matrix, after x · Aᵀ · scale of the rows that have an adapter. Both are tasks of
-        // one phase: a product has begun long before its sums are finished, which is where the former are needed.
+        // The product of all rows with a matrix, and x · Aᵀ · scale of the rows that have an adapter. Both are tasks of one
+        // phase, because only `finish` needs the latter. They come first, so that it seldom waits.
         template <class Finish>
         void adapted_product(Part part, const Change& change, const Matrix<Factor>& matrix, const Rows<Factor>& rows,
                              const Blocks* after, const Finish& finish) {
@@ -262,7 +262,7 @@ class DecoderOf final : public Decoder {
             decoder_.num_shrunk_.fetch_add(1, std::memory_order_release);
         }
 
-        // Other threads may still compute theirs. Tasks are taken in order, so all of them have been taken.
+        // Returns when no thread computes a shrink. Tasks are taken in order, so every shrink has a thread.
         void wait_for_shrinks() const {
             for (int spins = 0; decoder_.num_shrunk_.load(std::memory_order_acquire) < num_shrinks_; ++spins)
                 if (spins < SPINS)
@@ -672,7 +672,7 @@ class DecoderOf final : public Decoder {
         Exchange& exchange_;
         const DecoderStep& step_;
         const int64_t* slots_ = nullptr;  // of the layer that is computed
-        int64_t num_shrinks_ = 0;         // tasks of all products so far
+        int64_t num_shrinks_ = 0;         // in the step up to the current product
         const std::vector<Item>& items_;
         Team& team_;
         Scratch& scratch_;
@@ -689,7 +689,7 @@ class DecoderOf final : public Decoder {
     AdapterSlots<Element> adapters_;
     Activations<Element, Factor> activations_;
     AdaptedRows<Element, Factor> adapted_;
-    std::atomic<int64_t> num_shrunk_{0};  // tasks of the step that are done
+    std::atomic<int64_t> num_shrunk_{0};  // shrinks of the step that are done
     ViewedRows<Element> viewed_;
     GreedyChoice choice_;
     Exchange exchange_;

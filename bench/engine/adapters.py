@@ -3,7 +3,8 @@
 Loads a model and random adapters of all seven projections, and computes the same steps with no adapter, with one that
 all rows have, and with eight that rows have in turn. Prints Markdown: milliseconds per step, and tokens per second
 relative to the step without adapters. The variants take turns, so that a disturbance affects all of them; a ratio is
-the median of those of the rounds.
+the median of those of the rounds. Few decodes are limited by memory, so it also prints the bytes of the weights and of
+an adapter.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def main(argv: Sequence[str]) -> int:
     for slot in range(max(NUMS_ADAPTERS)):
         model.native.load_adapter(slot, random_adapter(limits, options.rank, slot))
     print(measure(model, options.rounds).markdown())
+    weights_mb, adapter_mb = model.native.num_matrix_bytes / 1e6, model.native.adapter_slot_bytes(options.rank) / 1e6
+    print(f"\nWeights of {weights_mb:.0f} MB, adapters of {adapter_mb:.1f} MB each.")
     return 0
 
 

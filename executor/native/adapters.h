@@ -6,6 +6,10 @@
 //
 //     A [panel of ranks, unit of inputs, 16, PAIR]      B [panel of outputs, unit of ranks, 16, PAIR]
 //
+// A slot is in the order in which a step reads it: for each layer and product first A, then B, with the panels of gate
+// and up in turn. Memory limits steps of few rows with different adapters. So the first row of an adapter prefetches
+// what is a fixed distance ahead in the slot, also that of the next product.
+//
 // x · Aᵀ is computed for the rows of an adapter together, in float32, and rounded to Elements after scaling. The rest is
 // added to a row while it is in the tile of a product. Every sum of a row has the same order whatever the other rows
 // are.
@@ -52,6 +56,7 @@ struct AdapterLayer {
     struct Expand {
         Number* panels = nullptr;
         int64_t num_panels = 0, first_unit = 0, num_units = 0;
+        int64_t panel_numbers = 0;  // from a panel to the next
     } expands[NUM_ADAPTED];
 };
 
@@ -59,7 +64,7 @@ struct AdapterLayer {
 template <class Element>
 class AdapterSlots {
     using Number = typename Element::Number;
-    static constexpr int PAIR = Element::PAIR;
+    static constexpr int PAIR = Element::PAIR, UNIT_NUMBERS = LANES * PAIR;
 
   public:
     struct Slot {
@@ -117,21 +122,33 @@ class AdapterSlots {
     std::vector<AdapterLayer<Element>> place(const AdapterMatrix* matrices, Cursor& cursor) const {
         std::vector<AdapterLayer<Element>> layers(num_layers_);
         for (AdapterLayer<Element>& layer : layers) {
-            int64_t num_units[NUM_PRODUCTS] = {};
-            for (int matrix = 0; matrix < NUM_ADAPTED; ++matrix, ++matrices) {
-                auto& expand = layer.expands[matrix];
-                expand.first_unit = num_units[PRODUCT_OF[matrix]];
-                expand.num_units = round_up(matrices->rank, PAIR) / PAIR;
-                expand.num_panels = round_up(outputs_[matrix], LANES) / LANES;
-                expand.panels = cursor.take<Number>(expand.num_panels * expand.num_units * LANES * PAIR);
-                num_units[PRODUCT_OF[matrix]] += expand.num_units;
-            }
-            for (int product = 0; product < NUM_PRODUCTS; ++product) {
+            for (int product = 0, matrix = 0; product < NUM_PRODUCTS; ++product) {
+                const int first = matrix;
+                int64_t num_units = 0;
+                for (; matrix < NUM_ADAPTED && PRODUCT_OF[matrix] == product; ++matrix, ++matrices) {
+                    auto& expand = layer.expands[matrix];
+                    expand.first_unit = num_units;
+                    expand.num_units = round_up(matrices->rank, PAIR) / PAIR;
+                    expand.num_panels = round_up(outputs_[matrix], LANES) / LANES;
+                    num_units += expand.num_units;
+                }
                 auto& shrink = layer.shrinks[product];
-                shrink.num_panels = round_up(num_units[product] * PAIR, LANES) / LANES;
+                shrink.num_panels = round_up(num_units * PAIR, LANES) / LANES;
                 shrink.num_units = round_up(inputs_[product], PAIR) / PAIR;
-                shrink.panels = cursor.take<Number>(shrink.num_panels * shrink.num_units * LANES * PAIR);
+                shrink.panels = cursor.take<Number>(shrink.num_panels * shrink.num_units * UNIT_NUMBERS);
                 shrink.scales = cursor.take<float>(shrink.num_panels * LANES);
+                if (product == GATE_UP_PRODUCT) {
+                    auto &gate = layer.expands[ADAPT_GATE], &up = layer.expands[ADAPT_UP];
+                    gate.panel_numbers = up.panel_numbers = num_units * UNIT_NUMBERS;
+                    gate.panels = cursor.take<Number>(gate.num_panels * gate.panel_numbers);
+                    up.panels = gate.panels + gate.num_units * UNIT_NUMBERS;
+                } else {
+                    for (int each = first; each < matrix; ++each) {
+                        auto& expand = layer.expands[each];
+                        expand.panel_numbers = expand.num_units * UNIT_NUMBERS;
+                        expand.panels = cursor.take<Number>(expand.num_panels * expand.panel_numbers);
+                    }
+                }
             }
         }
         return layers;
@@ -149,7 +166,7 @@ class AdapterSlots {
             shrink.scales[column] = from.scale;
             Number* unit = expand.panels + rank / PAIR * LANES * PAIR + rank % PAIR;
             for (int64_t out = 0; out < outputs_[matrix]; ++out)
-                unit[(out / LANES * expand.num_units * LANES + out % LANES) * PAIR] = b[out * from.rank + rank];
+                unit[out / LANES * expand.panel_numbers + out % LANES * PAIR] = b[out * from.rank + rank];
         }
     }
 
@@ -173,9 +190,12 @@ class AdaptedRows {
 
     bool is_empty() const { return groups_.empty(); }
     int32_t slot_of(int64_t row) const { return slots_[row]; }
+    // Whether a row is the first of its group.
+    bool leads(int64_t row) const { return leads_[row] != 0; }
+    // A task is a panel of a group. The next tasks are of other groups.
     int64_t num_tasks(AdaptedProduct product) const { return (int64_t)groups_.size() * most_panels_[product]; }
-    const Group& group(AdaptedProduct product, int64_t task) const { return groups_[task / most_panels_[product]]; }
-    int64_t panel(AdaptedProduct product, int64_t task) const { return task % most_panels_[product]; }
+    const Group& group(int64_t task) const { return groups_[task % groups_.size()]; }
+    int64_t panel(int64_t task) const { return task / groups_.size(); }
     const int64_t* rows(const Group& group) const { return order_.data() + group.first; }
 
     // `of_sequences[num_sequences]` are slots, -1 for none; null if no sequence has one.
@@ -186,6 +206,7 @@ class AdaptedRows {
         order_.clear();
         const int64_t num_tokens = query_starts[num_sequences];
         slots_.assign(num_tokens, -1);
+        leads_.assign(num_tokens, 0);
         std::fill(most_panels_, most_panels_ + NUM_PRODUCTS, 0);
         for (int32_t slot = 0; slot < slots.size(); ++slot) {
             const int64_t begin = (int64_t)order_.size();
@@ -195,8 +216,10 @@ class AdaptedRows {
                     slots_[row] = slot;
                 }
             const int64_t end = (int64_t)order_.size();
-            for (int64_t first = begin; first < end; first += GROUP_ROWS)
+            for (int64_t first = begin; first < end; first += GROUP_ROWS) {
                 groups_.push_back({slot, first, std::min(GROUP_ROWS, end - first)});
+                leads_[order_[first]] = 1;
+            }
             for (int product = 0; begin < end && product < NUM_PRODUCTS; ++product)
                 most_panels_[product] = std::max(most_panels_[product], slots[slot].most_panels[product]);
         }
@@ -228,6 +251,7 @@ class AdaptedRows {
     }
 
     std::vector<int32_t> slots_;  // of the rows
+    std::vector<char> leads_;
     std::vector<int64_t> order_;  // rows that have an adapter, by slot
     std::vector<Group> groups_;
     int64_t most_panels_[NUM_PRODUCTS] = {};
@@ -235,9 +259,16 @@ class AdaptedRows {
     std::unique_ptr<Arena> arena_;
 };
 
+// Prefetches what is AHEAD_BYTES behind a vector of a slot. Addresses behind the memory of the slots have no effect.
+template <class Number>
+ALWAYS_INLINE void prefetch_ahead(const Number* vector) {
+    constexpr uintptr_t AHEAD_BYTES = 8 << 10;
+    prefetch_line(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(vector) + AHEAD_BYTES));
+}
+
 // Computes a panel of x · Aᵀ · scale for ROWS rows. A row's sum is in CHAINS parts, so that it need not wait for each
 // addition.
-template <class Element, int ROWS>
+template <class Element, int ROWS, bool PREFETCHES>
 void shrink_rows(const typename AdapterLayer<Element>::Shrink& shrink, int64_t panel, const Rows<Element>& from,
                  const int64_t* rows, const Rows<Element>& to) {
     using Number = typename Element::Number;
@@ -251,7 +282,9 @@ void shrink_rows(const typename AdapterLayer<Element>::Shrink& shrink, int64_t p
         for (; unit + CHAINS <= shrink.num_units; unit += CHAINS)
 #pragma GCC unroll 4
             for (int chain = 0; chain < CHAINS; ++chain) {
-                const auto loaded = Element::load_units(units + (unit + chain) * LANES * PAIR);
+                const Number* vector = units + (unit + chain) * LANES * PAIR;
+                if (PREFETCHES && v == 0) prefetch_ahead(vector);
+                const auto loaded = Element::load_units(vector);
 #pragma GCC unroll 4
                 for (int r = 0; r < ROWS; ++r)
                     sums[r][chain] =
@@ -269,15 +302,23 @@ void shrink_rows(const typename AdapterLayer<Element>::Shrink& shrink, int64_t p
     }
 }
 
+// The first of the rows prefetch.
 template <class Element>
 void shrink_group(const typename AdapterLayer<Element>::Shrink& shrink, int64_t panel, const Rows<Element>& from,
                   const int64_t* rows, int64_t count, const Rows<Element>& to) {
-    for (; count >= 4; count -= 4, rows += 4) shrink_rows<Element, 4>(shrink, panel, from, rows, to);
-    for (; count > 0; --count, ++rows) shrink_rows<Element, 1>(shrink, panel, from, rows, to);
+    if (count >= 4) {
+        shrink_rows<Element, 4, true>(shrink, panel, from, rows, to);
+        for (count -= 4, rows += 4; count >= 4; count -= 4, rows += 4)
+            shrink_rows<Element, 4, false>(shrink, panel, from, rows, to);
+    } else {
+        shrink_rows<Element, 1, true>(shrink, panel, from, rows, to);
+        --count, ++rows;
+    }
+    for (; count > 0; --count, ++rows) shrink_rows<Element, 1, false>(shrink, panel, from, rows, to);
 }
 
 // Adds (x · Aᵀ · scale) · Bᵀ of a row, panels `[first, first + num_panels)` as far as there are any, to `out`.
-template <class Element>
+template <class Element, bool PREFETCHES>
 void add_expanded(const typename AdapterLayer<Element>::Expand& expand, int64_t first, int64_t num_panels,
                   const typename Element::Number* low, float* out) {
     constexpr int PAIR = Element::PAIR;
@@ -286,10 +327,12 @@ void add_expanded(const typename AdapterLayer<Element>::Expand& expand, int64_t 
     const int64_t end = std::min(first + num_panels, expand.num_panels);
     for (int64_t panel = first; panel < end; ++panel, out += LANES)
         for (int v = 0; v < VECTORS; ++v) {
-            const auto* units = expand.panels + (panel * expand.num_units * LANES + v * WIDTH) * PAIR;
+            const auto* units = expand.panels + panel * expand.panel_numbers + v * WIDTH * PAIR;
             Floats sum = {};
-            for (int64_t unit = 0; unit < expand.num_units; ++unit, units += LANES * PAIR)
+            for (int64_t unit = 0; unit < expand.num_units; ++unit, units += LANES * PAIR) {
+                if (PREFETCHES && v == 0) prefetch_ahead(units);
                 sum = Element::multiply_add(sum, unit_at<Element>(low, unit), Element::load_units(units));
+            }
             store(out + v * WIDTH, load(out + v * WIDTH) + sum);
         }
 }

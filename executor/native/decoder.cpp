@@ -70,6 +70,7 @@ class DecoderOf final : public Decoder {
         viewed_.reserve(weights_.viewed_size, activations_.capacity);
         if (shape_.num_ranks > 1) exchange_.begin(step, shape_.num_ranks, shape_.rank, step.num_tokens * row_part_bytes());
         adapted_.begin(shape_, adapters_, step.adapter_slots, step.query_starts, step.num_sequences);
+        num_shrunk_.store(0, std::memory_order_relaxed);
         const auto items =
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
@@ -133,25 +134,22 @@ class DecoderOf final : public Decoder {
                                  step_.is_int8[index] != 0};
                 slots_ = step_.slots[index];
                 norm(layer.input_norm, &kv, layer.qkv);
-                shrink(QKV, QKV_PRODUCT, index, normed_elements());
                 project_qkv(layer, kv, index);
                 attend_all(kv, step_.block_tables[index], decoder_.windows_[index]);
                 gather(activations_.attended, shape_.attention_depth(), 1);
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
-                shrink(OUTPUT, OUTPUT_PRODUCT, index, activations_.attended);
                 add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
-                            ADAPT_OUTPUT, index, layer.router == nullptr ? &layer.gate_up : nullptr);
+                            {OUTPUT_PRODUCT, index, activations_.attended}, ADAPT_OUTPUT,
+                            layer.router == nullptr ? &layer.gate_up : nullptr);
                 norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router);
                 if (layer.router != nullptr) {
                     add_experts(layer);
                     continue;
                 }
-                shrink(GATE_UP, GATE_UP_PRODUCT, index, normed_elements());
                 gate_up(layer, index);
                 gather(activations_.hidden, shape_.intermediate_size, PART_INNER_COLUMNS);
-                shrink(DOWN, DOWN_PRODUCT, index, hidden_elements());
-                add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm, ADAPT_DOWN,
-                            index,
+                add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm,
+                            {DOWN_PRODUCT, index, hidden_elements()}, ADAPT_DOWN,
                             index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
                                                           : &decoder_.weights_.head);
                 if (exchange_.has_failed()) return;
@@ -229,22 +227,58 @@ class DecoderOf final : public Decoder {
             else return adapted_.hidden;
         }
 
-        // Computes x · Aᵀ · scale of the rows that have an adapter, for the product that follows.
-        void shrink(Part part, AdaptedProduct product, int64_t index, const Rows<Element>& rows) {
-            if (adapted_.is_empty()) return;
-            phase(part, adapted_.num_tasks(product), [&](int64_t task) {
-                const auto& group = adapted_.group(product, task);
-                const auto& shrink = adapter_layer(group.slot, index).shrinks[product];
-                const int64_t panel = adapted_.panel(product, task);
-                if (panel < shrink.num_panels)
-                    shrink_group<Element>(shrink, panel, rows, adapted_.rows(group), group.count, adapted_.low);
+        // What adapters change: a product of layer `index`. `rows` are those that it multiplies, as Elements.
+        struct Change {
+            AdaptedProduct product;
+            int64_t index;
+            const Rows<Element>& rows;
+        };
+
+        // The product of all rows with a matrix, and x · Aᵀ · scale of the rows that have an adapter. Both are tasks of one
+        // phase, because only `finish` needs the latter. They come first, so that it seldom waits.
+        template <class Finish>
+        void adapted_product(Part part, const Change& change, const Matrix<Factor>& matrix, const Rows<Factor>& rows,
+                             const Blocks* after, const Finish& finish) {
+            const Product<Factor> product(matrix, rows, step_.num_tokens, team_.num_threads,
+                                          decoder_.weights_.stream, after, prepared(matrix));
+            const int64_t num_shrinks = adapted_.num_tasks(change.product);
+            num_shrinks_ += num_shrinks;
+            phase(part, num_shrinks + product.num_tasks, [&](int64_t task) {
+                if (task < num_shrinks) return shrink(change, task);
+                product.compute(task - num_shrinks, scratch_.product,
+                                [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                                    wait_for_shrinks();
+                                    finish(block, row, num_rows, tile);
+                                });
             });
+        }
+
+        void shrink(const Change& change, int64_t task) {
+            const auto& group = adapted_.group(task);
+            const auto& shrink = adapter_layer(group.slot, change.index).shrinks[change.product];
+            const int64_t panel = adapted_.panel(task);
+            if (panel < shrink.num_panels)
+                shrink_group<Element>(shrink, panel, change.rows, adapted_.rows(group), group.count, adapted_.low);
+            decoder_.num_shrunk_.fetch_add(1, std::memory_order_release);
+        }
+
+        // Returns when no thread computes a shrink. Tasks are taken in order, so every shrink has a thread.
+        void wait_for_shrinks() const {
+            for (int spins = 0; decoder_.num_shrunk_.load(std::memory_order_acquire) < num_shrinks_; ++spins)
+                if (spins < SPINS)
+                    pause_briefly();
+                else
+                    sched_yield();
         }
 
         // Adds the adapter's part of `count` columns of a matrix, from column `first` on, to a row's sums.
         void add_adapter(int64_t row, int64_t index, int matrix, int64_t first, int64_t count, float* sums) {
             const auto& expand = adapter_layer(adapted_.slot_of(row), index).expands[matrix];
-            add_expanded<Element>(expand, first / LANES, count / LANES, adapted_.low.row(row), sums);
+            const Number* low = adapted_.low.row(row);
+            if (adapted_.leads(row))
+                add_expanded<Element, true>(expand, first / LANES, count / LANES, low, sums);
+            else
+                add_expanded<Element, false>(expand, first / LANES, count / LANES, low, sums);
         }
 
         void embed() {
@@ -361,13 +395,15 @@ class DecoderOf final : public Decoder {
         void project_qkv(const Layer<Factor>& layer, const LayerKv& kv, int64_t index) {
             const int64_t rope = decoder_.layer_ropes_[index];
             const int64_t blocks = decoder_.weights_.head_blocks, stride = blocks * BLOCK_COLUMNS;
-            product(QKV, layer.qkv, activations_.normed, step_.num_tokens, &layer.output,
-                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                        for (int i = 0; i < num_rows; ++i) {
-                            if (has_adapter(row + i)) adapt_head(index, block / blocks, row + i, tile + i * stride);
-                            finish_head(layer, kv, rope, block / blocks, row + i, tile + i * stride);
-                        }
-                    });
+            const Change change{QKV_PRODUCT, index, normed_elements()};
+            adapted_product(QKV, change, layer.qkv, activations_.normed, &layer.output,
+                            [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                                for (int i = 0; i < num_rows; ++i) {
+                                    float* const head = tile + i * stride;
+                                    if (has_adapter(row + i)) adapt_head(index, block / blocks, row + i, head);
+                                    finish_head(layer, kv, rope, block / blocks, row + i, head);
+                                }
+                            });
             if (shape_.head_norms == NORMS_OF_ALL_HEADS) norm_all_heads(layer, kv, rope);
         }
 
@@ -466,7 +502,7 @@ class DecoderOf final : public Decoder {
 
         // residual += (rows · matrix + bias) * scale; or, if it is to be normed, delta = rows · matrix + bias
         void add_product(Part part, const Matrix<Factor>& matrix, const Rows<Factor>& rows, const float* bias,
-                         const float* norm, AdaptedMatrix adapted, int64_t index, const Blocks* after) {
+                         const float* norm, const Change& change, AdaptedMatrix adapted, const Blocks* after) {
             const int64_t num_tokens = step_.num_tokens;
             const float scale = norm == nullptr ? shape_.residual_scale : 1.0f;
             delta_norm_ = norm;
@@ -483,12 +519,12 @@ class DecoderOf final : public Decoder {
                     store(to + c, sum);
                 }
             };
-            product(part, matrix, rows, num_tokens, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
+            adapted_product(part, change, matrix, rows, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
                 const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
                 for (int i = 0; i < num_rows; ++i) {
                     float* const sums = tile + i * BLOCK_COLUMNS;
-                    if (has_adapter(row + i)) add_adapter(row + i, index, adapted, first, BLOCK_COLUMNS, sums);
+                    if (has_adapter(row + i)) add_adapter(row + i, change.index, adapted, first, BLOCK_COLUMNS, sums);
                     if (shape_.num_ranks == 1)
                         add(row + i, first, columns, sums);
                     else
@@ -501,10 +537,11 @@ class DecoderOf final : public Decoder {
         }
 
         void gate_up(const Layer<Factor>& layer, int64_t index) {
-            product(GATE_UP, layer.gate_up, activations_.normed, step_.num_tokens, &layer.down,
-                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                        activate(index, block, row, num_rows, tile);
-                    });
+            const Change change{GATE_UP_PRODUCT, index, normed_elements()};
+            adapted_product(GATE_UP, change, layer.gate_up, activations_.normed, &layer.down,
+                            [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                                activate(index, block, row, num_rows, tile);
+                            });
         }
 
         // `index` is the layer whose adapters apply to the rows, or NO_LAYER.
@@ -635,6 +672,7 @@ class DecoderOf final : public Decoder {
         Exchange& exchange_;
         const DecoderStep& step_;
         const int64_t* slots_ = nullptr;  // of the layer that is computed
+        int64_t num_shrinks_ = 0;         // in the step up to the current product
         const std::vector<Item>& items_;
         Team& team_;
         Scratch& scratch_;
@@ -651,6 +689,7 @@ class DecoderOf final : public Decoder {
     AdapterSlots<Element> adapters_;
     Activations<Element, Factor> activations_;
     AdaptedRows<Element, Factor> adapted_;
+    std::atomic<int64_t> num_shrunk_{0};  // shrinks of the step that are done
     ViewedRows<Element> viewed_;
     GreedyChoice choice_;
     Exchange exchange_;

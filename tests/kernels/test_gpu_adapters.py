@@ -13,8 +13,11 @@ from common.settings import load
 from executor.gpu.adapters import AdapterSlots, slot_bytes
 from executor.gpu.runner import GpuRunner
 from executor.main import load_model
+from executor.model.model import DTYPES
 from executor.model.runner import ModelRunner
 from executor.settings import ExecutorSettings
+from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, pool_of
+from inflight.tools.sizing.model_shape import read_model_shape
 from tests.adapter_files import SHAPE
 from tests.kernels.adapted import (
     CPU,
@@ -53,12 +56,23 @@ def test_rows_change_by_their_adapters(dtype: torch.dtype) -> None:
     assert_rows_change_by_their_adapters(dtype)
 
 
+def held_bytes(slots: AdapterSlots) -> int:
+    return sum(tensor.nbytes for kind in (slots._a, slots._b) for layer in kind for tensor in layer)
+
+
 def test_slot_takes_the_bytes_that_are_announced_and_no_higher_rank() -> None:
     slots = AdapterSlots(SHAPE, NUM_SLOTS, 20, torch.float32, CPU)
-    held = [tensor for kind in (slots._a, slots._b) for layer in kind for tensor in layer]
-    assert sum(tensor.nbytes for tensor in held) == NUM_SLOTS * slot_bytes(SHAPE, 20, torch.float32)
+    assert held_bytes(slots) == NUM_SLOTS * slot_bytes(SHAPE, 20, torch.float32)
     with pytest.raises(ValueError, match="rank 21 does not fit"):
         slots.load(0, random_weights(SHAPE, 21, 0))
+
+
+@pytest.mark.parametrize("max_rank", [1, 16, 20, 64])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_slots_take_the_bytes_that_are_predicted(dtype: str, max_rank: int, base: Path) -> None:
+    slots = AdapterSlots(SHAPE, NUM_SLOTS, max_rank, DTYPES[dtype], CPU)
+    machine = Machine(GIBIBYTE, True, 0.9, 0, MemoryOptions(max_adapters=NUM_SLOTS, max_adapter_rank=max_rank))
+    assert pool_of(read_model_shape(str(base)), machine, dtype, BLOCK_SIZE).adapter_bytes == held_bytes(slots)
 
 
 def test_slot_holds_nothing_of_the_adapter_before() -> None:

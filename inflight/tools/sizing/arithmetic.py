@@ -18,7 +18,7 @@ from common.kv_size import (
     num_kv_blocks,
 )
 from common.settings import SettingError
-from inflight.tools.sizing.adapters import adapter_slot_bytes
+from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, gpu_adapter_slot_bytes
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape
 from inflight.tools.sizing.weights import cpu_weight_bytes
@@ -228,10 +228,10 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
     options = machine.options
     if not options.max_adapters or shape.sizes is None:
         return 0
-    if machine.is_gpu or num_ranks > 1:
-        raise SettingError("the memory of adapters is computed for a CPU and one rank: give --memory-gib and one rank")
-    slot_bytes = adapter_slot_bytes(shape.num_layers, shape.sizes, options.max_adapter_rank, dtype)
-    return options.max_adapters * slot_bytes
+    if num_ranks > 1:
+        raise SettingError("the memory of adapters is computed for one rank")
+    slot_bytes = gpu_adapter_slot_bytes if machine.is_gpu else cpu_adapter_slot_bytes
+    return options.max_adapters * slot_bytes(shape.num_layers, shape.sizes, options.max_adapter_rank, dtype)
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:

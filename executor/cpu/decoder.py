@@ -209,7 +209,8 @@ class NativeDecoder:
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Packs an adapter into a slot. Steps may run meanwhile, but none of a sequence whose adapter was in this
         slot."""
-        matrices = [_adapter_matrix(matrix, self.form.dtype) for layer in weights.layers for matrix in layer]
+        layers = weights.part_of(self.shard, self.form.shape).layers
+        matrices = [_adapter_matrix(matrix, self.form.dtype) for layer in layers for matrix in layer]
         entries = (_AdapterMatrix * len(matrices))(*(entry for entry, _ in matrices))
         if self._calls.inflight_decoder_load_adapter(self._decoder, slot, ctypes.addressof(entries)):
             raise ValueError(f"an adapter of rank {weights.rank} does not fit a slot")
@@ -400,8 +401,8 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         for expert in range(shape.num_experts):
             index_of_all = index * shape.num_experts + expert
-            yield index_of_all, Packed.EXPERT_GATE_UP, (gate_up[expert],)
-            yield index_of_all, Packed.EXPERT_DOWN, (down[expert],)
+            yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up(shape, (gate_up[expert],))
+            yield index_of_all, Packed.EXPERT_DOWN, (shard.hidden(shape, down[expert]),)
 
 
 def _coded_part(weight: QuantizedWeight, first: int, dtype: torch.dtype) -> tuple[_CodedPart, CodedWeight]:

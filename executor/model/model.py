@@ -419,7 +419,7 @@ def _same_on_all_ranks(weights: DecoderWeights, backend: CpuAttention, shard: Sh
 def _layers_of(layers: tuple[Layer, ...], shard: Shard) -> tuple[Layer, ...]:
     """Returns the layers with the KV heads of a shard."""
     return tuple(
-        replace(layer, shape=replace(layer.shape, num_kv_heads=layer.shape.num_kv_heads // shard.num_ranks))
+        replace(layer, shape=replace(layer.shape, num_kv_heads=shard.num_kv_heads(layer.shape.num_kv_heads)))
         for layer in layers
     )
 

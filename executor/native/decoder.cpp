@@ -48,9 +48,11 @@ class DecoderOf final : public Decoder {
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
     int64_t row_part_bytes() const override {
+        const int64_t inner = shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS);
         return std::max({shape_.part_of(shape_.hidden_size) * (int64_t)sizeof(float),
                          Rows<Element>::part_bytes(shape_.part_of(shape_.attention_depth(), 1)),
-                         Rows<Factor>::part_bytes(shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS))});
+                         Rows<Element>::part_bytes(inner),  // of rows with adapters
+                         Rows<Factor>::part_bytes(inner) * std::max<int64_t>(1, shape_.num_experts_per_token)});
     }
 
     void declare(int64_t layer, int64_t part, const CodedPart& coded) override { weights_.declare(layer, part, coded); }
@@ -136,7 +138,7 @@ class DecoderOf final : public Decoder {
                 shrink(QKV, QKV_PRODUCT, index, normed_elements());
                 project_qkv(layer, kv, index);
                 attend_all(kv, step_.block_tables[index], decoder_.windows_[index]);
-                gather(activations_.attended, shape_.attention_depth(), 1);
+                gather(activations_.attended, step_.num_tokens, shape_.attention_depth(), 1);
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
                 shrink(OUTPUT, OUTPUT_PRODUCT, index, activations_.attended);
                 add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
@@ -144,11 +146,15 @@ class DecoderOf final : public Decoder {
                 norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router);
                 if (layer.router != nullptr) {
                     add_experts(layer);
+                    if (exchange_.has_failed()) return;
                     continue;
                 }
                 shrink(GATE_UP, GATE_UP_PRODUCT, index, normed_elements());
                 gate_up(layer, index);
-                gather(activations_.hidden, shape_.intermediate_size, PART_INNER_COLUMNS);
+                gather(activations_.hidden, step_.num_tokens, shape_.intermediate_size, PART_INNER_COLUMNS);
+                if constexpr (!std::is_same_v<Element, Factor>)
+                    if (!adapted_.is_empty())
+                        gather(adapted_.hidden, step_.num_tokens, shape_.intermediate_size, PART_INNER_COLUMNS);
                 shrink(DOWN, DOWN_PRODUCT, index, hidden_elements());
                 add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm, ADAPT_DOWN,
                             index,
@@ -261,10 +267,7 @@ class DecoderOf final : public Decoder {
                         activations_.sines[to] = std::sin(angle) * decoder_.rope_scalings_[rope];
                     }
             });
-            gather_sums([&](int64_t row, int64_t first, int64_t count, const float* embedded) {
-                std::memcpy(activations_.residual + row * activations_.width + first, embedded,
-                            count * sizeof *embedded);
-            });
+            gather_residual();
         }
 
         // The sums of a row that this rank has computed, for `gather_sums`.
@@ -287,18 +290,25 @@ class DecoderOf final : public Decoder {
             });
         }
 
+        // Exchanges columns of the residual itself.
+        void gather_residual() {
+            gather_sums([&](int64_t row, int64_t first, int64_t count, const float* sums) {
+                std::memcpy(activations_.residual + row * activations_.width + first, sums, count * sizeof *sums);
+            });
+        }
+
         // Exchanges columns of rows of activations, whose parts of each rank are multiples of `multiple`.
         template <class Type>
-        void gather(const Rows<Type>& rows, int64_t depth, int64_t multiple) {
+        void gather(const Rows<Type>& rows, int64_t num_rows, int64_t depth, int64_t multiple) {
             if (shape_.num_ranks == 1) return;
             const int64_t part = shape_.part_of(depth, multiple), row_bytes = Rows<Type>::part_bytes(part);
-            const int64_t num_bytes = step_.num_tokens * row_bytes;
+            const int64_t num_bytes = num_rows * row_bytes;
             const auto [own_first, own_count] = shape_.columns_of(shape_.rank, depth, multiple);
-            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+            each_row(EXCHANGE, num_rows, [&](int64_t row) {
                 rows.copy_part(row, own_first, own_count, exchange_.own_part(num_bytes) + row * row_bytes);
             });
             phase(EXCHANGE, 1, [&](int64_t) { exchange_.run(num_bytes); });
-            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+            each_row(EXCHANGE, num_rows, [&](int64_t row) {
                 for (int64_t rank = 0; rank < shape_.num_ranks; ++rank) {
                     const auto [first, count] = shape_.columns_of(rank, depth, multiple);
                     if (rank != shape_.rank)
@@ -315,20 +325,23 @@ class DecoderOf final : public Decoder {
         // Adds to the residual what the last sublayer left in `delta`: normed, or of all experts of the row.
         void settle(int64_t row) {
             float* residual = activations_.residual + row * activations_.width;
-            if (has_expert_rows_) {
-                const Routing& routing = activations_.routing;
-                for (int64_t i = row * routing.num_choices; i < (row + 1) * routing.num_choices; ++i) {
-                    const float* delta = activations_.delta + routing.places[i] * activations_.width;
-                    const float weight = routing.weights[i] * shape_.residual_scale;
-                    for (int64_t c = 0; c < activations_.width; c += WIDTH)
-                        store(residual + c, load(residual + c) + load(delta + c) * weight);
-                }
-            }
+            if (has_expert_rows_) add_expert_rows(row, residual, 0, activations_.width);
             if (delta_norm_ == nullptr) return;
             norm_row(activations_.delta + row * activations_.width, delta_norm_, shape_.hidden_size,
                      shape_.norm_epsilon, [&](int64_t i, Floats x) {
                          store(residual + i, load(residual + i) + x * shape_.residual_scale);
                      });
+        }
+
+        // Adds to `count` columns of the residual of a row, from `first` on, what the row's experts left in `delta`.
+        void add_expert_rows(int64_t row, float* residual, int64_t first, int64_t count) const {
+            const Routing& routing = activations_.routing;
+            for (int64_t i = row * routing.num_choices; i < (row + 1) * routing.num_choices; ++i) {
+                const float* delta = activations_.delta + routing.places[i] * activations_.width + first;
+                const float weight = routing.weights[i] * shape_.residual_scale;
+                for (int64_t c = 0; c < count; c += WIDTH)
+                    store(residual + c, load(residual + c) + load(delta + c) * weight);
+            }
         }
 
         // Norms the residual, for the product with `next`. Before keys and values are written, clears the groups that
@@ -534,7 +547,7 @@ class DecoderOf final : public Decoder {
             }
         }
 
-        // Leaves in `delta` what each row's experts yield.
+        // Leaves in `delta` what each row's experts yield; of several ranks each adds its columns to the residual.
         void add_experts(const Layer<Factor>& layer) {
             const Routing& routing = activations_.routing;
             phase(GATE_UP, 1,
@@ -546,16 +559,26 @@ class DecoderOf final : public Decoder {
                         [&](int64_t block, int64_t row, int num_rows, float* tile) {
                             activate(NO_LAYER, block, row, num_rows, tile);
                         });
+            gather(activations_.hidden, step_.num_tokens * routing.num_choices, shape_.intermediate_size,
+                   PART_INNER_COLUMNS);
+            const auto [own_first, own_count] = shape_.hidden_columns();
             each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.hidden,
-                        [&](int64_t block, int64_t row, int num_rows, const float* tile) {
-                            const int64_t first = block * BLOCK_COLUMNS;
+                        [&, first_column = own_first](int64_t block, int64_t row, int num_rows, const float* tile) {
+                            const int64_t first = first_column + block * BLOCK_COLUMNS;
                             const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
                             for (int i = 0; i < num_rows; ++i)
                                 std::memcpy(activations_.delta + (row + i) * activations_.width + first,
                                             tile + i * BLOCK_COLUMNS, columns * sizeof *tile);
                         });
             delta_norm_ = nullptr;
-            has_expert_rows_ = true;
+            has_expert_rows_ = shape_.num_ranks == 1;
+            if (has_expert_rows_) return;
+            each_row(EXCHANGE, step_.num_tokens, [&, first = own_first, count = own_count](int64_t row) {
+                float* sums = own_sums(row);
+                std::memcpy(sums, activations_.residual + row * activations_.width + first, count * sizeof *sums);
+                add_expert_rows(row, sums, first, round_up(count, LANES));
+            });
+            gather_residual();
         }
 
         // rows of each expert · its matrix. A task is some blocks of one expert.

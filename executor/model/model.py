@@ -219,8 +219,7 @@ class PagedModel:
         """Allocates blocks 1 to `num_blocks`, and the spare block 0. Layers with a sliding window have
         `num_window_blocks` instead, if that is not None; batches must then have window tables."""
         if self.parallel is not None:
-            assert num_window_blocks is None, "ranks have one KV pool for all layers"
-            self.parallel.allocate_kv(num_blocks, block_size)
+            self.parallel.allocate_kv(num_blocks, block_size, num_window_blocks)
         self._kv = self._allocate(
             num_blocks + 1, block_size, (num_blocks if num_window_blocks is None else num_window_blocks) + 1
         )

@@ -76,6 +76,14 @@ def various_requests() -> list[Sequence]:
     return [*requests, request(8, GREEDY, PENALTIES), request(9, SAMPLINGS[1], PENALTIES)]
 
 
+def preempted_requests() -> list[Sequence]:
+    """Requests that reserve blocks for their prompts only."""
+    requests = various_requests()
+    for one_request in requests:
+        one_request.num_reserved_blocks = -(-one_request.num_prompt_tokens // BLOCK_SIZE)
+    return requests
+
+
 def tokens_of(one: Loaded, requests: list[Sequence] | None = None) -> list[list[int]]:
     """The outputs of requests that share steps."""
     return run(one, various_requests() if requests is None else requests)[0]
@@ -135,12 +143,12 @@ def test_ranks_choose_the_tokens_of_one_rank(
 def test_ranks_with_a_host_tier_choose_the_tokens_of_one_rank(tmp_path: Path) -> None:
     model = str(save_model(LlamaConfig(**sizes()), tmp_path / "tiny"))
     changes: dict[str, Any] = {"dtype": "float32", "batch_scheduler_policy": "max_utilization"}
-    changes |= {"max_tokens_in_paged_kv_cache": 12 * BLOCK_SIZE, "kv_cache_host_memory_bytes": 1 << 20}
+    changes |= {"max_tokens_in_paged_kv_cache": 18 * BLOCK_SIZE, "kv_cache_host_memory_bytes": 1 << 20}
     with loaded(model, 1, **changes) as one:
-        expected, num_swapped_in = run(one, various_requests())
+        expected, num_swapped_in = run(one, preempted_requests())
     assert num_swapped_in > 0
     with loaded(model, 2, **changes) as one:
-        assert run(one, various_requests()) == (expected, num_swapped_in)
+        assert run(one, preempted_requests()) == (expected, num_swapped_in)
 
 
 @pytest.mark.timeout(600)
@@ -249,7 +257,6 @@ def test_adapter_that_one_rank_cannot_load_is_refused_until_it_can(tmp_path: Pat
         # And it is once the worker has it, with the slot that was tried before
         shutil.copytree(adapters / "b", there / "b")
         assert tokens_of(one, [first, adapted(store, 1, "b")]) == expected
-
 
 
 def test_size_that_does_not_divide_the_heads_is_refused_with_sizes_that_work() -> None:

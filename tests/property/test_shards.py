@@ -40,6 +40,8 @@ from executor.cpu.streams import DEFAULT_STREAM
 from executor.native.library import NativeLibrary, load_native
 from executor.native.pool import NativePool
 from executor.step.batch import StepBatch
+from inflight.tools.sizing.adapters import adapter_slot_bytes, outputs_of_rank
+from inflight.tools.sizing.layer_sizes import LayerSizes
 from tests.adapter_files import SHAPE
 from tests.paged_cases import PagedCase, Spec, make_case
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
@@ -209,6 +211,21 @@ def test_shards_of_adapters_compute_every_bit_of_the_whole(tmp_path: Path, famil
     assert torch.equal(base[2], base[0])
     is_changed = (logits[0] != base[0]).any(-1)
     assert is_changed.tolist() == [slot >= 0 for slot in [0, -1, 1, 2, 1]]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-shared-kv", "llama-empty-parts"])
+def test_adapter_slots_of_a_rank_take_the_predicted_memory(tmp_path: Path, family: str) -> None:
+    weights = read(save_model(FAMILY[family], tmp_path / "tiny"), torch.bfloat16)
+    shape = weights.shape
+    dim = shape.head_dim
+    sizes = LayerSizes(
+        shape.hidden_size, shape.num_heads * dim, shape.num_kv_heads * dim, inner=shape.intermediate_size
+    )
+    for num_ranks in (1, 2, 4):
+        decoder = Ranks(weights, torch.bfloat16, num_ranks).decoders[0]
+        outputs = outputs_of_rank(sizes, decoder.shard.num_kv_heads(shape.num_kv_heads) * dim, num_ranks)
+        expected = adapter_slot_bytes(shape.num_layers, sizes, outputs, 20, "bfloat16")
+        assert decoder.adapter_slot_bytes(20) == expected
 
 
 def random_adapter(limits: AdapterLimits, rank: int, seed: int) -> AdapterWeights:

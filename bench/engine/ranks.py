@@ -102,8 +102,8 @@ def main(argv: Sequence[str]) -> int:
         divided = load_model(ExecutorSettings(**settings, num_threads=1, tensor_parallel_size=options.ranks))
         assert divided.group is not None
         groups.callback(divided.group.close)
-        print(f"- {processor().text}\n- {options.dtype}, {options.ranks} ranks of one thread each, and one rank of ")
-        print(f"  {options.ranks} threads\n\n{measure(whole, divided, options.rounds).markdown()}")
+        print(f"- {processor().text}\n- {options.dtype}, {options.ranks} ranks of one thread, and one of {options.ranks}\n")
+        print(measure(whole, divided, options.rounds).markdown())
     return 0
 
 

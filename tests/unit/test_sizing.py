@@ -86,7 +86,7 @@ def test_each_rank_has_a_part_of_weights_and_kv_in_memory_of_its_own() -> None:
 
 def test_ranks_above_the_kv_heads_have_one_each() -> None:
     shape = replace(EIGHT_B, num_kv_heads=2, sizes=LayerSizes(4096, 4096, 256, 14336))
-    machine = Machine(16 * GIBIBYTE, False, 0.2)
+    machine = Machine(16 * GIBIBYTE, False, 0.2, 0)
     two, eight = (pool_of(shape, machine, "bfloat16", 16, num_ranks=n) for n in (2, 8))
     assert two.bytes_per_token == eight.bytes_per_token
 

@@ -83,10 +83,11 @@ def measure(whole: Loaded, divided: Loaded, rounds: int) -> Table:
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="model folder; default: random weights")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=30, help="times that each shape is measured; default: %(default)s")
+    add = parser.add_argument
+    add("--model", default="", help="model folder; default: random weights")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: %(default)s")
+    add("--ranks", type=int, default=2, help="default: %(default)s")
+    add("--rounds", type=int, default=30, help="times that each shape is measured; default: %(default)s")
     options = parser.parse_args(argv)
     num_blocks = max(shape.num_sequences * blocks_of(shape) for shape in SHAPES)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as groups:
@@ -102,7 +103,8 @@ def main(argv: Sequence[str]) -> int:
         divided = load_model(ExecutorSettings(**settings, num_threads=1, tensor_parallel_size=options.ranks))
         assert divided.group is not None
         groups.callback(divided.group.close)
-        print(f"- {processor().text}\n- {options.dtype}, {options.ranks} ranks of one thread, and one of {options.ranks}\n")
+        print(f"- {processor().text}")
+        print(f"- {options.dtype}, {options.ranks} ranks of one thread each, and one rank of {options.ranks} threads\n")
         print(measure(whole, divided, options.rounds).markdown())
     return 0
 

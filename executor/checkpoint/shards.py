@@ -124,22 +124,15 @@ def _divided(parts: tuple[Matrix, ...], counts: list[int]) -> tuple[Matrix, ...]
 WHOLE = Shard()
 
 
-def indivisible_reason(weights: DecoderWeights, num_ranks: int) -> str | None:
-    """Returns why the weights cannot be divided between so many ranks; None if they can."""
-    if num_ranks == 1:
-        return None
-    shape = weights.shape
+def indivisible_reason(shape: DecoderShape, num_ranks: int) -> str | None:
+    """Returns why a model cannot be divided between so many ranks; None if it can."""
     sizes = numbers_of_ranks(shape.num_heads, shape.num_kv_heads)
-    if num_ranks not in sizes:
-        possible = ", ".join(map(str, sizes))
-        return (
-            f"{shape.num_heads} heads and {shape.num_kv_heads} KV heads cannot be divided by {num_ranks}; "
-            f"sizes that work: {possible}"
-        )
-    norm = weights.layers[0].query_norm
-    if norm is not None and norm.numel() != shape.head_dim:
-        return "its norms of queries and keys cover all heads"
-    return None
+    if num_ranks in sizes:
+        return None
+    return (
+        f"{shape.num_heads} heads and {shape.num_kv_heads} KV heads cannot be divided by {num_ranks}; "
+        f"sizes that work: {', '.join(map(str, sizes))}"
+    )
 
 
 def digest_of(weights: DecoderWeights) -> str:

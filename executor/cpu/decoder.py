@@ -344,6 +344,7 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
         form.head_norms,
         shard.num_ranks,
         shard.rank,
+        form.shape.num_kv_heads,
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
         windows.ctypes.data,
         layer_ropes.ctypes.data,
@@ -453,7 +454,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in _SHAPE_SIZES),
         *((name, c_int64) for name in ("num_ropes", *_FORM_FLAGS, "has_gelu", "head_norms")),
-        *((name, c_int64) for name in ("num_ranks", "rank")),
+        *((name, c_int64) for name in ("num_ranks", "rank", "all_kv_heads")),
         *((name, c_float) for name in _SHAPE_FACTORS),
         *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "inverse_frequencies", "rope_scalings")),
     )

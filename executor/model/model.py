@@ -368,7 +368,7 @@ def _native_forward(
     if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
         obstacle = unsupported_reason(weights.shape)
         if obstacle is None:
-            if reason := indivisible_reason(weights, shard.num_ranks):
+            if reason := indivisible_reason(weights.shape, shard.num_ranks):
                 raise ModelError(f"tensor_parallel_size={shard.num_ranks}: {reason}")
             form = form_of(weights, network.dtype, weight_dtype == "int8")
             native = _native_decoder(weights, choice.backend, form, weight_stream, shard)

@@ -49,7 +49,8 @@ class DecoderOf final : public Decoder {
 
     int64_t row_part_bytes() const override {
         const int64_t inner = shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS);
-        return std::max({shape_.part_of(shape_.hidden_size) * (int64_t)sizeof(float),
+        const int64_t normed = shape_.head_norms == NORMS_OF_ALL_HEADS ? shape_.num_heads + shape_.num_kv_heads : 0;
+        return std::max({std::max(shape_.part_of(shape_.hidden_size), normed * shape_.head_dim) * (int64_t)sizeof(float),
                          Rows<Element>::part_bytes(shape_.part_of(shape_.attention_depth(), 1)),
                          Rows<Element>::part_bytes(inner),  // of rows with adapters
                          Rows<Factor>::part_bytes(inner) * std::max<int64_t>(1, shape_.num_experts_per_token)});
@@ -401,7 +402,7 @@ class DecoderOf final : public Decoder {
             if (layer.qkv_bias != nullptr)
                 for (int64_t d = 0; d < dim; ++d) x[d] += layer.qkv_bias[head * dim + d];
             if (head < num_normed && shape_.head_norms == NORMS_OF_ALL_HEADS) {
-                std::memcpy(activations_.unnormed + (row * num_normed + head) * dim, x, dim * sizeof *x);
+                std::memcpy(unnormed_head(row, shape_.rank, head), x, dim * sizeof *x);
                 return;
             }
             if (head < num_normed && shape_.head_norms == NORMS_OF_ONE_HEAD)
@@ -409,14 +410,45 @@ class DecoderOf final : public Decoder {
             store_head(kv, rope, head, row, x);
         }
 
+        // A query or key of a rank before its norm.
+        float* unnormed_head(int64_t row, int64_t rank, int64_t head) const {
+            const int64_t index = row * shape_.all_normed_heads() + shape_.normed_head(rank, head);
+            return activations_.unnormed + index * shape_.head_dim;
+        }
+
         void norm_all_heads(const Layer<Factor>& layer, const LayerKv& kv, int64_t rope) {
-            const int64_t dim = shape_.head_dim, num_heads = shape_.num_heads, num_kv_heads = shape_.num_kv_heads;
+            const int64_t num_queries = shape_.attention_depth();
+            gather_unnormed();
             each_row(QKV, step_.num_tokens, [&](int64_t row) {
-                float* x = activations_.unnormed + row * (num_heads + num_kv_heads) * dim;
-                norm_in_place(x, layer.query_norm, num_heads * dim);
-                norm_in_place(x + num_heads * dim, layer.key_norm, num_kv_heads * dim);
-                for (int64_t head = 0; head < num_heads + num_kv_heads; ++head)
-                    store_head(kv, rope, head, row, x + head * dim);
+                float* x = unnormed_head(row, 0, 0);
+                norm_in_place(x, layer.query_norm, num_queries);
+                norm_in_place(x + num_queries, layer.key_norm, shape_.all_kv_heads * shape_.head_dim);
+                for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head)
+                    store_head(kv, rope, head, row, unnormed_head(row, shape_.rank, head));
+            });
+        }
+
+        // Exchanges queries and keys before their norms.
+        void gather_unnormed() {
+            if (shape_.num_ranks == 1) return;
+            const int64_t num_heads = shape_.num_heads, dim = shape_.head_dim;
+            const int64_t num_queries = num_heads * dim, num_keys = shape_.num_kv_heads * dim;
+            const int64_t num_bytes = step_.num_tokens * (num_queries + num_keys) * sizeof(float);
+            const auto part_of_row = [&](char* part, int64_t row) {
+                return reinterpret_cast<float*>(part) + row * (num_queries + num_keys);
+            };
+            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+                float* to = part_of_row(exchange_.own_part(num_bytes), row);
+                std::memcpy(to, unnormed_head(row, shape_.rank, 0), num_queries * sizeof *to);
+                std::memcpy(to + num_queries, unnormed_head(row, shape_.rank, num_heads), num_keys * sizeof *to);
+            });
+            phase(EXCHANGE, 1, [&](int64_t) { exchange_.run(num_bytes); });
+            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+                for (int64_t rank = 0; rank < shape_.num_ranks; ++rank) {
+                    const float* from = part_of_row(exchange_.part(rank, num_bytes), row);
+                    std::memcpy(unnormed_head(row, rank, 0), from, num_queries * sizeof *from);
+                    std::memcpy(unnormed_head(row, rank, num_heads), from + num_queries, num_keys * sizeof *from);
+                }
             });
         }
 

@@ -30,7 +30,7 @@ from executor.step.batch import StepBatch
 from inflight.cli.doctor import processor
 
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), StepShape(2, 256, 256))
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 49_152,
     "hidden_size": 576,
     "intermediate_size": 1536,

@@ -274,7 +274,7 @@ def test_numbers_of_ranks_give_each_the_kv_heads_of_its_query_heads() -> None:
     for num_heads, num_kv_heads in ((12, 4), (12, 6), (9, 3), (8, 1), (8, 8)):
         shape = replace(SHAPE, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=1)
         for num_ranks in numbers_of_ranks(num_heads, num_kv_heads):
-            found = []
+            found: list[int] = []
             for rank in range(num_ranks):
                 queries, keys, values, *_ = Shard(rank, num_ranks).outputs(shape)
                 needed = {head * num_kv_heads // num_heads for head in range(queries.start, queries.stop)}

@@ -89,7 +89,7 @@ def test_step_arrives_as_it_was_sent() -> None:
 def test_step_with_adapters_and_windows_arrives_as_it_was_sent() -> None:
     batch = make_case([Spec(1, 20), Spec(9, 30)], 16).batch
     slots = torch.tensor([-1, 3], dtype=torch.int32)
-    windows = {"window_tables": batch.block_tables + 7, "window_slots": batch.slot_mapping + 112}
+    windows: dict[str, Any] = {"window_tables": batch.block_tables + 7, "window_slots": batch.slot_mapping + 112}
     found = unpack_step(pack_step(replace(batch, adapter_slots=slots, **windows), Want.LOGITS))[1]
     assert found.adapter_slots is not None
     assert torch.equal(found.adapter_slots, slots)

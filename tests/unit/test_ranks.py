@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.model_source import ModelError
+from common.model_source import ModelError, resolve_model
 from common.settings import SettingError
 from executor.checkpoint.shards import Shard
 from executor.cpu.decoder import ExchangeError
+from executor.model.model import PagedModel
 from executor.native.library import NativeLibrary, load_native
 from executor.parallel.exchange import SharedMemory
 from executor.parallel.leader import GroupSettings, WorkerGroup
@@ -243,6 +244,12 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], w
     with pytest.raises(SettingError) as error:
         check_parallel(settings)
     assert all(word in str(error.value) for word in words)
+
+
+def test_ranks_on_a_gpu_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.model.model.choose_device", lambda name: torch.device("cuda", 0))
+    with pytest.raises(ModelError, match="tensor parallelism needs a CPU, and the device is cuda:0"):
+        PagedModel.load(resolve_model(""), shard=Shard(0, 2))
 
 
 def test_ranks_of_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

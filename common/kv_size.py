@@ -45,6 +45,14 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_
     return 2 * num_layers * num_kv_heads * head_dim * bytes_per_number
 
 
+def numbers_of_ranks(num_heads: int, num_kv_heads: int) -> list[int]:
+    """Returns how many ranks can divide the heads between them. Either each has some of the KV heads, or several have
+    the same one."""
+    return [
+        n for n in range(1, num_heads + 1) if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
+    ]
+
+
 def blocks_for(num_tokens: int, tokens_per_block: int) -> int:
     """Returns the blocks for `num_tokens` tokens."""
     return -(-num_tokens // tokens_per_block)

@@ -53,8 +53,6 @@ def choose_kv_groups(
 def _obstacle(settings: ExecutorSettings, model: PagedModel) -> str | None:
     if model.device.type != "cpu" or model.gpu_decoder is not None:
         return f"windows need a CPU, and the device is {model.device}"
-    if settings.tensor_parallel_size > 1:
-        return f"tensor_parallel_size is {settings.tensor_parallel_size}"
     if settings.kv_cache_host_memory_bytes:
         return "kv_cache_host_memory_bytes is set"
     return None

@@ -48,6 +48,7 @@ from executor.kv_groups import choose_kv_groups
 from executor.logits.grammar import GrammarCompiler
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
+from executor.parallel.decoder import ParallelDecoder
 from executor.parallel.leader import WorkerGroup
 from executor.ranks import check_parallel, load_shard, open_group, run_worker, threads_per_rank
 from executor.scheduler.blocks import BlockPool
@@ -133,7 +134,7 @@ def _load_model(settings: ExecutorSettings, group: WorkerGroup | None) -> Loaded
     began = time.monotonic()
     source = resolve_model(settings.model)
     model = load_shard(settings, source, WHOLE if group is None else group.shard, group)
-    adapters = _adapters(settings, model)
+    adapters = _adapters(settings, model, group)
     limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(
         _kv_budget(settings, model, limits, group),
@@ -168,12 +169,12 @@ def _load_model(settings: ExecutorSettings, group: WorkerGroup | None) -> Loaded
     return Loaded(source, model, num_blocks, limits, adapters, group)
 
 
-def _adapters(settings: ExecutorSettings, model: PagedModel) -> AdapterStore | None:
+def _adapters(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup | None) -> AdapterStore | None:
     """Makes the adapter slots, before the KV pool is sized, and reads the adapters."""
     if settings.adapter_folder is None:
         return None
     what = f"adapter_folder={settings.adapter_folder}"
-    decoder = model.native or model.gpu_decoder
+    decoder = model.parallel or model.native or model.gpu_decoder
     if decoder is None:
         raise SettingError(
             f"{what} needs a native forward pass, and this model runs with that of transformers on {model.device} "
@@ -182,7 +183,8 @@ def _adapters(settings: ExecutorSettings, model: PagedModel) -> AdapterStore | N
     if not settings.adapter_folder.is_dir():
         raise SettingError(f"{what} is not a folder")
     num_slots, max_rank = settings.max_adapters, settings.max_adapter_rank
-    num_bytes, free_bytes = num_slots * decoder.adapter_slot_bytes(max_rank), _free_bytes_for_weights(model)
+    num_bytes = num_slots * decoder.adapter_slot_bytes(max_rank)
+    free_bytes = _free_bytes_for_weights(model) if group is None else group.free_bytes_per_rank
     if free_bytes is not None and num_bytes > free_bytes:
         raise SettingError(
             f"max_adapters={num_slots} of max_adapter_rank={max_rank} need {num_bytes} bytes and {free_bytes} are free"
@@ -190,7 +192,9 @@ def _adapters(settings: ExecutorSettings, model: PagedModel) -> AdapterStore | N
     decoder.reserve_adapters(num_slots, max_rank)
     log.info("%d adapter slots for ranks up to %d take %d bytes", num_slots, max_rank, num_bytes)
     folder = AdapterFolder(settings.adapter_folder, AdapterLimits(decoder.shape, max_rank))
-    return AdapterStore(folder, num_slots, decoder.load_adapter)
+    if isinstance(decoder, ParallelDecoder):
+        return AdapterStore(folder, num_slots, decoder.load_adapter)
+    return AdapterStore(folder, num_slots, lambda slot, _, weights: decoder.load_adapter(slot, weights))
 
 
 def _free_bytes_for_weights(model: PagedModel) -> int | None:

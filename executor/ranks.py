@@ -33,11 +33,6 @@ def check_parallel(settings: ExecutorSettings) -> None:
         raise SettingError("tensor_parallel_rank from 1 on and tensor_parallel_leader need each other")
     if size == 1:
         return
-    if settings.adapter_folder is not None:
-        raise SettingError(
-            f"adapter_folder={settings.adapter_folder} does not work with tensor_parallel_size={size}: "
-            "adapters are not divided between ranks"
-        )
     for name in ("tensor_parallel_listen", "tensor_parallel_leader"):
         value: str = getattr(settings, name)
         if value and not value.rpartition(":")[2].isdigit():
@@ -94,7 +89,8 @@ def run_worker(settings: ExecutorSettings) -> int:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(threads_per_rank(settings))
     rank = settings.tensor_parallel_rank
-    member = Member(Shard(rank, settings.tensor_parallel_size), settings.tensor_parallel_leader)
+    shard = Shard(rank, settings.tensor_parallel_size)
+    member = Member(shard, settings.tensor_parallel_leader, settings.adapter_folder)
     try:
         model = load_shard(settings, resolve_model(settings.model), member.shard, None)
         assert isinstance(model.backend, CpuAttention)

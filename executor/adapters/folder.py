@@ -55,9 +55,17 @@ class AdapterFolder:
 
     def read(self, adapter: KnownAdapter) -> AdapterWeights:
         """Reads the weights of an adapter. Raises `AdapterError`, also if its files have changed since."""
-        files = read_files(adapter.folder)
-        if files.hash != adapter.hash:
-            raise AdapterError("its files have changed")
+        return self._read(adapter.folder, adapter.hash, "its files have changed")
+
+    def read_same(self, name: str, adapter_hash: str) -> AdapterWeights:
+        """Reads the weights of an adapter that another process has chosen. Raises `AdapterError`, also if its files are
+        not the same here."""
+        return self._read(self._folder / name, adapter_hash, "its files differ from those of the leader")
+
+    def _read(self, folder: Path, adapter_hash: str, difference: str) -> AdapterWeights:
+        files = read_files(folder)
+        if files.hash != adapter_hash:
+            raise AdapterError(difference)
         return parse(files, self._limits)
 
     def _look_at(self, folder: Path) -> tuple[Versions, KnownAdapter | None]:

@@ -56,9 +56,11 @@ class NoSlotError(Exception):
 
 
 class AdapterStore:
-    """`load(slot, weights)` puts weights into a slot; it runs on a thread of its own."""
+    """`load(slot, adapter, weights)` puts weights into a slot; it runs on a thread of its own."""
 
-    def __init__(self, folder: AdapterFolder, num_slots: int, load: Callable[[int, AdapterWeights], None]) -> None:
+    def __init__(
+        self, folder: AdapterFolder, num_slots: int, load: Callable[[int, KnownAdapter, AdapterWeights], None]
+    ) -> None:
         self.num_slots = num_slots
         # Called when the states change.
         self.on_change: Callable[[], None] = lambda: None
@@ -172,7 +174,7 @@ class AdapterStore:
 
     def _fill(self, slot: int, adapter: KnownAdapter) -> None:
         try:
-            self._load_slot(slot, self._folder.read(adapter))
+            self._load_slot(slot, adapter, self._folder.read(adapter))
         except AdapterError as error:
             raise AdapterError(f"adapter {adapter.name} cannot be loaded: {error}") from error
 

@@ -6,11 +6,12 @@ An adapter changes a weight W to `W + scale * B @ A`, with A `[rank, inputs]` an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from executor.checkpoint.decoder_weights import DecoderShape
+from executor.checkpoint.shards import Shard
 
 # The names of the matrices in a layer, in the order of adapters.h.
 MATRICES = (
@@ -52,6 +53,21 @@ class AdapterWeights:
     def rank(self) -> int:
         """The largest rank."""
         return max((matrix.rank for layer in self.layers for matrix in layer if matrix is not None), default=0)
+
+    def part_of(self, shard: Shard, shape: DecoderShape) -> AdapterWeights:
+        """Returns what a rank of a model needs of the adapter: all of A, and its rows of B."""
+        if shard.num_ranks == 1:
+            return self
+        outputs = shard.outputs(shape)
+        return AdapterWeights(
+            tuple(
+                tuple(
+                    None if matrix is None else replace(matrix, b=matrix.b[rows])
+                    for matrix, rows in zip(layer, outputs, strict=True)
+                )
+                for layer in self.layers
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)

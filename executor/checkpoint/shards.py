@@ -1,8 +1,10 @@
 """Division of a decoder's weights between the ranks of a tensor-parallel executor.
 
 Every matrix is divided by columns, which are the rows of a weight `[out, in]`: queries, keys and values by heads, the
-others by ranges. A rank computes its columns from whole rows of activations, so no sum is split, and every number has
-the same bits as with one rank.
+others by ranges, those of each expert like those of a feed-forward layer. With more ranks than KV heads, several ranks
+have the same KV head and different query heads. Of an adapter each rank has all of A, and of B the rows that it has of
+the weight. A rank computes its columns from whole rows of activations, so no sum is split, and every number has the
+same bits as with one rank.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.kv_size import numbers_of_ranks
 from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
 from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
 
@@ -47,8 +50,12 @@ class Shard:
     def shape(self, shape: DecoderShape) -> DecoderShape:
         """Returns the shape with the heads of this rank only."""
         return replace(
-            shape, num_heads=shape.num_heads // self.num_ranks, num_kv_heads=shape.num_kv_heads // self.num_ranks
+            shape, num_heads=shape.num_heads // self.num_ranks, num_kv_heads=self.num_kv_heads(shape.num_kv_heads)
         )
+
+    def num_kv_heads(self, of_all: int) -> int:
+        """Returns the KV heads that a rank has, of a model with so many."""
+        return max(1, of_all // self.num_ranks)
 
     def embedding(self, weights: DecoderWeights) -> Tensor:
         """Returns the columns of the embedding `[vocabulary, columns]`."""
@@ -64,8 +71,18 @@ class Shard:
         if self.num_ranks == 1:
             return parts
         counts = [count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-        ranges = (_share(count, self.rank, self.num_ranks) for count in counts)
-        return tuple(_rows(part, rows) for part, rows in zip(_divided(parts, counts), ranges, strict=True))
+        heads = self._heads(shape)
+        return tuple(_rows(part, rows) for part, rows in zip(_divided(parts, counts), heads, strict=True))
+
+    def _heads(self, shape: DecoderShape) -> tuple[slice, slice, slice]:
+        """Returns the rank's rows of queries, keys and values."""
+        num_heads, num_kv_heads = shape.num_heads // self.num_ranks, self.num_kv_heads(shape.num_kv_heads)
+        first_kv_head = self.rank * shape.num_kv_heads // self.num_ranks
+        queries, kv = (
+            slice(first * shape.head_dim, (first + count) * shape.head_dim)
+            for first, count in ((self.rank * num_heads, num_heads), (first_kv_head, num_kv_heads))
+        )
+        return queries, kv, kv
 
     def qkv_bias(self, shape: DecoderShape, bias: Tensor) -> Tensor:
         """Returns the biases of the rank's heads."""
@@ -75,20 +92,25 @@ class Shard:
         """Returns the rank's columns of the gate and of the up projection: two weights, or one that is fused."""
         if self.num_ranks == 1:
             return parts
-        columns = self.columns(shape.intermediate_size, PART_INNER_COLUMNS)
+        columns = self._inner(shape)
         return tuple(_rows(part, columns) for part in _divided(parts, [shape.intermediate_size] * 2))
+
+    def _inner(self, shape: DecoderShape) -> slice:
+        return self.columns(shape.intermediate_size, PART_INNER_COLUMNS)
 
     def hidden(self, shape: DecoderShape, weight: Matrix) -> Matrix:
         """Returns the rank's columns of a matrix that is added to the residual stream."""
         return _rows(weight, self.columns(shape.hidden_size))
 
+    def outputs(self, shape: DecoderShape) -> tuple[slice, ...]:
+        """Returns the rank's rows of the seven weights of a layer, from queries to the down projection."""
+        queries, keys, values = self._heads(shape)
+        hidden, inner = self.columns(shape.hidden_size), self._inner(shape)
+        return queries, keys, values, hidden, inner, inner, hidden
+
 
 def _rows(matrix: Matrix, rows: slice) -> Matrix:
     return matrix[rows] if isinstance(matrix, Tensor) else matrix.rows(rows.start, rows.stop)
-
-
-def _share(count: int, rank: int, num_ranks: int) -> slice:
-    return slice(rank * count // num_ranks, (rank + 1) * count // num_ranks)
 
 
 def _divided(parts: tuple[Matrix, ...], counts: list[int]) -> tuple[Matrix, ...]:
@@ -102,24 +124,15 @@ def _divided(parts: tuple[Matrix, ...], counts: list[int]) -> tuple[Matrix, ...]
 WHOLE = Shard()
 
 
-def indivisible_reason(weights: DecoderWeights, num_ranks: int) -> str | None:
-    """Returns why the weights cannot be divided between so many ranks; None if they can."""
-    if num_ranks == 1:
+def indivisible_reason(shape: DecoderShape, num_ranks: int) -> str | None:
+    """Returns why a model cannot be divided between so many ranks; None if it can."""
+    sizes = numbers_of_ranks(shape.num_heads, shape.num_kv_heads)
+    if num_ranks in sizes:
         return None
-    shape = weights.shape
-    sizes = [n for n in range(1, shape.num_kv_heads + 1) if shape.num_heads % n == 0 and shape.num_kv_heads % n == 0]
-    if num_ranks not in sizes:
-        possible = ", ".join(map(str, sizes))
-        return (
-            f"{shape.num_heads} heads and {shape.num_kv_heads} KV heads cannot be divided by {num_ranks}; "
-            f"sizes that work: {possible}"
-        )
-    if shape.num_experts:
-        return "its layers have experts"
-    norm = weights.layers[0].query_norm
-    if norm is not None and norm.numel() != shape.head_dim:
-        return "its norms of queries and keys cover all heads"
-    return None
+    return (
+        f"{shape.num_heads} heads and {shape.num_kv_heads} KV heads cannot be divided by {num_ranks}; "
+        f"sizes that work: {', '.join(map(str, sizes))}"
+    )
 
 
 def digest_of(weights: DecoderWeights) -> str:

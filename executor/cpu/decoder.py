@@ -209,7 +209,8 @@ class NativeDecoder:
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """Packs an adapter into a slot. Steps may run meanwhile, but none of a sequence whose adapter was in this
         slot."""
-        matrices = [_adapter_matrix(matrix, self.form.dtype) for layer in weights.layers for matrix in layer]
+        layers = weights.part_of(self.shard, self.form.shape).layers
+        matrices = [_adapter_matrix(matrix, self.form.dtype) for layer in layers for matrix in layer]
         entries = (_AdapterMatrix * len(matrices))(*(entry for entry, _ in matrices))
         if self._calls.inflight_decoder_load_adapter(self._decoder, slot, ctypes.addressof(entries)):
             raise ValueError(f"an adapter of rank {weights.rank} does not fit a slot")
@@ -343,6 +344,7 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
         form.head_norms,
         shard.num_ranks,
         shard.rank,
+        form.shape.num_kv_heads,
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
         windows.ctypes.data,
         layer_ropes.ctypes.data,
@@ -400,8 +402,8 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         for expert in range(shape.num_experts):
             index_of_all = index * shape.num_experts + expert
-            yield index_of_all, Packed.EXPERT_GATE_UP, (gate_up[expert],)
-            yield index_of_all, Packed.EXPERT_DOWN, (down[expert],)
+            yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up(shape, (gate_up[expert],))
+            yield index_of_all, Packed.EXPERT_DOWN, (shard.hidden(shape, down[expert]),)
 
 
 def _coded_part(weight: QuantizedWeight, first: int, dtype: torch.dtype) -> tuple[_CodedPart, CodedWeight]:
@@ -452,7 +454,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in _SHAPE_SIZES),
         *((name, c_int64) for name in ("num_ropes", *_FORM_FLAGS, "has_gelu", "head_norms")),
-        *((name, c_int64) for name in ("num_ranks", "rank")),
+        *((name, c_int64) for name in ("num_ranks", "rank", "all_kv_heads")),
         *((name, c_float) for name in _SHAPE_FACTORS),
         *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "inverse_frequencies", "rope_scalings")),
     )

@@ -221,8 +221,7 @@ class PagedModel:
         """Allocates blocks 1 to `num_blocks`, and the spare block 0. Layers with a sliding window have
         `num_window_blocks` instead, if that is not None; batches must then have window tables."""
         if self.parallel is not None:
-            assert num_window_blocks is None, "ranks have one KV pool for all layers"
-            self.parallel.allocate_kv(num_blocks, block_size)
+            self.parallel.allocate_kv(num_blocks, block_size, num_window_blocks)
         self._kv = self._allocate(
             num_blocks + 1, block_size, (num_blocks if num_window_blocks is None else num_window_blocks) + 1
         )
@@ -371,7 +370,7 @@ def _native_forward(
     if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
         obstacle = unsupported_reason(weights.shape)
         if obstacle is None:
-            if reason := indivisible_reason(weights, shard.num_ranks):
+            if reason := indivisible_reason(weights.shape, shard.num_ranks):
                 raise ModelError(f"tensor_parallel_size={shard.num_ranks}: {reason}")
             form = form_of(weights, network.dtype, weight_dtype == "int8")
             native = _native_decoder(weights, choice.backend, form, weight_stream, shard)
@@ -421,7 +420,7 @@ def _same_on_all_ranks(weights: DecoderWeights, backend: CpuAttention, shard: Sh
 def _layers_of(layers: tuple[Layer, ...], shard: Shard) -> tuple[Layer, ...]:
     """Returns the layers with the KV heads of a shard."""
     return tuple(
-        replace(layer, shape=replace(layer.shape, num_kv_heads=layer.shape.num_kv_heads // shard.num_ranks))
+        replace(layer, shape=replace(layer.shape, num_kv_heads=shard.num_kv_heads(layer.shape.num_kv_heads)))
         for layer in layers
     )
 

@@ -12,7 +12,8 @@
 //
 // x · Aᵀ is computed for the rows of an adapter together, in float32, and rounded to Elements after scaling. The rest is
 // added to a row while it is in the tile of a product. Every sum of a row has the same order whatever the other rows
-// are.
+// are. Of several ranks each has all of A, and of B the columns that it has of the weight. So x · Aᵀ is computed by every
+// rank, and nothing more is exchanged.
 
 #pragma once
 
@@ -26,8 +27,8 @@ namespace inflight {
 
 extern "C" {
 
-// decoder.py's `_AdapterMatrix`, in the same order. `a` is `[rank, inputs]` and `b` `[outputs, rank]` of Elements. Rank
-// 0: the adapter leaves the matrix as it is.
+// decoder.py's `_AdapterMatrix`, in the same order. `a` is `[rank, inputs]` and `b` `[outputs, rank]` of Elements, with
+// the outputs that this rank has. Rank 0: the adapter leaves the matrix as it is.
 struct AdapterMatrix {
     const void *a, *b;
     int64_t rank;
@@ -73,10 +74,11 @@ class AdapterSlots {
     };
 
     explicit AdapterSlots(const DecoderShape& shape) : num_layers_(shape.num_layers) {
-        const int64_t hidden = shape.hidden_size, attention = shape.num_heads * shape.head_dim;
-        const int64_t kv = shape.num_kv_heads * shape.head_dim, inner = shape.intermediate_size;
+        const int64_t attention = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+        const int64_t hidden = shape.hidden_columns().count, inner = shape.inner_columns().count;
         const int64_t outputs[NUM_ADAPTED] = {attention, kv, kv, hidden, inner, inner, hidden};
-        const int64_t inputs[NUM_PRODUCTS] = {hidden, attention, hidden, inner};
+        const int64_t inputs[NUM_PRODUCTS] = {shape.hidden_size, shape.attention_depth(), shape.hidden_size,
+                                              shape.intermediate_size};
         std::copy(outputs, outputs + NUM_ADAPTED, outputs_);
         std::copy(inputs, inputs + NUM_PRODUCTS, inputs_);
     }

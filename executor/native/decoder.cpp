@@ -48,9 +48,12 @@ class DecoderOf final : public Decoder {
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
     int64_t row_part_bytes() const override {
-        return std::max({shape_.part_of(shape_.hidden_size) * (int64_t)sizeof(float),
+        const int64_t inner = shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS);
+        const int64_t normed = shape_.head_norms == NORMS_OF_ALL_HEADS ? shape_.num_heads + shape_.num_kv_heads : 0;
+        return std::max({std::max(shape_.part_of(shape_.hidden_size), normed * shape_.head_dim) * (int64_t)sizeof(float),
                          Rows<Element>::part_bytes(shape_.part_of(shape_.attention_depth(), 1)),
-                         Rows<Factor>::part_bytes(shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS))});
+                         Rows<Element>::part_bytes(inner),  // of rows with adapters
+                         Rows<Factor>::part_bytes(inner) * std::max<int64_t>(1, shape_.num_experts_per_token)});
     }
 
     void declare(int64_t layer, int64_t part, const CodedPart& coded) override { weights_.declare(layer, part, coded); }
@@ -136,7 +139,7 @@ class DecoderOf final : public Decoder {
                 norm(layer.input_norm, &kv, layer.qkv);
                 project_qkv(layer, kv, index);
                 attend_all(kv, step_.block_tables[index], decoder_.windows_[index]);
-                gather(activations_.attended, shape_.attention_depth(), 1);
+                gather(activations_.attended, step_.num_tokens, shape_.attention_depth(), 1);
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
                 add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
                             {OUTPUT_PRODUCT, index, activations_.attended}, ADAPT_OUTPUT,
@@ -144,10 +147,14 @@ class DecoderOf final : public Decoder {
                 norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router);
                 if (layer.router != nullptr) {
                     add_experts(layer);
+                    if (exchange_.has_failed()) return;
                     continue;
                 }
                 gate_up(layer, index);
-                gather(activations_.hidden, shape_.intermediate_size, PART_INNER_COLUMNS);
+                gather(activations_.hidden, step_.num_tokens, shape_.intermediate_size, PART_INNER_COLUMNS);
+                if constexpr (!std::is_same_v<Element, Factor>)
+                    if (!adapted_.is_empty())
+                        gather(adapted_.hidden, step_.num_tokens, shape_.intermediate_size, PART_INNER_COLUMNS);
                 add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm,
                             {DOWN_PRODUCT, index, hidden_elements()}, ADAPT_DOWN,
                             index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
@@ -295,10 +302,7 @@ class DecoderOf final : public Decoder {
                         activations_.sines[to] = std::sin(angle) * decoder_.rope_scalings_[rope];
                     }
             });
-            gather_sums([&](int64_t row, int64_t first, int64_t count, const float* embedded) {
-                std::memcpy(activations_.residual + row * activations_.width + first, embedded,
-                            count * sizeof *embedded);
-            });
+            gather_residual();
         }
 
         // The sums of a row that this rank has computed, for `gather_sums`.
@@ -321,18 +325,25 @@ class DecoderOf final : public Decoder {
             });
         }
 
+        // Exchanges columns of the residual itself.
+        void gather_residual() {
+            gather_sums([&](int64_t row, int64_t first, int64_t count, const float* sums) {
+                std::memcpy(activations_.residual + row * activations_.width + first, sums, count * sizeof *sums);
+            });
+        }
+
         // Exchanges columns of rows of activations, whose parts of each rank are multiples of `multiple`.
         template <class Type>
-        void gather(const Rows<Type>& rows, int64_t depth, int64_t multiple) {
+        void gather(const Rows<Type>& rows, int64_t num_rows, int64_t depth, int64_t multiple) {
             if (shape_.num_ranks == 1) return;
             const int64_t part = shape_.part_of(depth, multiple), row_bytes = Rows<Type>::part_bytes(part);
-            const int64_t num_bytes = step_.num_tokens * row_bytes;
+            const int64_t num_bytes = num_rows * row_bytes;
             const auto [own_first, own_count] = shape_.columns_of(shape_.rank, depth, multiple);
-            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+            each_row(EXCHANGE, num_rows, [&](int64_t row) {
                 rows.copy_part(row, own_first, own_count, exchange_.own_part(num_bytes) + row * row_bytes);
             });
             phase(EXCHANGE, 1, [&](int64_t) { exchange_.run(num_bytes); });
-            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+            each_row(EXCHANGE, num_rows, [&](int64_t row) {
                 for (int64_t rank = 0; rank < shape_.num_ranks; ++rank) {
                     const auto [first, count] = shape_.columns_of(rank, depth, multiple);
                     if (rank != shape_.rank)
@@ -349,20 +360,23 @@ class DecoderOf final : public Decoder {
         // Adds to the residual what the last sublayer left in `delta`: normed, or of all experts of the row.
         void settle(int64_t row) {
             float* residual = activations_.residual + row * activations_.width;
-            if (has_expert_rows_) {
-                const Routing& routing = activations_.routing;
-                for (int64_t i = row * routing.num_choices; i < (row + 1) * routing.num_choices; ++i) {
-                    const float* delta = activations_.delta + routing.places[i] * activations_.width;
-                    const float weight = routing.weights[i] * shape_.residual_scale;
-                    for (int64_t c = 0; c < activations_.width; c += WIDTH)
-                        store(residual + c, load(residual + c) + load(delta + c) * weight);
-                }
-            }
+            if (has_expert_rows_) add_expert_rows(row, residual, 0, activations_.width);
             if (delta_norm_ == nullptr) return;
             norm_row(activations_.delta + row * activations_.width, delta_norm_, shape_.hidden_size,
                      shape_.norm_epsilon, [&](int64_t i, Floats x) {
                          store(residual + i, load(residual + i) + x * shape_.residual_scale);
                      });
+        }
+
+        // Adds to `count` columns of the residual of a row, from `first` on, what the row's experts left in `delta`.
+        void add_expert_rows(int64_t row, float* residual, int64_t first, int64_t count) const {
+            const Routing& routing = activations_.routing;
+            for (int64_t i = row * routing.num_choices; i < (row + 1) * routing.num_choices; ++i) {
+                const float* delta = activations_.delta + routing.places[i] * activations_.width + first;
+                const float weight = routing.weights[i] * shape_.residual_scale;
+                for (int64_t c = 0; c < count; c += WIDTH)
+                    store(residual + c, load(residual + c) + load(delta + c) * weight);
+            }
         }
 
         // Norms the residual, for the product with `next`. Before keys and values are written, clears the groups that
@@ -424,7 +438,7 @@ class DecoderOf final : public Decoder {
             if (layer.qkv_bias != nullptr)
                 for (int64_t d = 0; d < dim; ++d) x[d] += layer.qkv_bias[head * dim + d];
             if (head < num_normed && shape_.head_norms == NORMS_OF_ALL_HEADS) {
-                std::memcpy(activations_.unnormed + (row * num_normed + head) * dim, x, dim * sizeof *x);
+                std::memcpy(unnormed_head(row, shape_.rank, head), x, dim * sizeof *x);
                 return;
             }
             if (head < num_normed && shape_.head_norms == NORMS_OF_ONE_HEAD)
@@ -432,14 +446,45 @@ class DecoderOf final : public Decoder {
             store_head(kv, rope, head, row, x);
         }
 
+        // A query or key of a rank before its norm.
+        float* unnormed_head(int64_t row, int64_t rank, int64_t head) const {
+            const int64_t index = row * shape_.all_normed_heads() + shape_.normed_head(rank, head);
+            return activations_.unnormed + index * shape_.head_dim;
+        }
+
         void norm_all_heads(const Layer<Factor>& layer, const LayerKv& kv, int64_t rope) {
-            const int64_t dim = shape_.head_dim, num_heads = shape_.num_heads, num_kv_heads = shape_.num_kv_heads;
+            const int64_t num_queries = shape_.attention_depth();
+            gather_unnormed();
             each_row(QKV, step_.num_tokens, [&](int64_t row) {
-                float* x = activations_.unnormed + row * (num_heads + num_kv_heads) * dim;
-                norm_in_place(x, layer.query_norm, num_heads * dim);
-                norm_in_place(x + num_heads * dim, layer.key_norm, num_kv_heads * dim);
-                for (int64_t head = 0; head < num_heads + num_kv_heads; ++head)
-                    store_head(kv, rope, head, row, x + head * dim);
+                float* x = unnormed_head(row, 0, 0);
+                norm_in_place(x, layer.query_norm, num_queries);
+                norm_in_place(x + num_queries, layer.key_norm, shape_.all_kv_heads * shape_.head_dim);
+                for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head)
+                    store_head(kv, rope, head, row, unnormed_head(row, shape_.rank, head));
+            });
+        }
+
+        // Exchanges queries and keys before their norms.
+        void gather_unnormed() {
+            if (shape_.num_ranks == 1) return;
+            const int64_t num_heads = shape_.num_heads, dim = shape_.head_dim;
+            const int64_t num_queries = num_heads * dim, num_keys = shape_.num_kv_heads * dim;
+            const int64_t num_bytes = step_.num_tokens * (num_queries + num_keys) * sizeof(float);
+            const auto part_of_row = [&](char* part, int64_t row) {
+                return reinterpret_cast<float*>(part) + row * (num_queries + num_keys);
+            };
+            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+                float* to = part_of_row(exchange_.own_part(num_bytes), row);
+                std::memcpy(to, unnormed_head(row, shape_.rank, 0), num_queries * sizeof *to);
+                std::memcpy(to + num_queries, unnormed_head(row, shape_.rank, num_heads), num_keys * sizeof *to);
+            });
+            phase(EXCHANGE, 1, [&](int64_t) { exchange_.run(num_bytes); });
+            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+                for (int64_t rank = 0; rank < shape_.num_ranks; ++rank) {
+                    const float* from = part_of_row(exchange_.part(rank, num_bytes), row);
+                    std::memcpy(unnormed_head(row, rank, 0), from, num_queries * sizeof *from);
+                    std::memcpy(unnormed_head(row, rank, num_heads), from + num_queries, num_keys * sizeof *from);
+                }
             });
         }
 
@@ -571,7 +616,7 @@ class DecoderOf final : public Decoder {
             }
         }
 
-        // Leaves in `delta` what each row's experts yield.
+        // Leaves in `delta` what each row's experts yield; of several ranks each adds its columns to the residual.
         void add_experts(const Layer<Factor>& layer) {
             const Routing& routing = activations_.routing;
             phase(GATE_UP, 1,
@@ -583,16 +628,26 @@ class DecoderOf final : public Decoder {
                         [&](int64_t block, int64_t row, int num_rows, float* tile) {
                             activate(NO_LAYER, block, row, num_rows, tile);
                         });
+            gather(activations_.hidden, step_.num_tokens * routing.num_choices, shape_.intermediate_size,
+                   PART_INNER_COLUMNS);
+            const auto [own_first, own_count] = shape_.hidden_columns();
             each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.hidden,
-                        [&](int64_t block, int64_t row, int num_rows, const float* tile) {
-                            const int64_t first = block * BLOCK_COLUMNS;
+                        [&, first_column = own_first](int64_t block, int64_t row, int num_rows, const float* tile) {
+                            const int64_t first = first_column + block * BLOCK_COLUMNS;
                             const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
                             for (int i = 0; i < num_rows; ++i)
                                 std::memcpy(activations_.delta + (row + i) * activations_.width + first,
                                             tile + i * BLOCK_COLUMNS, columns * sizeof *tile);
                         });
             delta_norm_ = nullptr;
-            has_expert_rows_ = true;
+            has_expert_rows_ = shape_.num_ranks == 1;
+            if (has_expert_rows_) return;
+            each_row(EXCHANGE, step_.num_tokens, [&, first = own_first, count = own_count](int64_t row) {
+                float* sums = own_sums(row);
+                std::memcpy(sums, activations_.residual + row * activations_.width + first, count * sizeof *sums);
+                add_expert_rows(row, sums, first, round_up(count, LANES));
+            });
+            gather_residual();
         }
 
         // rows of each expert · its matrix. A task is some blocks of one expert.

@@ -10,7 +10,7 @@
 //
 // Of several ranks each has a part of the columns of every matrix, and of the heads. A product needs whole rows, so the
 // ranks exchange what they have computed before the next one: after the embedding, attention, both projections into the
-// residual stream, and the activation. No sum is split between ranks, so every number has the same bits as with one.
+// residual stream, and the activation; and queries and keys before norms that cover all heads. No sum is split between ranks, so every number has the same bits as with one.
 
 #pragma once
 
@@ -39,13 +39,14 @@ struct ColumnRange {
 constexpr int64_t PART_COLUMNS = 32;        // a rank's part of a matrix's columns is a multiple of this,
 constexpr int64_t PART_INNER_COLUMNS = 64;  // of the columns of gate and up of this
 
-// decoder.py's `_Shape`, in the same order. Heads are those of this rank; other sizes are those of the whole model.
+// decoder.py's `_Shape`, in the same order. Heads are those of this rank; `all_kv_heads` and other sizes are those of the
+// whole model.
 struct DecoderShape {
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary_size;
     int64_t rotary_dim, num_experts, num_experts_per_token, normalizes_experts, num_ropes;
     int64_t has_qkv_bias, has_output_bias, has_input_norms, has_output_norms, has_gelu;
     int64_t head_norms;                 // HeadNorms
-    int64_t num_ranks, rank;
+    int64_t num_ranks, rank, all_kv_heads;
     float norm_epsilon, attention_scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
     const int64_t* sliding_windows;     // [num_layers], 0: none
     const int64_t* layer_ropes;         // [num_layers]
@@ -56,6 +57,15 @@ struct DecoderShape {
 
     // Numbers of a row of all heads, those of other ranks included.
     int64_t attention_depth() const { return num_ranks * num_heads * head_dim; }
+
+    // Queries and keys of a token, on all ranks.
+    int64_t all_normed_heads() const { return num_ranks * num_heads + all_kv_heads; }
+
+    // Where a query or key of a rank is among them. Several ranks may have the same key.
+    int64_t normed_head(int64_t of_rank, int64_t head) const {
+        if (head < num_heads) return of_rank * num_heads + head;
+        return num_ranks * num_heads + of_rank * all_kv_heads / num_ranks + head - num_heads;
+    }
 
     // Columns of a matrix that a rank computes. All parts are equal, except that the last ones may be smaller or empty.
     ColumnRange columns_of(int64_t of_rank, int64_t columns, int64_t multiple = PART_COLUMNS) const {
@@ -116,7 +126,7 @@ struct Activations {
     // experts yield; or null
     float* delta = nullptr;
     float *cosines = nullptr, *sines = nullptr;  // [num_ropes, capacity, rotary_dim / 2]
-    float* unnormed = nullptr;  // [capacity, (num_heads + num_kv_heads) * head_dim], with norms of all heads
+    float* unnormed = nullptr;  // [capacity, all_normed_heads() * head_dim], with norms of all heads
     Rows<Element> queries, attended, last;  // `last` are the rows that yield logits
     Rows<Factor> normed, heads, hidden;  // `heads` are `attended` as factors
     Routing routing;
@@ -143,7 +153,7 @@ struct Activations {
         cosines = cursor.take<float>(shape.num_ropes * capacity * shape.rotary_dim / 2);
         sines = cursor.take<float>(shape.num_ropes * capacity * shape.rotary_dim / 2);
         if (shape.head_norms == NORMS_OF_ALL_HEADS)
-            unnormed = cursor.take<float>(capacity * (shape.num_heads + shape.num_kv_heads) * shape.head_dim);
+            unnormed = cursor.take<float>(capacity * shape.all_normed_heads() * shape.head_dim);
         queries = take_rows<Element>(cursor, capacity, shape.num_heads * shape.head_dim);
         attended = take_rows<Element>(cursor, capacity, attention_depth);
         normed = take_rows<Factor>(cursor, capacity, shape.hidden_size);

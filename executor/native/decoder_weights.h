@@ -171,8 +171,8 @@ class PackedWeights {
             layer.attention_output_norm = vector(shape_.has_output_norms, width);
             layer.post_attention_norm = vector(shape_.has_input_norms, width);
             layer.feed_forward_output_norm = vector(shape_.has_output_norms, width);
-            layer.query_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_heads));
-            layer.key_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_kv_heads));
+            layer.query_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_ranks * shape_.num_heads));
+            layer.key_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.all_kv_heads));
             layer.qkv_bias = vector(shape_.has_qkv_bias, heads * dim);
             layer.output_bias = vector(shape_.has_output_bias, width);
             layer.router = vector(shape_.num_experts > 0, shape_.num_experts * round_up(hidden, LANES));
@@ -253,8 +253,8 @@ class PackedWeights {
             case PACK_POST_ATTENTION_NORM: return {layer.post_attention_norm, hidden};
             case PACK_ATTENTION_OUTPUT_NORM: return {layer.attention_output_norm, hidden};
             case PACK_FEED_FORWARD_OUTPUT_NORM: return {layer.feed_forward_output_norm, hidden};
-            case PACK_QUERY_NORM: return {layer.query_norm, head_norm_size(shape_.num_heads)};
-            case PACK_KEY_NORM: return {layer.key_norm, head_norm_size(shape_.num_kv_heads)};
+            case PACK_QUERY_NORM: return {layer.query_norm, head_norm_size(shape_.num_ranks * shape_.num_heads)};
+            case PACK_KEY_NORM: return {layer.key_norm, head_norm_size(shape_.all_kv_heads)};
             case PACK_QKV_BIAS: return {layer.qkv_bias, (shape_.num_heads + 2 * shape_.num_kv_heads) * dim};
             default: return {layer.output_bias, hidden};
         }

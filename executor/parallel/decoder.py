@@ -7,9 +7,13 @@ import json
 import torch
 from torch import Tensor
 
+from executor.adapters.folder import KnownAdapter
+from executor.adapters.peft_files import AdapterError
+from executor.adapters.weights import AdapterWeights
 from executor.attention.backend import LayerKv
 from executor.attention.gpu_host_tier import Pairs
 from executor.attention.host_tier import HostTier, open_host_tier
+from executor.checkpoint.decoder_weights import DecoderShape
 from executor.cpu.decoder import DecoderForm, ExchangeError, NativeDecoder
 from executor.engine.runner import NO_TOKEN, DeviceLostError
 from executor.parallel.exchange import Exchange
@@ -33,9 +37,38 @@ class ParallelDecoder:
         """The form of the whole model."""
         return self._own.form
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+    @property
+    def shape(self) -> DecoderShape:
+        """The shape of the whole model."""
+        return self._own.form.shape
+
+    def adapter_slot_bytes(self, max_rank: int) -> int:
+        """Returns the memory that a slot for adapters takes on each rank. The leader's part is the largest."""
+        return self._own.adapter_slot_bytes(max_rank)
+
+    def reserve_adapters(self, num_slots: int, max_rank: int) -> None:
+        """Makes the adapter slots of every rank, once."""
+        sizes = {"num_slots": num_slots, "max_rank": max_rank}
+        self._group.send(Kind.RESERVE_ADAPTERS, json.dumps(sizes).encode())
+        self._own.reserve_adapters(num_slots, max_rank)
+        self._group.reserved_bytes += num_slots * self.adapter_slot_bytes(max_rank)
+
+    def load_adapter(self, slot: int, adapter: KnownAdapter, weights: AdapterWeights) -> None:
+        """Loads an adapter into a slot of every rank, from the rank's own folder. Steps may run meanwhile, as in
+        `NativeDecoder.load_adapter`. Raises `AdapterError` if a rank cannot load it, once every rank has tried. The
+        slot may then have any content and be loaded again."""
+        asked = {"slot": slot, "name": adapter.name, "hash": adapter.hash}
+        self._group.send(Kind.LOAD_ADAPTER, json.dumps(asked).encode())
+        try:
+            self._own.load_adapter(slot, weights)
+        finally:
+            reasons = self._group.wait_for_adapter()
+        if reasons:
+            raise AdapterError("; ".join(reasons))
+
+    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None) -> None:
         """Lets the workers allocate their KV."""
-        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_window_blocks": num_window_blocks}
         self._group.send(Kind.ALLOCATE, json.dumps(sizes).encode())
 
     def open_host_tier(self, kv: tuple[LayerKv, ...], num_host_blocks: int) -> HostTier:

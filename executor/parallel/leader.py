@@ -39,6 +39,8 @@ JOIN_TIMEOUT_S = 1800.0
 # Time for the connection of a rank to show why an exchange has failed.
 CAUSE_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
+# Reading an adapter of some hundred megabytes from a slow disk takes a minute.
+ADAPTER_TIMEOUT_S = 600.0
 # Tokens of the check of a loaded model, which is a step of all ranks.
 MIN_TOKENS = 64
 
@@ -70,6 +72,10 @@ class WorkerGroup:
         self._open_connections: set[Connection] = set()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._joining: queue.SimpleQueue[tuple[Hello, Connection]] = queue.SimpleQueue()
+        # Of each rank's attempt to load an adapter, why it cannot, and "" if it has; None once the group has failed.
+        self._adapter_replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # Memory that each rank has taken since the ranks joined, in addition to its shard.
+        self.reserved_bytes = 0
         self._exchange: Exchange | None = None
         self._is_joined = self._is_closing = False
         self._failing = threading.Lock()
@@ -122,7 +128,23 @@ class WorkerGroup:
             [hello.free_bytes for hello in self.hellos.values() if hello.host == host]
             for host in {hello.host for hello in self.hellos.values()}
         ]
-        return min(min(free_bytes) // len(free_bytes) for free_bytes in by_host)
+        return max(0, min(min(free_bytes) // len(free_bytes) for free_bytes in by_host) - self.reserved_bytes)
+
+    def wait_for_adapter(self) -> list[str]:
+        """Waits until every worker has tried to load the adapter of the last LOAD_ADAPTER, and returns why some cannot.
+        A worker that does not answer is a failure."""
+        replies: list[str] = []
+        ends_at = time.monotonic() + ADAPTER_TIMEOUT_S
+        while len(replies) < len(self._connections):
+            try:
+                reply = self._adapter_replies.get(timeout=max(0.0, ends_at - time.monotonic()))
+            except queue.Empty:
+                self.fail(f"a rank has not loaded an adapter in {ADAPTER_TIMEOUT_S:.0f} s")
+                reply = None
+            if reply is None:
+                return [f"a rank has failed: {self._failure or 'the executor ends'}"]
+            replies.append(reply)
+        return sorted(reply for reply in replies if reply)
 
     def send(self, kind: Kind, content: bytes) -> None:
         """Sends a message to every worker. A worker that cannot be reached is a failure."""
@@ -149,6 +171,7 @@ class WorkerGroup:
             self._exchange.abandon()
         self._kill()
         self._has_failed.set()
+        self._adapter_replies.put(None)
         if self._on_failure is not None:
             self._on_failure()
 
@@ -162,6 +185,7 @@ class WorkerGroup:
         """Ends the workers."""
         with self._failing:
             self._is_closing = True
+        self._adapter_replies.put(None)
         if self._exchange is not None and not self._failure:
             self._exchange.close()
         self._kill()
@@ -195,6 +219,9 @@ class WorkerGroup:
                     hello = Hello.parse(content)
                     name, is_member = f"rank {hello.rank}", True
                     self._joining.put((hello, connection))
+                elif kind is Kind.ADAPTER_LOADED and is_member:
+                    reason = content.decode(errors="replace")
+                    self._adapter_replies.put(reason and f"{name}: {reason}")
                 elif kind is Kind.FAILED and (is_member or not self._is_joined):
                     return self.fail(f"{name}: {content.decode(errors='replace')}")
         except TimeoutError:

@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from common.model_source import ModelError
 from common.rpc.addresses import host_of
+from executor.adapters.folder import AdapterFolder
+from executor.adapters.weights import AdapterLimits
 from executor.attention.backend import LayerKv
 from executor.attention.host_tier import HostTier, open_host_tier
 from executor.checkpoint.shards import Shard
@@ -100,15 +103,17 @@ class ShardModel(Protocol):
     @property
     def kv(self) -> tuple[LayerKv, ...]: ...
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> None: ...
+    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> None: ...
 
 
 class Member:
-    """A worker's connection to its leader."""
+    """A worker's connection to its leader. Adapters are read from `adapter_folder`."""
 
-    def __init__(self, shard: Shard, leader: str) -> None:
+    def __init__(self, shard: Shard, leader: str, adapter_folder: Path | None = None) -> None:
         self.shard = shard
         self._leader = leader
+        self._adapter_folder = adapter_folder
+        self._adapters_to_load: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._connection = Connection(_connect(leader))
         self._host_tier: HostTier | None = None
 
@@ -146,7 +151,11 @@ class Member:
     ) -> None:
         if kind is Kind.ALLOCATE:
             sizes = json.loads(content)
-            model.allocate_kv(sizes["num_blocks"], sizes["block_size"])
+            model.allocate_kv(sizes["num_blocks"], sizes["block_size"], sizes["num_window_blocks"])
+        elif kind is Kind.RESERVE_ADAPTERS:
+            self._reserve_adapters(decoder, **json.loads(content))
+        elif kind is Kind.LOAD_ADAPTER:
+            self._adapters_to_load.put(content)
         elif kind is Kind.HOST_TIER:
             self._host_tier = open_host_tier(model.kv, json.loads(content)["num_host_blocks"])
         elif kind is Kind.SWAP:
@@ -155,6 +164,28 @@ class Member:
         elif kind is Kind.STEP:
             want, batch = unpack_step(content)
             gather_results(want, batch, decoder, model.kv, exchange)
+
+    def _reserve_adapters(self, decoder: NativeDecoder, num_slots: int, max_rank: int) -> None:
+        if self._adapter_folder is None:
+            raise ModelError("the leader serves adapters, and adapter_folder is not set for this rank")
+        decoder.reserve_adapters(num_slots, max_rank)
+        folder = AdapterFolder(self._adapter_folder, AdapterLimits(decoder.shape, max_rank))
+        threading.Thread(target=self._load_adapters, args=(decoder, folder), name="adapters", daemon=True).start()
+
+    def _load_adapters(self, decoder: NativeDecoder, folder: AdapterFolder) -> None:
+        """Loads the adapters that the leader asks for, beside the steps. Any error is the leader's to judge."""
+        while True:
+            asked = json.loads(self._adapters_to_load.get())
+            reason = ""
+            try:
+                decoder.load_adapter(asked["slot"], folder.read_same(asked["name"], asked["hash"]))
+            except Exception as error:
+                log.error("adapter %s cannot be loaded: %s", asked["name"], error)
+                reason = str(error) or type(error).__name__
+            try:
+                self._connection.send(Kind.ADAPTER_LOADED, reason.encode())
+            except OSError:
+                return  # the receiving thread ends the process
 
     def _open(self, welcome: Welcome, library: NativeLibrary) -> Exchange:
         if welcome.memory_fd is not None:

@@ -1,8 +1,9 @@
 """Messages between the leader of a tensor-parallel executor and its workers, over one TCP connection to each worker.
 
-    worker → leader   HELLO (JSON, once its shard is loaded), ALIVE (at intervals), FAILED (text)
-    leader → worker   WELCOME (JSON) or REFUSED (text); then ALIVE (at intervals), and ALLOCATE and HOST_TIER (JSON),
-                      STEP and SWAP in the order in which they are to be executed
+    worker → leader   HELLO (JSON, once its shard is loaded), ALIVE (at intervals), FAILED (text), ADAPTER_LOADED (text)
+    leader → worker   WELCOME (JSON) or REFUSED (text); then ALIVE (at intervals), and RESERVE_ADAPTERS, ALLOCATE and
+                      HOST_TIER (JSON), STEP and SWAP in the order in which they are to be executed; LOAD_ADAPTER
+                      (JSON), which is executed beside steps and answered with ADAPTER_LOADED: why it failed, or ""
 
 A step is packed as arrays: first their sizes, then token ids, positions, slots and so on as in `StepBatch`, with only
 the block tables that it reads.
@@ -20,8 +21,8 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from executor.attention.gpu_host_tier import Pairs
 from executor.step.batch import StepBatch
@@ -30,6 +31,7 @@ HEADER = struct.Struct("!4sBI")
 # The first bytes of every message, so that other programs' connections are recognized.
 MAGIC = b"iftp"
 MAX_MESSAGE_BYTES = 1 << 30
+NUM_STEP_SIZES = 9
 
 
 class Kind(IntEnum):
@@ -44,6 +46,9 @@ class Kind(IntEnum):
     HOST_TIER = 7
     STEP = 8
     SWAP = 9
+    RESERVE_ADAPTERS = 10
+    LOAD_ADAPTER = 11
+    ADAPTER_LOADED = 12
 
 
 class Want(IntEnum):
@@ -99,16 +104,22 @@ class Connection:
 
 
 def pack_step(batch: StepBatch, want: Want) -> bytes:
-    """Returns a step as a message. Its tokens must be known, and none has an adapter."""
-    tables = batch.block_tables[batch.table_rows.long(), : batch.num_blocks].contiguous()
-    arrays = (
+    """Returns a step as a message. Its tokens must be known."""
+    tables = _tables_read(batch)
+    arrays = [
         *(batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows),
         *(batch.query_starts, batch.context_lengths, tables),
-    )
+    ]
+    if batch.adapter_slots is not None:
+        arrays.append(batch.adapter_slots)
+    windows = batch.for_windows
+    if has_windows := windows is not batch:
+        arrays += [windows.slot_mapping, _tables_read(windows)]
     sizes = np.array(
         [
             *(want, batch.num_tokens, batch.num_sequences, batch.logit_rows.shape[0]),
             *(tables.shape[1], batch.block_size, batch.num_decodes),
+            *(batch.adapter_slots is not None, has_windows),
         ],
         np.int64,
     )
@@ -117,29 +128,40 @@ def pack_step(batch: StepBatch, want: Want) -> bytes:
 
 def unpack_step(content: bytes) -> tuple[Want, StepBatch]:
     """Returns the step of a message."""
-    sizes = np.frombuffer(content, np.int64, 7).tolist()
-    want, num_tokens, num_sequences, num_logits, num_blocks, block_size, num_decodes = sizes
-    cursor = _Cursor(content, 7 * 8)
+    sizes = np.frombuffer(content, np.int64, NUM_STEP_SIZES).tolist()
+    want, num_tokens, num_sequences, num_logits, num_blocks, block_size, num_decodes, has_adapters, has_windows = sizes
+    cursor = _Cursor(content, NUM_STEP_SIZES * 8)
     token_ids, positions, slots = (cursor.take(np.int64, num_tokens) for _ in range(3))
     logit_rows = cursor.take(np.int64, num_logits)
     query_starts = cursor.take(np.int32, num_sequences + 1)
     context_lengths = cursor.take(np.int32, num_sequences)
-    tables = cursor.take(np.int32, num_sequences * num_blocks)
+    tables = cursor.take(np.int32, num_sequences * num_blocks).view(num_sequences, num_blocks)
+    adapter_slots = cursor.take(np.int32, num_sequences) if has_adapters else None
+    window_slots = cursor.take(np.int64, num_tokens) if has_windows else None
+    window_tables = cursor.take(np.int32, num_sequences * num_blocks).view(tables.shape) if has_windows else None
     none = torch.zeros(0, dtype=torch.int64)
     return Want(want), StepBatch(
-        token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
-        query_starts=torch.from_numpy(query_starts),
-        context_lengths=torch.from_numpy(context_lengths),
-        block_tables=torch.from_numpy(tables.reshape(num_sequences, num_blocks)),
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slots,
+        query_starts=query_starts,
+        context_lengths=context_lengths,
+        block_tables=tables,
         table_rows=torch.arange(num_sequences, dtype=torch.int32),
-        logit_rows=torch.from_numpy(logit_rows),
+        logit_rows=logit_rows,
         carried_rows=none,
         carried_from=none,
         num_decodes=num_decodes,
         block_size=block_size,
+        adapter_slots=adapter_slots,
+        window_tables=window_tables,
+        window_slots=window_slots,
     )
+
+
+def _tables_read(batch: StepBatch) -> Tensor:
+    """Returns the part of the block tables that a step reads."""
+    return batch.block_tables[batch.table_rows.long(), : batch.num_blocks].contiguous()
 
 
 def pack_swaps(swaps_out: Pairs, swaps_in: Pairs) -> bytes:
@@ -159,8 +181,8 @@ class _Cursor:
     def __init__(self, content: bytes, offset: int) -> None:
         self._content, self._offset = content, offset
 
-    def take(self, dtype: type[np.generic], count: int) -> npt.NDArray[Any]:
+    def take(self, dtype: type[np.generic], count: int) -> Tensor:
         # A copy, because torch wants memory that may be written to.
         array = np.frombuffer(self._content, dtype, count, self._offset).copy()
         self._offset += array.nbytes
-        return array
+        return torch.from_numpy(array)

@@ -19,6 +19,7 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -27,6 +28,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from common.kv_size import numbers_of_ranks
+from executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights, module_name
 from executor.attention.backend import KvShape, LayerKv
 from executor.attention.cpu import CpuAttention
 from executor.attention.transformers_hook import ATTENTION_NAME, LayerProbe, register_attention
@@ -37,6 +40,9 @@ from executor.cpu.streams import DEFAULT_STREAM
 from executor.native.library import NativeLibrary, load_native
 from executor.native.pool import NativePool
 from executor.step.batch import StepBatch
+from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, outputs_of_rank
+from inflight.tools.sizing.layer_sizes import LayerSizes
+from tests.adapter_files import SHAPE
 from tests.paged_cases import PagedCase, Spec, make_case
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 
@@ -52,12 +58,30 @@ FAMILY: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(**sizes(**FOUR), query_pre_attn_scalar=16, sliding_window=8),
     "granite": GraniteConfig(**sizes(**FOUR), residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0),
     "phi3": Phi3Config(**sizes(**FOUR)),
+    # Of four ranks two have the same KV head, or all.
+    "llama-shared-kv": LlamaConfig(**sizes(**FOUR | {"num_key_value_heads": 2}, attention_bias=True)),
+    "phi3-one-kv-head": Phi3Config(**sizes(**FOUR | {"num_key_value_heads": 1})),
+    "olmo2": Olmo2Config(**sizes(**FOUR)),
+    "olmo2-shared-kv": Olmo2Config(**sizes(**FOUR | {"num_key_value_heads": 2})),
+    "mixtral": MixtralConfig(**sizes(**FOUR, num_local_experts=4, num_experts_per_tok=2)),
+    # Some ranks have no column of an expert.
+    "qwen3-moe": Qwen3MoeConfig(**sizes(**FOUR, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=80)),
 }
 # Every family, and every type of number.
 CASES = [
     *((family, "bfloat16") for family in FAMILY),
     *(("llama", kind) for kind in ("float32", "int8 weights", "int8 KV")),
     ("llama-empty-parts", "int8 weights"),
+    ("llama-shared-kv", "int8 KV"),
+    ("olmo2", "int8 weights"),
+    *((family, kind) for family in ("mixtral", "qwen3-moe") for kind in ("float32", "int8 weights")),
+]
+ADAPTED_CASES = [
+    ("llama", "bfloat16"),
+    ("llama", "int8 weights"),
+    ("llama-shared-kv", "float32"),
+    ("llama-empty-parts", "bfloat16"),
+    ("qwen3-moe", "int8 weights"),
 ]
 SPECS = [Spec(1, 1), Spec(1, 37), Spec(9, 30), Spec(5, 5), Spec(70, 70)]
 
@@ -119,7 +143,7 @@ class Ranks:
 
     def allocate(self, num_blocks: int, block_size: int, kv_dtype: torch.dtype) -> None:
         shape = self.decoders[0].form.shape
-        part = KvShape(shape.num_kv_heads // len(self.decoders), shape.head_dim)
+        part = KvShape(self.decoders[0].shard.num_kv_heads(shape.num_kv_heads), shape.head_dim)
         device = torch.device("cpu")
         self.kv: list[tuple[LayerKv, ...]] = [
             tuple(backend.allocate(part, num_blocks + 1, block_size, kv_dtype, device) for _ in range(shape.num_layers))
@@ -164,6 +188,68 @@ def test_shards_compute_every_bit_of_the_whole(tmp_path: Path, family: str, kind
         assert torch.equal(torch.stack([values for values, _ in of_ranks]).max(0).values, logits[0].max(-1).values)
 
 
+@pytest.mark.parametrize(("family", "kind"), ADAPTED_CASES)
+def test_shards_of_adapters_compute_every_bit_of_the_whole(tmp_path: Path, family: str, kind: str) -> None:
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    weights = read(save_model(FAMILY[family], tmp_path / "tiny", has_random_vectors=True), dtype)
+    limits = AdapterLimits(weights.shape, 8)
+    adapters = [random_adapter(limits, rank, seed) for seed, rank in enumerate((8, 3, 5))]
+    case = filled_case()
+    batch = replace(case.batch, adapter_slots=torch.tensor([0, -1, 1, 2, 1], dtype=torch.int32))
+
+    base, logits = [], []
+    for num_ranks in (1, 2, 4):
+        ranks = Ranks(weights, dtype, num_ranks, has_int8=kind == "int8 weights")
+        ranks.allocate(case.num_blocks, 16, dtype)
+        for decoder in ranks.decoders:
+            decoder.reserve_adapters(len(adapters), limits.max_rank)
+            for slot, adapter in enumerate(adapters):
+                decoder.load_adapter(slot, adapter)
+        ranks.logits(case.history)
+        logits.append(ranks.logits(batch))
+        base.append(ranks.logits(case.batch))
+
+    assert torch.equal(logits[1], logits[0])
+    assert torch.equal(logits[2], logits[0])
+    assert torch.equal(base[2], base[0])
+    is_changed = (logits[0] != base[0]).any(-1)
+    assert is_changed.tolist() == [slot >= 0 for slot in [0, -1, 1, 2, 1]]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-shared-kv", "llama-empty-parts"])
+def test_adapter_slots_of_a_rank_take_the_predicted_memory(tmp_path: Path, family: str) -> None:
+    weights = read(save_model(FAMILY[family], tmp_path / "tiny"), torch.bfloat16)
+    shape = weights.shape
+    dim = shape.head_dim
+    sizes = LayerSizes(
+        shape.hidden_size, shape.num_heads * dim, shape.num_kv_heads * dim, inner=shape.intermediate_size
+    )
+    for num_ranks in (1, 2, 4):
+        decoder = Ranks(weights, torch.bfloat16, num_ranks).decoders[0]
+        outputs = outputs_of_rank(sizes, decoder.shard.num_kv_heads(shape.num_kv_heads) * dim, num_ranks)
+        expected = cpu_adapter_slot_bytes(shape.num_layers, sizes, outputs, 20, "bfloat16")
+        assert decoder.adapter_slot_bytes(20) == expected
+
+
+def random_adapter(limits: AdapterLimits, rank: int, seed: int) -> AdapterWeights:
+    """An adapter of all projections that may have one."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices = {
+        name: AdapterMatrix(
+            torch.randn(rank, inputs, generator=generator) / inputs**0.5,
+            torch.randn(outputs, rank, generator=generator) / rank**0.5,
+            0.5,
+        )
+        for name, (outputs, inputs) in limits.modules()
+    }
+    return AdapterWeights(
+        tuple(
+            tuple(matrices.get(module_name(layer, matrix)) for matrix in MATRICES)
+            for layer in range(limits.shape.num_layers)
+        )
+    )
+
+
 def test_failed_exchange_ends_the_step_with_an_error(tmp_path: Path) -> None:
     weights = read(save_model(FAMILY["llama"], tmp_path / "tiny"), torch.float32)
     case = filled_case()
@@ -176,24 +262,25 @@ def test_failed_exchange_ends_the_step_with_an_error(tmp_path: Path) -> None:
         ranks.logits(case.batch)
 
 
-def test_refusal_names_the_sizes_that_work(tmp_path: Path) -> None:
-    odd = LlamaConfig(**sizes(num_attention_heads=9, num_key_value_heads=3, hidden_size=144))
-    weights = read(save_model(odd, tmp_path / "odd"), torch.float32)
-    assert indivisible_reason(weights, 3) is None
-    assert indivisible_reason(weights, 2) == ("9 heads and 3 KV heads cannot be divided by 2; sizes that work: 1, 3")
+def test_refusal_names_the_sizes_that_work() -> None:
+    shape = replace(SHAPE, num_heads=9, num_kv_heads=3)
+    assert [indivisible_reason(shape, num_ranks) for num_ranks in (1, 3, 9)] == [None] * 3
+    assert indivisible_reason(shape, 2) == ("9 heads and 3 KV heads cannot be divided by 2; sizes that work: 1, 3, 9")
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (Olmo2Config(**sizes()), "norms of queries and keys cover all heads"),
-        (Qwen3MoeConfig(**sizes(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32), "experts"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused_with_the_reason(
-    tmp_path: Path, config: PretrainedConfig, reason: str
-) -> None:
-    assert reason in str(indivisible_reason(read(save_model(config, tmp_path / "tiny"), torch.float32), 2))
+def test_numbers_of_ranks_give_each_the_kv_heads_of_its_query_heads() -> None:
+    assert numbers_of_ranks(12, 4) == [1, 2, 4, 12]
+    assert numbers_of_ranks(12, 6) == [1, 2, 3, 6, 12]
+    for num_heads, num_kv_heads in ((12, 4), (12, 6), (9, 3), (8, 1), (8, 8)):
+        shape = replace(SHAPE, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=1)
+        for num_ranks in numbers_of_ranks(num_heads, num_kv_heads):
+            found: list[int] = []
+            for rank in range(num_ranks):
+                queries, keys, values, *_ = Shard(rank, num_ranks).outputs(shape)
+                needed = {head * num_kv_heads // num_heads for head in range(queries.start, queries.stop)}
+                assert needed == set(range(keys.start, keys.stop)) == set(range(values.start, values.stop))
+                found += range(queries.start, queries.stop)
+            assert found == list(range(num_heads))
 
 
 def test_digest_tells_models_of_one_configuration_apart(tmp_path: Path) -> None:

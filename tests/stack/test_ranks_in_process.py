@@ -1,20 +1,25 @@
-"""A leader in this process with real workers: the tokens of one rank, bit by bit, in shared memory and over gloo."""
+"""A leader in this process with real workers: the tokens of one rank, bit by bit, in shared memory and over gloo, with
+adapters, experts, sliding windows and a host tier."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from common.guard import guarded
 from common.model_source import ModelError
+from executor.adapters.peft_files import AdapterError
+from executor.adapters.store import AdapterStore
 from executor.main import Loaded, load_model
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
@@ -22,6 +27,7 @@ from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, StepResult, Stopping
 from executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
+from tests.adapter_files import save_adapter
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 
@@ -64,20 +70,39 @@ def loaded(model: str, num_ranks: int, **changes: Any) -> Iterator[Loaded]:
             one.group.close()
 
 
-def tokens_of(one: Loaded) -> list[list[int]]:
-    """The outputs of greedy, seeded and changed requests that share steps."""
+def various_requests() -> list[Sequence]:
+    """Greedy, seeded and changed requests."""
+    requests = [request(number, sampling) for number, sampling in enumerate(SAMPLINGS)]
+    return [*requests, request(8, GREEDY, PENALTIES), request(9, SAMPLINGS[1], PENALTIES)]
+
+
+def preempted_requests() -> list[Sequence]:
+    """Requests that reserve blocks for their prompts only."""
+    requests = various_requests()
+    for one_request in requests:
+        one_request.num_reserved_blocks = -(-one_request.num_prompt_tokens // BLOCK_SIZE)
+    return requests
+
+
+def tokens_of(one: Loaded, requests: list[Sequence] | None = None) -> list[list[int]]:
+    """The outputs of requests that share steps."""
+    return run(one, various_requests() if requests is None else requests)[0]
+
+
+def run(one: Loaded, requests: list[Sequence]) -> tuple[list[list[int]], int]:
+    """The outputs, and the blocks that came back from the host tier."""
+    num_swapped_in = 0
     scheduler = Scheduler(one.limits, BlockPool(one.num_blocks, BLOCK_SIZE))
     runner = ModelRunner(one.model, one.limits, BLOCK_SIZE)
-    requests = [request(number, sampling) for number, sampling in enumerate(SAMPLINGS)]
-    requests += [request(8, GREEDY, PENALTIES), request(9, SAMPLINGS[1], PENALTIES)]
     for one_request in requests:
         assert scheduler.offer(one_request) is None
     while not scheduler.is_idle:
         plan = scheduler.schedule()
+        num_swapped_in += len(plan.swaps_in)
         pending = runner.launch(plan)
         scheduler.update(StepResult(plan, pending.result(), pending.logprobs()))
     runner.close()
-    return [one_request.token_ids[one_request.num_prompt_tokens :] for one_request in requests]
+    return [one_request.token_ids[one_request.num_prompt_tokens :] for one_request in requests], num_swapped_in
 
 
 def request(number: int, sampling: Sampling, processors: Processors = NO_PROCESSORS) -> Sequence:
@@ -94,8 +119,15 @@ def request(number: int, sampling: Sampling, processors: Processors = NO_PROCESS
         (LlamaConfig(**sizes()), 2, {"dtype": "float32"}),
         (Qwen3Config(**sizes(**FOUR_KV_HEADS)), 4, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
         (None, 3, {"dtype": "float32"}),
+        (LlamaConfig(**sizes()), 4, {"dtype": "bfloat16"}),
+        (MixtralConfig(**sizes(num_local_experts=4, num_experts_per_tok=2)), 2, {"dtype": "bfloat16"}),
+        (
+            Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=160)),
+            2,
+            {"dtype": "bfloat16", "weight_dtype": "int8"},
+        ),
     ],
-    ids=["llama-2", "qwen3-4", "smollm2-3"],
+    ids=["llama-2", "qwen3-4", "smollm2-3", "llama-4-of-2-kv-heads", "mixtral-2", "qwen3-moe-2"],
 )
 def test_ranks_choose_the_tokens_of_one_rank(
     tmp_path: Path, config: PretrainedConfig | None, num_ranks: int, changes: dict[str, Any]
@@ -108,25 +140,127 @@ def test_ranks_choose_the_tokens_of_one_rank(
 
 
 @pytest.mark.timeout(600)
+def test_ranks_with_a_host_tier_choose_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    model = str(save_model(LlamaConfig(**sizes()), tmp_path / "tiny"))
+    changes: dict[str, Any] = {"dtype": "float32", "batch_scheduler_policy": "max_utilization"}
+    changes |= {"max_tokens_in_paged_kv_cache": 18 * BLOCK_SIZE, "kv_cache_host_memory_bytes": 1 << 20}
+    with loaded(model, 1, **changes) as one:
+        expected, num_swapped_in = run(one, preempted_requests())
+    assert num_swapped_in > 0
+    with loaded(model, 2, **changes) as one:
+        assert run(one, preempted_requests()) == (expected, num_swapped_in)
+
+
+@pytest.mark.timeout(600)
+def test_ranks_with_a_pool_for_windows_choose_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    config = Gemma2Config(**sizes(query_pre_attn_scalar=16, sliding_window=16, max_position_embeddings=1024))
+    model, changes = str(save_model(config, tmp_path / "tiny")), {"dtype": "float32", "kv_cache_dtype": "int8"}
+    with loaded(model, 1, **changes) as one:
+        expected = tokens_of(one)
+    with loaded(model, 2, **changes) as one:
+        assert one.limits.kv_window is not None
+        assert one.limits.kv_window.num_blocks < one.num_blocks
+        assert tokens_of(one) == expected
+
+
+@pytest.mark.timeout(600)
 def test_workers_that_join_by_themselves_choose_the_same_tokens(tmp_path: Path) -> None:
     """As on other machines: over gloo."""
     model = str(save_model(LlamaConfig(**sizes()), tmp_path / "tiny"))
     with loaded(model, 1, dtype="float32") as one:
         expected = tokens_of(one)
+    with loaded_with_worker(model) as one:
+        assert tokens_of(one) == expected
+
+
+@contextmanager
+def loaded_with_worker(model: str, of_worker: Mapping[str, str] = {}, **changes: Any) -> Iterator[Loaded]:
+    """Two ranks over gloo, one of which is a process with flags of its own."""
     (port,) = free_ports("127.0.0.1", 1)
     address = f"127.0.0.1:{port}"
     flags = {"model": model, "dtype": "float32", "device": "cpu", "num-threads": "1", "tensor-parallel-size": "2"}
-    flags |= {"tensor-parallel-rank": "1", "tensor-parallel-leader": address}
+    flags |= {"tensor-parallel-rank": "1", "tensor-parallel-leader": address, **of_worker}
     command = [sys.executable, "-m", "inflight.cli.main", "executor", "--insecure"]
     command += [word for name, value in flags.items() for word in (f"--{name}", value)]
     worker = subprocess.Popen(guarded(command), env=dict(os.environ))
-    with loaded(model, 2, dtype="float32", tensor_parallel_listen=address) as one:
-        assert tokens_of(one) == expected
+    with loaded(model, 2, dtype="float32", tensor_parallel_listen=address, **changes) as one:
+        yield one
     assert worker.wait(60) == 0
 
 
+def holder(store: AdapterStore, number: int, name: str) -> Sequence:
+    """A greedy request that holds an adapter."""
+    sequence = request(number, GREEDY)
+    sequence.adapter_hash = bytes.fromhex({state.name: state.hash for state in store.states()}[name])
+    store.hold(sequence)
+    return sequence
+
+
+def adapted(store: AdapterStore, number: int, name: str) -> Sequence:
+    """A greedy request with an adapter, which is loaded."""
+    sequence = holder(store, number, name)
+    if sequence.adapter_slot is None:
+        asyncio.run(store.load(sequence))
+    return sequence
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapters"
+    for seed, name in enumerate(("a", "b", "c")):
+        save_adapter(folder / name, seed, rank=(4, 16, 3)[seed])
+    return folder
+
+
+def tokens_with_adapters(one: Loaded) -> list[list[int]]:
+    """The outputs of requests with three adapters and of those without one, in the same steps."""
+    assert one.adapters is not None
+    requests = [adapted(one.adapters, number, name) for number, name in enumerate("abca")]
+    found = tokens_of(one, [*requests, request(4, GREEDY), request(5, SAMPLINGS[1])])
+    one.adapters.release(requests)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_ranks_choose_the_tokens_of_one_rank_with_adapters(tmp_path: Path, adapters: Path) -> None:
+    model, changes = str(save_model(LlamaConfig(**sizes()), tmp_path / "tiny")), {"adapter_folder": adapters}
+    with loaded(model, 1, dtype="bfloat16", **changes) as one:
+        expected = tokens_with_adapters(one)
+        base = tokens_of(one, [request(number, GREEDY) for number in range(4)])
+    assert all(with_adapter != without for with_adapter, without in zip(expected, base, strict=False))
+    with loaded(model, 2, dtype="bfloat16", **changes) as one:
+        assert tokens_with_adapters(one) == expected
+
+
+@pytest.mark.timeout(600)
+def test_adapter_that_one_rank_cannot_load_is_refused_until_it_can(tmp_path: Path, adapters: Path) -> None:
+    model, there = str(save_model(LlamaConfig(**sizes()), tmp_path / "tiny")), tmp_path / "there"
+    with loaded(model, 1, dtype="float32", adapter_folder=adapters, max_adapters=2) as one:
+        assert one.adapters is not None
+        expected = tokens_of(one, [adapted(one.adapters, 0, "a"), adapted(one.adapters, 1, "b")])
+    # Given a worker that lacks an adapter and has other files of another
+    shutil.copytree(adapters, there)
+    shutil.rmtree(there / "b")
+    save_adapter(there / "c", seed=9, rank=3)
+    of_worker = {"adapter-folder": str(there)}
+    with loaded_with_worker(model, of_worker, adapter_folder=adapters, max_adapters=2) as one:
+        store = one.adapters
+        assert store is not None
+        first = adapted(store, 0, "a")
+        # Then neither is loaded anywhere
+        for name, reason in (("b", "adapter b cannot be loaded: rank 1: "), ("c", "rank 1: its files differ from")):
+            refused = holder(store, 1, name)
+            with pytest.raises(AdapterError, match=reason):
+                asyncio.run(store.load(refused))
+            store.release([refused])
+            assert [state.name for state in store.states() if state.is_resident] == ["a"]
+        # And it is once the worker has it, with the slot that was tried before
+        shutil.copytree(adapters / "b", there / "b")
+        assert tokens_of(one, [first, adapted(store, 1, "b")]) == expected
+
+
 def test_size_that_does_not_divide_the_heads_is_refused_with_sizes_that_work() -> None:
-    with pytest.raises(ModelError, match="9 heads and 3 KV heads cannot be divided by 2; sizes that work: 1, 3"):
+    with pytest.raises(ModelError, match="9 heads and 3 KV heads cannot be divided by 2; sizes that work: 1, 3, 9"):
         load_model(ExecutorSettings(**SETTINGS, tensor_parallel_size=2))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.adapters.folder import AdapterFolder
+from executor.adapters.folder import AdapterFolder, KnownAdapter
 from executor.adapters.peft_files import AdapterError
 from executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
 from executor.adapters.weights import AdapterWeights
@@ -30,7 +30,7 @@ class Slots:
         self.gate = threading.Event()
         self.gate.set()
 
-    def load(self, slot: int, weights: AdapterWeights) -> None:
+    def load(self, slot: int, adapter: KnownAdapter, weights: AdapterWeights) -> None:
         assert self.gate.wait(60)
         self.content[slot] = weights
         self.loads.append(slot)

@@ -8,16 +8,17 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from common.model_source import ModelError
+from common.model_source import ModelError, resolve_model
 from common.settings import SettingError
 from executor.checkpoint.shards import Shard
 from executor.cpu.decoder import ExchangeError
+from executor.model.model import PagedModel
 from executor.native.library import NativeLibrary, load_native
 from executor.parallel.exchange import SharedMemory
 from executor.parallel.leader import GroupSettings, WorkerGroup
@@ -84,6 +85,21 @@ def test_step_arrives_as_it_was_sent() -> None:
     assert (found.num_decodes, found.block_size) == (batch.num_decodes, batch.block_size)
     tables = batch.block_tables[batch.table_rows.long(), : batch.num_blocks]
     assert torch.equal(found.block_tables[found.table_rows.long()], tables)
+
+
+def test_step_with_adapters_and_windows_arrives_as_it_was_sent() -> None:
+    batch = make_case([Spec(1, 20), Spec(9, 30)], 16).batch
+    slots = torch.tensor([-1, 3], dtype=torch.int32)
+    windows: dict[str, Any] = {"window_tables": batch.block_tables + 7, "window_slots": batch.slot_mapping + 112}
+    found = unpack_step(pack_step(replace(batch, adapter_slots=slots, **windows), Want.LOGITS))[1]
+    assert found.adapter_slots is not None
+    assert torch.equal(found.adapter_slots, slots)
+    assert torch.equal(found.block_tables, batch.block_tables[batch.table_rows.long(), : batch.num_blocks])
+    assert torch.equal(found.for_windows.block_tables, found.block_tables + 7)
+    assert torch.equal(found.for_windows.slot_mapping, found.slot_mapping + 112)
+    plain = unpack_step(pack_step(batch, Want.LOGITS))[1]
+    assert plain.adapter_slots is None
+    assert plain.for_windows is plain
 
 
 def test_copies_of_a_host_tier_arrive_as_they_were_sent() -> None:
@@ -158,6 +174,32 @@ def test_memory_for_each_rank_is_the_least_of_any_machine(group: WorkerGroup) ->
     assert group.free_bytes_per_rank == 45
 
 
+def test_adapter_is_loaded_when_every_rank_has_answered(group: WorkerGroup) -> None:
+    group._connections = {1: object(), 2: object()}  # type: ignore[dict-item]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(group.wait_for_adapter)
+        group._adapter_replies.put("rank 2: its files differ from those of the leader")
+        assert not waiting.done()
+        group._adapter_replies.put("")
+        assert waiting.result(30) == ["rank 2: its files differ from those of the leader"]
+    group._connections = {}
+
+
+def test_failure_of_a_rank_ends_the_wait_for_an_adapter(group: WorkerGroup) -> None:
+    group._connections = {1: object(), 2: object()}  # type: ignore[dict-item]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(group.wait_for_adapter)
+        group.fail("rank 1: its process was ended by signal 9")
+        assert waiting.result(30) == ["a rank has failed: rank 1: its process was ended by signal 9"]
+    group._connections = {}
+
+
+def test_memory_of_adapters_is_not_free_for_the_kv_pool(group: WorkerGroup) -> None:
+    group.hellos |= {0: OWN, 1: Hello(1, SAME, "there", 90)}
+    group.reserved_bytes = 30
+    assert group.free_bytes_per_rank == 60
+
+
 def shared(num_ranks: int, timeout_s: float) -> list[SharedMemory]:
     library = load_native()
     assert isinstance(library, NativeLibrary)
@@ -194,7 +236,6 @@ def test_missing_rank_ends_the_wait_after_the_timeout() -> None:
         ({"tensor_parallel_rank": 2, "tensor_parallel_leader": "a:1"}, ("tensor_parallel_rank=2", "size=2")),
         ({"tensor_parallel_rank": 1}, ("tensor_parallel_rank", "tensor_parallel_leader")),
         ({"tensor_parallel_leader": "a:1"}, ("tensor_parallel_rank", "tensor_parallel_leader")),
-        ({"adapter_folder": Path("x")}, ("adapter_folder=x", "tensor_parallel_size=2")),
         ({"tensor_parallel_listen": "nowhere"}, ("tensor_parallel_listen=nowhere", "host:port")),
     ],
 )
@@ -203,6 +244,12 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], w
     with pytest.raises(SettingError) as error:
         check_parallel(settings)
     assert all(word in str(error.value) for word in words)
+
+
+def test_ranks_on_a_gpu_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.model.model.choose_device", lambda name: torch.device("cuda", 0))
+    with pytest.raises(ModelError, match="tensor parallelism needs a CPU, and the device is cuda:0"):
+        PagedModel.load(resolve_model(""), shard=Shard(0, 2))
 
 
 def test_ranks_of_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

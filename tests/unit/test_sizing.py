@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from inflight.tools.sizing.arithmetic import (
     seats_at_max_utilization,
     seats_without_eviction,
 )
+from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import better_policy
 from inflight.v1 import inference_pb2
@@ -80,6 +82,13 @@ def test_each_rank_has_a_part_of_weights_and_kv_in_memory_of_its_own() -> None:
     one, four = (pool_of(EIGHT_B, machine, "bfloat16", 16, num_ranks=n) for n in (1, 4))
     assert (four.weight_bytes, four.bytes_per_block) == (one.weight_bytes // 4, one.bytes_per_block // 4)
     assert four.num_blocks == int((machine.memory_bytes - four.weight_bytes) // four.bytes_per_block * 0.2)
+
+
+def test_ranks_above_the_kv_heads_have_one_each() -> None:
+    shape = replace(EIGHT_B, num_kv_heads=2, sizes=LayerSizes(4096, 4096, 256, 14336))
+    machine = Machine(16 * GIBIBYTE, False, 0.2, 0)
+    two, eight = (pool_of(shape, machine, "bfloat16", 16, num_ranks=n) for n in (2, 8))
+    assert two.bytes_per_token == eight.bytes_per_token
 
 
 def test_ranks_that_do_not_divide_the_kv_heads_are_refused_with_sizes_that_work() -> None:

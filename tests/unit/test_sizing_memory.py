@@ -187,7 +187,6 @@ def test_the_command_counts_adapters_in_the_pool(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("options", "num_ranks", "is_gpu", "said"),
     [
-        ({"max_adapters": 1}, 2, False, "computed for one rank"),
         ({"max_adapters": 1}, 2, True, "computed for one rank"),
         ({"weight_dtype": "int8"}, 1, True, "needs a CPU"),
         ({"kv_cache_host_memory_bytes": 2 * GIBIBYTE}, 1, False, "kv_cache_host_memory_bytes"),

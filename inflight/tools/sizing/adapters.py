@@ -8,32 +8,48 @@ from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 LANES, ALIGNMENT = 16, 64
 # Rows of the smallest matrix instruction of a GPU.
 LEAST_GPU_RANK = 16
+# A rank's part of the columns of a projection is a multiple of the first, of gate and up of the second.
+PART_COLUMNS, PART_INNER_COLUMNS = 32, 64
 
 
-def cpu_adapter_slot_bytes(num_layers: int, sizes: LayerSizes, max_rank: int, dtype: str) -> int:
-    """Returns the memory of a slot for an adapter of all seven projections."""
+def cpu_adapter_slot_bytes(num_layers: int, inputs: LayerSizes, outputs: LayerSizes, max_rank: int, dtype: str) -> int:
+    """Returns the memory of a slot for an adapter of all seven projections. `outputs` are the sizes that a rank has of
+    the outputs; of one rank they are those of the inputs."""
     size = BYTES_PER_NUMBER[dtype]
     pair = 4 // size
     rank = _up(max_rank, pair)
     total = 0
-    for inputs, outputs in _products(sizes):
-        total += sum(_up(_up(output, LANES) * rank * size, ALIGNMENT) for output in outputs)
-        ranks = _up(rank * len(outputs), LANES)
-        total += _up(ranks * _up(inputs, pair) * size, ALIGNMENT) + _up(ranks * 4, ALIGNMENT)
+    for depth, widths in _products(inputs, outputs):
+        total += sum(_up(_up(width, LANES) * rank * size, ALIGNMENT) for width in widths)
+        ranks = _up(rank * len(widths), LANES)
+        total += _up(ranks * _up(depth, pair) * size, ALIGNMENT) + _up(ranks * 4, ALIGNMENT)
     return num_layers * total
 
 
 def gpu_adapter_slot_bytes(num_layers: int, sizes: LayerSizes, max_rank: int, dtype: str) -> int:
     """Returns the memory of a slot for an adapter of all seven projections. Its rank is a power of two."""
     rank = max(LEAST_GPU_RANK, 1 << (max_rank - 1).bit_length())
-    numbers = sum(rank * (len(outputs) * inputs + sum(outputs)) for inputs, outputs in _products(sizes))
+    numbers = sum(rank * (len(widths) * depth + sum(widths)) for depth, widths in _products(sizes, sizes))
     return num_layers * numbers * BYTES_PER_NUMBER[dtype]
 
 
-def _products(sizes: LayerSizes) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def outputs_of_rank(sizes: LayerSizes, kv: int, num_ranks: int) -> LayerSizes:
+    """Returns the columns that the first rank has, which has the most; `kv` are those of its keys."""
+    hidden, inner = (
+        min(columns, _up(columns, num_ranks * multiple) // num_ranks)
+        for columns, multiple in ((sizes.hidden, PART_COLUMNS), (sizes.inner, PART_INNER_COLUMNS))
+    )
+    return sizes if num_ranks == 1 else LayerSizes(hidden, sizes.attention // num_ranks, kv, inner)
+
+
+def _products(inputs: LayerSizes, outputs: LayerSizes) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Returns the inputs of each product, and the outputs of the projections that it computes."""
-    hidden, attention, kv, inner = sizes.hidden, sizes.attention, sizes.kv, sizes.inner
-    return (hidden, (attention, kv, kv)), (attention, (hidden,)), (hidden, (inner, inner)), (inner, (hidden,))
+    return (
+        (inputs.hidden, (outputs.attention, outputs.kv, outputs.kv)),
+        (inputs.attention, (outputs.hidden,)),
+        (inputs.hidden, (outputs.inner, outputs.inner)),
+        (inputs.inner, (outputs.hidden,)),
+    )
 
 
 def _up(number: int, multiple: int) -> int:

@@ -18,7 +18,7 @@ from common.kv_size import (
     num_kv_blocks,
 )
 from common.settings import SettingError
-from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, gpu_adapter_slot_bytes
+from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, gpu_adapter_slot_bytes, outputs_of_rank
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape
 from inflight.tools.sizing.weights import cpu_weight_bytes
@@ -150,17 +150,17 @@ def pool_of(
     window keep their window where an executor does that.
 
     Raises:
-        SettingError: not one block does, or not what is asked for, or the KV heads cannot be divided by the ranks, or
+        SettingError: not one block does, or not what is asked for, or the heads cannot be divided by the ranks, or
             executors refuse the options.
     """
-    if shape.num_kv_heads % num_ranks:
-        sizes = [str(n) for n in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % n == 0]
+    if num_ranks not in (sizes := shape.numbers_of_ranks()):
         raise SettingError(
-            f"{shape.num_kv_heads} KV heads cannot be divided by {num_ranks} ranks; sizes that work: {', '.join(sizes)}"
+            f"{shape.num_kv_heads} KV heads cannot be divided by {num_ranks} ranks; sizes that work: "
+            f"{', '.join(map(str, sizes))}"
         )
     size = BYTES_PER_NUMBER[dtype]
     head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
-    bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.num_kv_heads // num_ranks, head_dim, size)
+    bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.kv_heads_of_rank(num_ranks), head_dim, size)
     bytes_per_block = bytes_per_token * tokens_per_block
     weight_bytes = _weight_bytes(shape, machine, dtype, num_ranks)
     adapter_bytes = _adapter_bytes(shape, machine, dtype, num_ranks)
@@ -181,7 +181,7 @@ def pool_of(
         adapter_bytes=adapter_bytes,
         num_host_blocks=num_host_blocks,
     )
-    if machine.is_gpu or num_ranks > 1 or host_bytes or steps is None or not shape.num_window_layers:
+    if machine.is_gpu or host_bytes or steps is None or not shape.num_window_layers:
         return pool
     return _with_window_group(pool, shape, steps, is_limited=max_tokens_in_pool > 0)
 
@@ -228,10 +228,14 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
     options = machine.options
     if not options.max_adapters or shape.sizes is None:
         return 0
-    if num_ranks > 1:
-        raise SettingError("the memory of adapters is computed for one rank")
-    slot_bytes = gpu_adapter_slot_bytes if machine.is_gpu else cpu_adapter_slot_bytes
-    return options.max_adapters * slot_bytes(shape.num_layers, shape.sizes, options.max_adapter_rank, dtype)
+    num_layers, max_rank = shape.num_layers, options.max_adapter_rank
+    if machine.is_gpu:
+        if num_ranks > 1:
+            raise SettingError("the memory of adapters on GPUs is computed for one rank")
+        return options.max_adapters * gpu_adapter_slot_bytes(num_layers, shape.sizes, max_rank, dtype)
+    kv = shape.kv_heads_of_rank(num_ranks) * shape.head_dim
+    outputs = outputs_of_rank(shape.sizes, kv, num_ranks)
+    return options.max_adapters * cpu_adapter_slot_bytes(num_layers, shape.sizes, outputs, max_rank, dtype)
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.gguf_header import GgufHeader
+from common.kv_size import numbers_of_ranks
 from common.model_source import HUB_NAME, ModelError, read_gguf, read_json, resolve_model
 from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.weights import Role, Weights, computed_weights, weights_of_folder, weights_of_gguf
@@ -33,6 +34,15 @@ class ModelShape:
     sizes: LayerSizes | None = None
     num_window_layers: int = 0
     sliding_window: int = 0
+
+    def numbers_of_ranks(self) -> list[int]:
+        """Returns how many ranks can divide the heads between them."""
+        num_heads = self.num_kv_heads if self.sizes is None else self.sizes.attention // self.head_dim
+        return numbers_of_ranks(num_heads, self.num_kv_heads)
+
+    def kv_heads_of_rank(self, num_ranks: int) -> int:
+        """Returns the KV heads that each rank has."""
+        return max(1, self.num_kv_heads // num_ranks)
 
 
 def read_model_shape(model: str) -> ModelShape:

@@ -111,7 +111,7 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
     counted = EXACT if shape.counted else COMPUTED
     how = "the files of the weights" if shape.counted else "the configuration, as for a Llama"
     of_rank = f" of each of {pool.num_ranks} ranks" if pool.num_ranks > 1 else ""
-    num_kv_heads = shape.num_kv_heads // pool.num_ranks
+    num_kv_heads = shape.kv_heads_of_rank(pool.num_ranks)
     figure = f"{shape.num_parameters / 1e9:.2f} billion, {_gib(pool.weight_bytes)}{of_rank}"
     yield Row("weights", figure, counted, how)
     per_token = f"2 × {shape.num_layers} layers × {num_kv_heads} KV heads{of_rank} × {shape.head_dim} × {sizing.dtype}"

@@ -91,6 +91,11 @@ class AdapterStore:
             for one in self._known
         ]
 
+    @property
+    def num_held(self) -> int:
+        """Adapters that sequences hold, those that are no longer in the folder included."""
+        return len(self._holders)
+
     async def follow(self) -> None:
         """Polls the folder until cancelled."""
         loop = asyncio.get_running_loop()

@@ -29,6 +29,7 @@ from executor.engine.runner import PendingStep
 from executor.engine.watchdog import watch_engine
 from executor.logits.grammar import GrammarCompiler
 from executor.scheduler.blocks import BlockPool
+from executor.scheduler.limits import KvWindow
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import StepPlan, TokenLogprobs
 from executor.serving.placements import RetentionPolicy
@@ -108,6 +109,7 @@ class ExecutorShape:
     num_host_blocks: int = 0
     overlap: bool = True
     make_proposer: Callable[[], Proposer] | None = None
+    kv_window: KvWindow | None = None
 
 
 class BrakedStep:
@@ -245,6 +247,7 @@ async def start_executor(
         batching=shape.batching,
         enable_prefix_cache=True,
         policy=shape.policy,
+        kv_window=shape.kv_window,
         num_host_blocks=shape.num_host_blocks,
     )
     drafting = None if shape.make_proposer is None else eager(shape.make_proposer)
@@ -254,7 +257,8 @@ async def start_executor(
         with suppress(RuntimeError):  # the test is over and its loop closed
             loop.call_soon_threadsafe(service.on_output, output)
 
-    device = BrakedDevice(FakeDevice(pool), brake)
+    num_window_tokens = 0 if shape.kv_window is None else shape.kv_window.num_tokens
+    device = BrakedDevice(FakeDevice(pool, scheduler.windows, num_window_tokens), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     identity = _identity(name, model, shape, generation, limits)
     service = ExecutorService(identity, engine, retention, tracing=tracing, grammars=grammars)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,16 +33,21 @@ class KnownAdapter:
 
 
 class AdapterFolder:
-    """The adapters for one model. `look` and `read` may be slow; one call of `look` at a time."""
+    """The adapters for one model. `look` and `read` may be slow, and may be called on any thread."""
 
     def __init__(self, folder: Path, limits: AdapterLimits) -> None:
         self._folder = folder
         self._limits = limits
         self._known: dict[str, tuple[Versions, KnownAdapter | None]] = {}
         self._is_readable = True
+        self._turn = threading.Lock()
 
     def look(self) -> tuple[KnownAdapter, ...]:
         """Reads what is new or has changed, and returns all adapters by name."""
+        with self._turn:
+            return self._look()
+
+    def _look(self) -> tuple[KnownAdapter, ...]:
         try:
             folders = sorted(path for path in self._folder.iterdir() if (path / CONFIG_FILE).is_file())
         except OSError as error:
@@ -69,11 +75,15 @@ class AdapterFolder:
         return parse(files, self._limits)
 
     def _look_at(self, folder: Path) -> tuple[Versions, KnownAdapter | None]:
-        versions = tuple(version_of(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+        versions = _versions_of(folder)
         known = self._known.get(folder.name)
         if known is not None and known[0] == versions:
             return known
-        return versions, self._examine(folder)
+        adapter = self._examine(folder)
+        if _versions_of(folder) != versions:
+            # They changed meanwhile, so one file may be of the old adapter and one of the new. The next look reads both.
+            return known or ((), None)
+        return versions, adapter
 
     def _examine(self, folder: Path) -> KnownAdapter | None:
         try:
@@ -86,3 +96,7 @@ class AdapterFolder:
             return None
         log.info("adapter %s of rank %d: %s", adapter.name, adapter.rank, adapter.hash)
         return adapter
+
+
+def _versions_of(folder: Path) -> Versions:
+    return tuple(version_of(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE))

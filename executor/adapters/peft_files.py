@@ -61,6 +61,10 @@ class AdapterError(ValueError):
     """An adapter that cannot be served. The text names the field or tensor."""
 
 
+class AdapterGoneError(AdapterError):
+    """An adapter whose files were replaced or removed."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """The content of an adapter's two files."""

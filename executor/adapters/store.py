@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from common.followed import poll
 from executor.adapters.folder import AdapterFolder, KnownAdapter
-from executor.adapters.peft_files import AdapterError
+from executor.adapters.peft_files import AdapterError, AdapterGoneError
 from executor.adapters.weights import AdapterWeights
 from executor.scheduler.sequence import Sequence
 
@@ -93,6 +93,11 @@ class AdapterStore:
             for one in self._known
         ]
 
+    @property
+    def num_held(self) -> int:
+        """Adapters that sequences hold, those that are no longer in the folder included."""
+        return len(self._holders)
+
     async def follow(self) -> None:
         """Polls the folder until cancelled."""
         loop = asyncio.get_running_loop()
@@ -138,7 +143,8 @@ class AdapterStore:
             self._slots[adapter_hash] = self._slots.pop(adapter_hash)
 
     async def load(self, sequence: Sequence) -> None:
-        """Loads the adapter of a sequence that holds it, and sets the slot. Raises `AdapterError`."""
+        """Loads the adapter of a sequence that holds it, and sets the slot. Raises `AdapterError`; `AdapterGoneError` if
+        its files were replaced or removed, which the states say then."""
         adapter_hash = sequence.adapter_hash.hex()
         loading = self._loading.get(adapter_hash)
         if loading is None:
@@ -155,11 +161,17 @@ class AdapterStore:
                     return self._slots[adapter_hash]
                 adapter = self._find(adapter_hash)
                 if adapter is None or adapter_hash not in self._holders:
-                    raise AdapterError(f"adapter {adapter_hash} is no longer there")
+                    raise AdapterGoneError(f"adapter {adapter_hash} is no longer there")
                 slot = await self._take_slot()
                 began = time.monotonic()
                 try:
                     await asyncio.to_thread(self._fill, slot, adapter)
+                except AdapterError as error:
+                    self._free.append(slot)
+                    self._know(await asyncio.to_thread(self._folder.look))
+                    if self._find(adapter_hash) is None:
+                        raise AdapterGoneError(str(error)) from error
+                    raise
                 except BaseException:
                     self._free.append(slot)
                     raise

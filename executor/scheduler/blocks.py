@@ -20,6 +20,7 @@ from collections.abc import Iterable, Set
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 
 class HostBlocks:
@@ -180,6 +181,15 @@ class HostBlocks:
 
 class BlockError(Exception):
     """Raised when a block would be shared or released by a sequence that does not own it. The pool is unchanged."""
+
+
+class PoolCounts(NamedTuple):
+    """Blocks of a pool: in all, referenced by sequences, cached without references, and findable by hash."""
+
+    total_blocks: int
+    used_blocks: int
+    evictable_blocks: int
+    published_blocks: int
 
 
 class BlockPool:
@@ -373,6 +383,11 @@ class WindowPool:
     def num_free_tables(self) -> int:
         """Sequences that may still begin to hold blocks."""
         return self._num_free_tables
+
+    def counts(self) -> PoolCounts:
+        """Returns the counts of its blocks."""
+        pool = self._pool
+        return PoolCounts(pool.num_blocks, pool.num_used, pool.num_cached, pool.num_published)
 
     def num_usable(self, hashes: ReadOnlyList[bytes]) -> int:
         """Returns how many blocks of this prefix can be used: as many as leave a whole window of blocks here."""

@@ -424,7 +424,7 @@ class Scheduler:
         return NO_DRAFT_COUNTS if self._drafting is None else self._drafting.tally.counts
 
     def kv_counts(self) -> KvCounts:
-        return KvCounts.of(self.pool, self.host, self.prefix_cache, self._gate.num_reserved_blocks)
+        return KvCounts.of(self.pool, self.host, self.prefix_cache, self._gate.num_reserved_blocks, self.windows)
 
     @property
     def reserve_quantile(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from executor.scheduler.blocks import BlockPool, HostBlocks
+from executor.scheduler.blocks import BlockPool, HostBlocks, PoolCounts, WindowPool
 from executor.scheduler.prefix_cache import PrefixCache
 from executor.scheduler.sequence import StepPlan
 from executor.scheduler.step_constraint import StepConstraint
@@ -77,7 +77,8 @@ class HostPrefixCounts(NamedTuple):
 class KvCounts(NamedTuple):
     """KV block counts: free, referenced by sequences, cached without references, findable by hash, reserved, and used
     in host memory by preempted sequences. `query_tokens` and `hit_tokens` were looked up and found in the prefix cache
-    since the start, the latter on the device or in host memory."""
+    since the start, the latter on the device or in host memory. `window` counts the blocks
+    of the layers with a sliding window; None if all layers share a pool."""
 
     free_blocks: int
     used_blocks: int
@@ -88,9 +89,12 @@ class KvCounts(NamedTuple):
     query_tokens: int
     hit_tokens: int
     host_prefixes: HostPrefixCounts = HostPrefixCounts()
+    window: PoolCounts | None = None
 
     @classmethod
-    def of(cls, pool: BlockPool, host: HostBlocks, cache: PrefixCache, reserved_blocks: int) -> KvCounts:
+    def of(
+        cls, pool: BlockPool, host: HostBlocks, cache: PrefixCache, reserved_blocks: int, windows: WindowPool | None
+    ) -> KvCounts:
         return cls(
             pool.num_free,
             pool.num_used,
@@ -103,6 +107,7 @@ class KvCounts(NamedTuple):
             HostPrefixCounts(
                 host.num_prefix_blocks, host.num_stored, cache.num_restored, host.num_dropped, cache.num_host_hit_tokens
             ),
+            None if windows is None else windows.counts(),
         )
 
 

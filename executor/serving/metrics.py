@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from common.http.metrics_page import new_registry
 from executor.engine.output import EngineStatus
+from executor.scheduler.blocks import PoolCounts
 from executor.scheduler.step_constraint import StepConstraint
 from executor.scheduler.step_record import PART_NAMES, StepRecord
 from executor.serving.service import ExecutorService
@@ -82,6 +84,7 @@ class StandingMetrics(Collector):
         if status is None:
             return
         yield from self._gauges(status)
+        yield from self._kv_groups(status)
         yield from self._counters(status)
         yield from self._split_counters(status)
         yield from self._vllm(status)
@@ -116,6 +119,24 @@ class StandingMetrics(Collector):
         ):
             gauge = GaugeMetricFamily(f"inflight_{name}", text, labels=["model"])
             gauge.add_metric([description.model], value)
+            yield gauge
+
+    def _kv_groups(self, status: EngineStatus) -> Iterator[Metric]:
+        """Yields the blocks of each KV pool: that of the layers that attend to the whole context, which is the only one
+        unless layers with sliding windows have theirs."""
+        kv, window = status.kv, status.kv.window
+        groups = [("full", PoolCounts(status.total_blocks, kv.used_blocks, kv.evictable_blocks, kv.published_blocks))]
+        if window is not None:
+            groups.append(("window", window))
+        for name, text, count in (
+            ("blocks", "KV blocks of a group of layers.", attrgetter("total_blocks")),
+            ("blocks_used", "KV blocks of a group that sequences hold.", attrgetter("used_blocks")),
+            ("blocks_cached", "KV blocks of a group that hold a cached prefix.", attrgetter("published_blocks")),
+            ("blocks_evictable", "Cached KV blocks of a group that no sequence uses.", attrgetter("evictable_blocks")),
+        ):
+            gauge = GaugeMetricFamily(f"inflight_kv_group_{name}", text, labels=["model", "group"])
+            for group, counts in groups:
+                gauge.add_metric([self._service.description.model, group], count(counts))
             yield gauge
 
     def _counters(self, status: EngineStatus) -> Iterator[Metric]:
@@ -203,6 +224,7 @@ class StandingMetrics(Collector):
         for name, text, value in (
             ("slots", "Slots for LoRA adapters.", store.num_slots),
             ("slots_used", "Slots with an adapter that is in the folder.", sum(use.is_resident for use in uses)),
+            ("slots_held", "Slots for adapters that sequences hold.", store.num_held),
         ):
             gauge = GaugeMetricFamily(f"inflight_adapter_{name}", text, labels=["model"])
             gauge.add_metric([model], value)

@@ -22,7 +22,7 @@ import grpc.aio
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from common.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from common.telemetry.tracing import NO_TRACING, Tracing
-from executor.adapters.peft_files import AdapterError
+from executor.adapters.peft_files import AdapterError, AdapterGoneError
 from executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
@@ -318,8 +318,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             self.adapters.release(ended)
 
     async def _prepare(self, sequence: Sequence) -> None:
-        """Compiles the grammar of a sequence, loads its adapter and lets it board; without one of them it ends with an
-        error."""
+        """Compiles the grammar of a sequence, loads its adapter and lets it board. Without one of them it ends with an
+        error. One whose adapter is gone returns to its router: another executor may have the adapter."""
         waits = []
         if sequence.constraint is not None and sequence.constraint.compiled is None:
             what = "the grammar of the constraint"
@@ -329,7 +329,12 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             assert self.adapters is not None
             loading = self.adapters.load(sequence)
             waits.append(_reason(loading, sequence.request_id, "the adapter", "loaded", LOAD_TIMEOUT_S))
-        errors = await asyncio.gather(*waits)
+        try:
+            errors = await asyncio.gather(*waits)
+        except AdapterGoneError as gone:
+            log.info("%s: %s", sequence.request_id, gone)
+            self._engine.cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED)
+            return
         self._engine.prepared(sequence, next(filter(None, errors), ""))
 
     async def _compile_grammar(self, constraint: Constraint) -> None:
@@ -394,10 +399,12 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
 
 async def _reason(preparing: Awaitable[None], request_id: str, what: str, done: str, timeout_s: float) -> str:
-    """Waits for what a sequence needs. Returns the reason if it cannot have it."""
+    """Waits for what a sequence needs. Returns the reason if it cannot have it. Raises `AdapterGoneError`."""
     try:
         async with asyncio.timeout(timeout_s):
             await preparing
+    except AdapterGoneError:
+        raise
     except (GrammarError, AdapterError) as failure:
         return str(failure)
     except TimeoutError:

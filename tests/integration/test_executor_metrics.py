@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from common.http.metrics_page import metrics_route
 from common.http.port import HttpPort
+from executor.scheduler.limits import KvWindow
 from executor.serving.metrics import executor_metrics
 from executor.serving.report import Rates, report_of
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
@@ -130,6 +131,23 @@ async def test_prefixes_in_host_memory_are_counted_as_cached_and_for_themselves(
     assert value(samples, "inflight_host_blocks_used") == 0
     assert report is not None
     assert (report.host_prefixes.restored_blocks, report.host_prefixes.hit_tokens) == (4, 16)
+
+
+async def test_blocks_are_counted_by_kv_group() -> None:
+    names = ("blocks", "blocks_used", "blocks_cached", "blocks_evictable")
+
+    async def counts(shape: ExecutorShape) -> dict[str, list[float]]:
+        async with measured(shape) as (executor, address):
+            await run_requests(executor)
+            samples = samples_of(list(parse_text((await page(address))[1])))
+        groups = {dict(labels)["group"] for name, labels in samples if name == "inflight_kv_group_blocks"}
+        return {group: [value(samples, f"inflight_kv_group_{name}", group=group) for name in names] for group in groups}
+
+    # A request computes 15 positions, which fill three blocks; the others find what it published.
+    assert await counts(ExecutorShape()) == {"full": [32, 0, 3, 3]}
+    # Nothing is evicted, so blocks stay findable after they have left the window.
+    window = KvWindow(num_tokens=5, num_blocks=24, max_sequences=4)
+    assert await counts(ExecutorShape(kv_window=window)) == {"full": [32, 0, 3, 3], "window": [24, 0, 3, 3]}
 
 
 async def test_who_runs_waits_or_is_left_behind_shows_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 from pathlib import Path
@@ -10,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from executor.adapters.folder import AdapterFolder, KnownAdapter
-from executor.adapters.peft_files import AdapterError
+from executor.adapters.peft_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterError,
+    AdapterFiles,
+    AdapterGoneError,
+    read_files,
+)
 from executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
 from executor.adapters.weights import AdapterWeights
 from executor.scheduler.sequence import Sequence
@@ -151,10 +159,43 @@ async def test_failed_load_is_told_to_all_that_wait_and_leaves_the_slot_free(tmp
     first, twin = holder(store, "a"), holder(store, "a")
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     results = await asyncio.gather(store.load(first), store.load(twin), return_exceptions=True)
-    assert [type(result) for result in results] == [AdapterError] * 2
+    assert [type(result) for result in results] == [AdapterGoneError] * 2
     assert "adapter a cannot be loaded: its files cannot be read" in str(results[0])
     store.release([first, twin])
+    assert [state.name for state in store.states()] == ["b"]
     assert (await loaded(store, "b")).adapter_slot == 0
+
+
+async def test_files_that_change_while_they_are_read_are_never_combined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name is a link; it is redirected after the configuration has been read and before the weights are."""
+    old, new = save_adapter(tmp_path / "old", 1), save_adapter(tmp_path / "new", 2, lora_alpha=16)
+    (tmp_path / "served").mkdir()
+    link = tmp_path / "served" / "a"
+    link.symlink_to(old)
+    folder = AdapterFolder(tmp_path / "served", LIMITS)
+
+    def redirected_between(path: Path) -> AdapterFiles:
+        config = (path / CONFIG_FILE).read_bytes()
+        (tmp_path / "next").symlink_to(new)
+        (tmp_path / "next").replace(link)
+        return AdapterFiles(config, (path / WEIGHTS_FILE).read_bytes())
+
+    with monkeypatch.context() as during:
+        during.setattr("executor.adapters.folder.read_files", redirected_between)
+        assert folder.look() == ()
+    assert [one.hash for one in folder.look()] == [read_files(new).hash]
+
+    # One that is known stays until both files of the other have been read
+    new, old = old, new
+    save_adapter(new, 3, lora_alpha=32)
+    (known,) = folder.look()
+    with monkeypatch.context() as during:
+        during.setattr("executor.adapters.folder.read_files", redirected_between)
+        os.utime(old / CONFIG_FILE, (1, 1))
+        assert folder.look() == (known,)
+    assert [one.hash for one in folder.look()] == [read_files(new).hash]
 
 
 async def test_storm_of_loads_and_ends_leaks_no_slot(store: AdapterStore, slots: Slots) -> None:

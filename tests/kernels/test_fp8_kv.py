@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from common.kv_size import KvBudget, num_kv_blocks
 from common.model_source import ModelError, resolve_model
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.quantized import check_backend
@@ -17,6 +16,8 @@ from executor.attention.triton import TritonAttention
 from executor.gpu.layers import rope_write, rotation_table
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
+from inflight.tools.sizing.arithmetic import Machine, MemoryOptions, pool_of
+from inflight.tools.sizing.model_shape import read_model_shape
 from tests.greedy import generate_together
 from tests.kernels.fp8_kv import assert_attends_to_fp8, poisoned, rounded, stored
 from tests.paged_cases import Spec, make_case
@@ -120,14 +121,13 @@ def test_block_has_a_byte_for_each_number_and_a_float32_scale_for_each_token_and
     assert (model.kv_bytes_per_block(16), model.kv_cache_dtype_name) == (2 * fp8_bytes, "fp8")
     assert mixed.kv_bytes_per_block(16) == fp8_bytes + plain_bytes
     assert mixed.kv_cache_dtype_name == "fp8 except float32 in layers 0"
-    assert load(folder, "auto").kv_cache_dtype_name == "float32"
-
-
-def test_memory_of_a_head_of_128_has_1_94_times_as_many_blocks() -> None:
-    """Llama-3-8B: 32 layers with 8 KV heads of 128."""
-    bfloat16, fp8 = (2 * 32 * 8 * 16 * num_bytes for num_bytes in (2 * 128, 128 + 4))
-    budget = KvBudget(0, 1 << 30, 0.9)
-    assert [num_kv_blocks(budget, 16, size) for size in (bfloat16, fp8)] == [460, 892]
+    predicted = pool_of(
+        read_model_shape(str(folder)),
+        Machine(1 << 30, True, 0.9, 0, MemoryOptions(kv_cache_dtype="fp8")),
+        "float32",
+        16,
+    )
+    assert predicted.bytes_per_block == 2 * fp8_bytes
 
 
 def test_gpu_without_fp8_conversions_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from executor.gpu.layers import linear, rounded_rows
 from executor.model.model import PagedModel
 from executor.model.self_check import relative_distance
 from executor.step.batch import StepBatch
+from inflight.tools.sizing.arithmetic import fp8_weight_bytes
+from inflight.tools.sizing.model_shape import read_model_shape
 from tests.kernels.fp8_kv import rounded
 from tests.paged_cases import Spec, make_case
 from tests.quantized_checkpoints import compressed, compressed_config, save_quantized
@@ -102,12 +104,24 @@ def test_logits_are_near_those_of_the_unrounded_model(folder: Path) -> None:
     assert 0.005 < distance < 0.15
 
 
-def test_matrices_of_the_network_have_no_memory_left(folder: Path) -> None:
+def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(folder: Path) -> None:
     model = load(folder)
     assert model.weight_dtype_name == "fp8"
     assert model._network is not None
-    left = {name for name, weight in model._network.named_parameters() if weight.ndim == 2 and weight.numel()}
-    assert left == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert model.gpu_decoder is not None
+    left = {name: weight for name, weight in model._network.named_parameters() if weight.numel()}
+    assert all(
+        weight.ndim == 1 or name in ("model.embed_tokens.weight", "lm_head.weight") for name, weight in left.items()
+    )
+    matrices = [
+        matrix
+        for layer in model.gpu_decoder._layers
+        for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        if isinstance(matrix, Fp8Weight)
+    ]
+    num_bytes = sum(weight.nbytes for weight in left.values())
+    num_bytes += sum(matrix.numbers.nbytes + matrix.scales.nbytes for matrix in matrices)
+    assert num_bytes == fp8_weight_bytes(read_model_shape(str(folder)), "float32")
 
 
 def test_model_with_biases_is_loaded_and_passes_the_check_against_transformers(tmp_path: Path) -> None:

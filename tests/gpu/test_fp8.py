@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,10 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def _fp8_gpu(_gpu: None, gpu: torch.device) -> Iterator[None]:
+def _fp8_gpu(_gpu: None, gpu: torch.device) -> None:
     """Skips, with the reason, where the GPU has no FP8."""
     if torch.cuda.get_device_capability(gpu) < MIN_FP8_CAPABILITY:
         pytest.skip("this GPU is of compute capability below 8.9")
-    yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

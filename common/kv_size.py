@@ -40,9 +40,9 @@ def num_kv_blocks(budget: KvBudget, tokens_per_block: int, bytes_per_block: int)
     return num_blocks
 
 
-def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_number: int) -> int:
-    """Returns the bytes of a key and a value of each KV head in each layer."""
-    return 2 * num_layers * num_kv_heads * head_dim * bytes_per_number
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_bytes: int) -> int:
+    """Returns the bytes of a key and a value, `head_bytes` each, of each KV head in each layer."""
+    return 2 * num_layers * num_kv_heads * head_bytes
 
 
 def numbers_of_ranks(num_heads: int, num_kv_heads: int) -> list[int]:

@@ -32,20 +32,23 @@ class ExecutorSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="type of weights and KV cache; auto: bfloat16 if the device supports it"
     )
-    weight_dtype: Literal["auto", "dense", "int8", "int4"] = Field(
+    weight_dtype: Literal["auto", "dense", "int8", "int4", "fp8"] = Field(
         "auto",
         description="type of the weights; auto: as in the checkpoint; dense: a quantized checkpoint is expanded to "
         "dtype, which takes more memory and is faster with many requests; int8: about half the memory of bfloat16, "
         "faster, with activations rounded to int8 in products; int4: a third of the memory, fastest with few "
-        "requests, less quality; int8 and int4 on a CPU only; the same for all executors of a model",
+        "requests, less quality; int8 and int4 on a CPU only; fp8: half the memory of bfloat16, with activations "
+        "rounded to e4m3 in products, on a GPU of compute capability 8.9 or later only; the same for all executors of "
+        "a model",
     )
-    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "int8"] = Field(
+    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8"] = Field(
         "auto",
         description="type of the KV cache; auto: same as dtype; int8: about half the memory of bfloat16, with a scale "
-        "for each token and KV head, CPU only; the same for all executors of a model",
+        "for each token and KV head, CPU only; fp8: the same in e4m3, on a GPU of compute capability 8.9 or later "
+        "only; the same for all executors of a model",
     )
     kv_cache_dtype_skip_layers: tuple[NonNegativeInt, ...] = Field(
-        (), description="layers, from 0, whose KV cache stays in dtype where kv_cache_dtype is int8"
+        (), description="layers, from 0, whose KV cache stays in dtype where kv_cache_dtype is int8 or fp8"
     )
     forward: Literal["auto", "transformers"] = Field(
         "auto",

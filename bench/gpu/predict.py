@@ -6,6 +6,7 @@ be run again when a kernel or the decoder changes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -29,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(*(sys.argv[1:] if argv is None else argv) or [str(REPORTS)])
     sizes = Sizes(**{name: value for name, value in asdict(LLAMA_3_8B).items() if name != "name"})
     steps = []
-    for count in SEQUENCE_COUNTS:
-        print(f"==> {count} sequences", flush=True)
-        launches = decode_launches(sizes, count, CONTEXT)
-        steps.append(CountedStep(count, CONTEXT, tuple(launches.items())))
+    for is_fp8, count in itertools.product((False, True), SEQUENCE_COUNTS):
+        print(f"==> {count} sequences{', FP8' if is_fp8 else ''}", flush=True)
+        launches = decode_launches(sizes, count, CONTEXT, is_fp8=is_fp8)
+        steps.append(CountedStep(count, CONTEXT, tuple(launches.items()), is_fp8))
     values = values_of(steps)
     page = page_of(values)
     paths = write_report(folder, KIND, values, page)

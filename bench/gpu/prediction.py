@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.gpu.engine.launches import Launch
+from bench.gpu.engine.launches import FP8_PRODUCT, Launch
 from bench.gpu.report import DECODE_GOAL
 from bench.gpu.roofline import LLAMA_3_8B, Limits
 from bench.report.page import Page, Part
@@ -32,8 +32,9 @@ COPY_SHARE = 0.92
 PRODUCT_SHARE = 0.85
 ATTENTION_SHARE = 0.75
 SHARES = {"products": PRODUCT_SHARE, "attention": ATTENTION_SHARE, "others": COPY_SHARE}
-# Share of the data sheet's rate of dense matrix products in bfloat16.
+# Share of the data sheet's rate of dense matrix products in bfloat16, and in FP8 of twice that.
 MATRIX_SHARE = 0.7
+FP8_RATE = 2.0
 # From the end of a kernel of a graph to the next one's first bytes from memory, and its last wave.
 LAUNCH_S = 2e-6
 # Start of a program, those of empty splits included.
@@ -57,11 +58,18 @@ CARDS = (Card("H100", 3.35e12, 989e12), Card("H200", 4.8e12, 989e12))
 
 @dataclass(frozen=True, slots=True)
 class CountedStep:
-    """The launches of a step of decodes, each with how often it occurs."""
+    """The launches of a step of decodes, each with how often it occurs. With `is_fp8` the weights of layers, keys and
+    values are in FP8, else in bfloat16."""
 
     num_sequences: int
     context: int
     launches: tuple[tuple[Launch, int], ...]
+    is_fp8: bool = False
+
+    @property
+    def form(self) -> str:
+        """The type of weights and KV."""
+        return "FP8" if self.is_fp8 else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,8 @@ def predict(step: CountedStep, card: Card) -> PredictedStep:
     for launch, count in step.launches:
         group = _group(launch)
         memory_s = (launch.bytes_loaded + launch.bytes_stored) / (card.bytes_per_s * SHARES[group])
-        matrix_s = launch.operations / (card.matrix_operations_per_s * MATRIX_SHARE)
+        matrix_rate = card.matrix_operations_per_s * (FP8_RATE if launch.kernel == FP8_PRODUCT else 1.0)
+        matrix_s = launch.operations / (matrix_rate * MATRIX_SHARE)
         sums[group] += count * max(memory_s, matrix_s)
         starts_s += count * (LAUNCH_S + launch.num_programs * PROGRAM_S)
     return PredictedStep(sums["products"], sums["attention"], sums["others"], starts_s)
@@ -111,8 +120,9 @@ def page_of(values: Mapping[str, Any]) -> Page:
     """Returns the page of the predictions."""
     steps = steps_of(values)
     note = (
-        f"{values['model']}, bfloat16, contexts of {CONTEXT} tokens, blocks of 16, greedy, CUDA graphs. **Nothing here "
-        "was measured.** Launches and bytes are counted on the code; the rates are the assumptions below."
+        f"{values['model']}, contexts of {CONTEXT} tokens, blocks of 16, greedy, CUDA graphs; in bfloat16, and with "
+        "`--weight-dtype fp8 --kv-cache-dtype fp8`. **Nothing here was measured.** Launches and bytes are counted on the "
+        "code; the rates are the assumptions below."
     )
     parts = [
         Part(
@@ -126,7 +136,7 @@ def page_of(values: Mapping[str, Any]) -> Page:
             table=_traffic(steps),
         ),
         *(
-            Part(f"Launches at {step.num_sequences} sequences", table=_kernels(step))
+            Part(f"Launches at {step.num_sequences} sequences, {step.form}", table=_kernels(step))
             for step in steps
             if step.num_sequences > 1
         ),
@@ -146,7 +156,7 @@ def _assumptions() -> dict[str, str]:
         "data sheets": f"{cards}, {CARDS[0].matrix_operations_per_s / 1e12:.0f} TFLOP/s",
         "assumed shares of the bandwidth": f"copy {COPY_SHARE:.0%} (the limit), products {PRODUCT_SHARE:.0%}, "
         f"attention {ATTENTION_SHARE:.0%}, other kernels {COPY_SHARE:.0%}",
-        "assumed share of the matrix rate": f"{MATRIX_SHARE:.0%}",
+        "assumed share of the matrix rate": f"{MATRIX_SHARE:.0%}, in FP8 of {FP8_RATE:g} times the rate",
         "assumed constants": f"{LAUNCH_S * 1e6:.0f} µs a launch in a graph, "
         f"{PROGRAM_S * 1e9:.0f} ns a program of a Triton kernel, {STEP_S * 1e6:.0f} µs a step; no host time "
         "between steps; a product is one launch",
@@ -155,16 +165,26 @@ def _assumptions() -> dict[str, str]:
 
 
 def _times(steps: Sequence[CountedStep]) -> Table:
-    header = ["GPU", "sequences", "products ms", "attention ms", "others ms", "starts ms", "step ms", "limit ms"]
+    header = [
+        "GPU",
+        "weights, KV",
+        "sequences",
+        "products ms",
+        "attention ms",
+        "others ms",
+        "starts ms",
+        "step ms",
+        "limit ms",
+    ]
     rows = []
     for card in CARDS:
         for step in steps:
             time = predict(step, card)
-            limit_s = limits_of(card).decode_s(LLAMA_3_8B, step.num_sequences, step.context)
+            limit_s = limits_of(card).decode_s(LLAMA_3_8B, step.num_sequences, step.context, is_fp8=step.is_fp8)
             parts = (time.products_s, time.attention_s, time.others_s, time.starts_s, time.total_s, limit_s)
             rows.append(
                 [
-                    *(card.name, str(step.num_sequences)),
+                    *(card.name, step.form, str(step.num_sequences)),
                     *(f"{seconds * 1e3:.2f}" for seconds in parts),
                     f"{limit_s / time.total_s:.0%}",
                     f"{step.num_sequences / time.total_s:,.0f}",
@@ -180,8 +200,9 @@ def _traffic(steps: Sequence[CountedStep]) -> Table:
         for launch, count in step.launches:
             groups[_group(launch)] += count * (launch.bytes_loaded + launch.bytes_stored)
         num_launches = sum(count for _, count in step.launches)
-        rows.append([str(step.num_sequences), str(num_launches), *(f"{size / 1e9:.3f}" for size in groups.values())])
-    return Table(["sequences", "launches", "products GB", "attention GB", "others GB"], rows)
+        sizes = (f"{size / 1e9:.3f}" for size in groups.values())
+        rows.append([step.form, str(step.num_sequences), str(num_launches), *sizes])
+    return Table(["weights, KV", "sequences", "launches", "products GB", "attention GB", "others GB"], rows)
 
 
 def _kernels(step: CountedStep) -> Table:

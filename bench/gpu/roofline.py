@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ELEMENT_BYTES = 2  # bfloat16
+SCALE_BYTES = 4  # of a key or a value in FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ELEMENT_BYTES
 
     @property
+    def fp8_kv_bytes_per_token(self) -> int:
+        """The same in FP8, with a scale for each key and value."""
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim + SCALE_BYTES)
+
+    @property
     def kv_bytes_per_layer_and_token(self) -> int:
         """Keys and values of one token in one layer."""
         return self.kv_bytes_per_token // self.num_layers
@@ -59,8 +65,11 @@ LLAMA_3_1B = ModelShape("Llama-3.2-1B", 2048, 16, 32, 8, 64, 8192, 128_256, has_
 SHAPES = {"8b": LLAMA_3_8B, "1b": LLAMA_3_1B}
 
 
-def decode_bytes(shape: ModelShape, num_sequences: int, context: int) -> int:
-    """What a step of decodes reads at least."""
+def decode_bytes(shape: ModelShape, num_sequences: int, context: int, *, is_fp8: bool = False) -> int:
+    """What a step of decodes reads at least. In FP8 are the weights of layers, and keys and values."""
+    if is_fp8:
+        weights = shape.layer_weights + shape.head_weights * ELEMENT_BYTES
+        return weights + num_sequences * context * shape.fp8_kv_bytes_per_token
     weights = (shape.layer_weights + shape.head_weights) * ELEMENT_BYTES
     return weights + num_sequences * context * shape.kv_bytes_per_token
 
@@ -79,9 +88,9 @@ class Limits:
     copy_bytes_per_s: float
     matrix_operations_per_s: float
 
-    def decode_s(self, shape: ModelShape, num_sequences: int, context: int) -> float:
+    def decode_s(self, shape: ModelShape, num_sequences: int, context: int, *, is_fp8: bool = False) -> float:
         """Returns the memory limit of a decode step."""
-        return decode_bytes(shape, num_sequences, context) / self.copy_bytes_per_s
+        return decode_bytes(shape, num_sequences, context, is_fp8=is_fp8) / self.copy_bytes_per_s
 
     def prefill_s(self, shape: ModelShape, num_tokens: int) -> float:
         """Returns the matrix limit of a prompt."""

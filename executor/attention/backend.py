@@ -4,7 +4,8 @@ A backend owns the layout of a layer's KV: it allocates the KV, writes new keys 
 It keeps no state between calls. A block is filled from its first slot on. What it held for an earlier sequence, even
 NaN, never reaches a result.
 
-The KV of a layer has the model's dtype, or is int8 with a scale for each token and KV head (`quantized`).
+The KV of a layer has the model's dtype, or is int8 or FP8 with a scale for each token and KV head (`quantized`,
+`executor.kernels.fp8`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class KvShape:
 class LayerKv:
     """The KV of a layer, in its backend's layout. In every layout the blocks are consecutive, the spare one first.
 
-    `scales` are those of int8 keys and values, where the backend keeps them apart.
+    `scales` are those of int8 or FP8 keys and values, where the backend keeps them apart.
     """
 
     shape: KvShape
@@ -71,12 +72,13 @@ class AttentionBackend(Protocol):
     """One implementation of paged attention. Queries, keys and values may have any strides."""
 
     name: str
-    supports_int8_kv: bool
+    quantized_kv_dtypes: tuple[torch.dtype, ...]
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
-        """Allocates the KV of a layer, all zero. `dtype` is that of queries, keys and values, or int8."""
+        """Allocates the KV of a layer, all zero. `dtype` is that of queries, keys and values, or one of
+        `quantized_kv_dtypes`."""
         ...
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:

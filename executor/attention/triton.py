@@ -1,7 +1,8 @@
 """Paged attention by the Triton kernels: any CUDA GPU since sm_80, or Triton's interpreter on a CPU.
 
 KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values, so that a program reads
-contiguous memory of a block. Launches depend on sizes alone, so they can be captured in a CUDA graph.
+contiguous memory of a block. FP8 has scales `[num_blocks, num_kv_heads, block_size]` beside them. Launches depend on
+sizes alone, so they can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ class TritonAttention:
     """Launches the kernels: first the decodes of a step, then its chunks."""
 
     name = "triton"
-    supports_int8_kv = False
+    quantized_kv_dtypes = (torch.float8_e4m3fn,)
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
         sizes = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
-        return LayerKv(shape, keys, values, num_blocks)
+        has_scales = dtype == torch.float8_e4m3fn
+        scales = [torch.zeros(sizes[:3], device=device) for _ in range(2)] if has_scales else []
+        return LayerKv(shape, keys, values, num_blocks, tuple(scales))
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
         keys, values = with_contiguous_heads(keys), with_contiguous_heads(values)
@@ -46,8 +49,7 @@ class TritonAttention:
             keys,
             values,
             batch.slot_mapping,
-            kv.keys,
-            kv.values,
+            *(kv.keys, kv.values, *scales_of(kv)),
             *(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
             *kv.keys.stride()[:3],
             NUM_KV_HEADS=kv.shape.num_kv_heads,
@@ -99,7 +101,7 @@ class _Call:
         kv, batch, scoring = self.kv, self.batch, self.scoring
         partials, log_weights = self._allocate_partials(tiling.splits)
         attend_kernel[(num_tiles, kv.shape.num_kv_heads, tiling.splits)](
-            *(self.queries, kv.keys, kv.values, self.outputs, partials, log_weights),
+            *(self.queries, kv.keys, kv.values, *scales_of(kv), self.outputs, partials, log_weights),
             *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
             *(*self.queries.stride()[:2], *self.outputs.stride()[:2], *kv.keys.stride()[:3]),
             batch.block_tables.stride(0),
@@ -137,6 +139,14 @@ class _Call:
         return torch.empty((*sizes, head_dim), dtype=torch.float32, device=device), torch.empty(
             sizes, dtype=torch.float32, device=device
         )
+
+
+def scales_of(kv: LayerKv) -> tuple[Tensor, Tensor]:
+    """Returns the scales of keys and of values as the kernels' arguments; without FP8 unused tensors."""
+    if not kv.scales:
+        return kv.keys, kv.values
+    keys, values = kv.scales
+    return keys, values
 
 
 def with_contiguous_heads(tensor: Tensor) -> Tensor:

@@ -6,19 +6,22 @@ shape depends on the content of a device tensor, so a step of decodes can be cap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.model_source import ModelError
 from executor.adapters.weights import AdapterWeights
 from executor.attention.backend import AttentionBackend, LayerKv, Scoring
+from executor.checkpoint import fp8_weight
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope, joined
+from executor.checkpoint.fp8_weight import Fp8Weight
 from executor.checkpoint.quantized_weight import Matrix
 from executor.gpu.adapters import AdapterSlots, Product, slot_bytes
-from executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
+from executor.gpu.layers import gated, linear, residual_norm, rope_write, rotation_table
 from executor.gpu.row_groups import RowGroups
 from executor.step.batch import StepBatch
 
@@ -29,15 +32,15 @@ class FusedLayer:
     those of `rope_write`."""
 
     input_norm: Tensor | None
-    qkv: Tensor
+    qkv: Tensor | Fp8Weight
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
-    output: Tensor
+    output: Tensor | Fp8Weight
     output_bias: Tensor | None
     attention_output_norm: Tensor | None
     post_attention_norm: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Fp8Weight
+    down: Tensor | Fp8Weight
     feed_forward_output_norm: Tensor | None
     scoring: Scoring
     rotations: Tensor
@@ -53,9 +56,14 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
 
 
 class GpuDecoder:
-    """A model of the family. It takes over the network's weights: those that it fuses become views in the network."""
+    """A model of the family. It takes over the network's weights: those that it fuses become views in the network.
 
-    def __init__(self, weights: DecoderWeights, backend: AttentionBackend, context_length: int) -> None:
+    With `has_fp8_weights` the matrices of layers are rounded to FP8, and the network's own have no memory afterwards.
+    """
+
+    def __init__(
+        self, weights: DecoderWeights, backend: AttentionBackend, context_length: int, *, has_fp8_weights: bool = False
+    ) -> None:
         self.shape = shape = weights.shape
         self._epsilon = shape.norm_epsilon
         self._embedding, self._head, self._final_norm = weights.embedding, _dense(weights.head), weights.final_norm
@@ -63,7 +71,11 @@ class GpuDecoder:
         tables = [_rotations(rope, context_length, self._head.device) for rope in shape.ropes]
         scorings = [Scoring(shape.attention_scale, window, shape.softcap) for window in shape.sliding_windows]
         rotations = [tables[rope] for rope in shape.layer_ropes]
-        self._layers = tuple(map(_fuse, weights.layers, scorings, rotations))
+        fuse = _round if has_fp8_weights else _fused
+        self._layers = tuple(
+            _fuse(layer, scoring, table, fuse)
+            for layer, scoring, table in zip(weights.layers, scorings, rotations, strict=True)
+        )
         self._adapters: AdapterSlots | None = None
 
     @property
@@ -110,17 +122,17 @@ class GpuDecoder:
         delta: Tensor | None = None
         for index, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
             normed = self._add(hidden, delta, layer.input_norm)
-            qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = linear(normed, layer.qkv, layer.qkv_bias)
             self._adapt(index, Product.QKV, normed, qkv, groups)
             attended = self._attend(layer, qkv, batch, layer_kv)
-            delta = functional.linear(attended, layer.output, layer.output_bias)
+            delta = linear(attended, layer.output, layer.output_bias)
             self._adapt(index, Product.OUTPUT, attended, delta, groups)
             delta = self._delta(delta, layer.attention_output_norm)
             normed = self._add(hidden, delta, layer.post_attention_norm)
-            gate_up = functional.linear(normed, layer.gate_up)
+            gate_up = linear(normed, layer.gate_up)
             self._adapt(index, Product.GATE_UP, normed, gate_up, groups)
             inner = gated(gate_up, has_gelu)
-            delta = functional.linear(inner, layer.down)
+            delta = linear(inner, layer.down)
             self._adapt(index, Product.DOWN, inner, delta, groups)
             delta = self._delta(delta, layer.feed_forward_output_norm)
         assert delta is not None
@@ -173,21 +185,22 @@ def _rotations(rope: Rope, context_length: int, device: torch.device) -> Tensor:
     return rotation_table(torch.tensor(rope.inverse_frequencies, device=device), rope.scaling, context_length)
 
 
-def _fuse(layer: LayerWeights, scoring: Scoring, rotations: Tensor) -> FusedLayer:
-    qkv_parts, gate_up_parts = map(_dense, layer.qkv_matrices), map(_dense, layer.gate_up_parts)
-    qkv, gate_up = _fused([*qkv_parts]), _fused([*gate_up_parts])
+def _fuse(
+    layer: LayerWeights, scoring: Scoring, rotations: Tensor, fuse: Callable[[Sequence[Tensor]], Tensor | Fp8Weight]
+) -> FusedLayer:
+    qkv, gate_up = (fuse([*map(_dense, parts)]) for parts in (layer.qkv_matrices, layer.gate_up_parts))
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     return FusedLayer(
         input_norm=layer.input_norm,
         qkv=qkv,
         qkv_bias=layer.qkv_bias,
         head_norms=norms,
-        output=_dense(layer.output),
+        output=fuse([_dense(layer.output)]),
         output_bias=layer.output_bias,
         attention_output_norm=layer.attention_output_norm,
         post_attention_norm=layer.post_attention_norm,
         gate_up=gate_up,
-        down=_dense(layer.down),
+        down=fuse([_dense(layer.down)]),
         feed_forward_output_norm=layer.feed_forward_output_norm,
         scoring=scoring,
         rotations=rotations,
@@ -202,7 +215,25 @@ def _dense(matrix: Matrix) -> Tensor:
 
 def _fused(parts: Sequence[Tensor]) -> Tensor:
     """Returns matrices as one, and replaces their own storage by views of it, so that the model is in memory once."""
+    if len(parts) == 1:
+        return parts[0]
     whole = joined(parts)
     for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
         part.set_(view)
     return whole
+
+
+def _round(parts: Sequence[Tensor]) -> Fp8Weight:
+    """Returns matrices as one in FP8, and frees their own storage.
+
+    Raises:
+        ModelError: they cannot be multiplied in FP8.
+    """
+    for part in parts:
+        if reason := fp8_weight.unsupported_reason(part):
+            raise ModelError(f"weight_dtype fp8: {reason}")
+    rounded = []
+    for part in parts:
+        rounded.append(fp8_weight.round_rows(part))
+        part.set_(part.new_empty(0))
+    return fp8_weight.stacked(rounded)

@@ -1,11 +1,15 @@
-"""Operations of a decoder layer between its matrix products, by the Triton kernels."""
+"""Operations of a decoder layer: those between its matrix products by the Triton kernels, and products by torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from executor.attention.backend import LayerKv
+from executor.attention.triton import scales_of
+from executor.checkpoint.fp8_weight import Fp8Weight
+from executor.kernels.fp8 import round_rows_kernel
 from executor.kernels.norms import gated_kernel, residual_norm_kernel
 from executor.kernels.rope_write import rope_write_kernel
 from executor.kernels.tiling import power_of_two
@@ -13,6 +17,29 @@ from executor.kernels.tiling import power_of_two
 # Numbers that a program of 4 warps processes at once.
 GATED_TILE = 1024
 ROPE_TILE = 1024
+
+
+def linear(inputs: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """Computes `inputs @ weight.T + bias`. With a weight in FP8 the inputs `[T, in]` are rounded to FP8 too, each row
+    with a scale; sums are in float32."""
+    if isinstance(weight, Tensor):
+        return functional.linear(inputs, weight, bias)
+    numbers, scales = rounded_rows(inputs)
+    outputs = torch._scaled_mm(numbers, weight.numbers.t(), scales, weight.scales, out_dtype=inputs.dtype)
+    return outputs if bias is None else outputs.add_(bias)
+
+
+def rounded_rows(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds `inputs[T, size]` to FP8. Returns the numbers and their scales `[T, 1]` in float32, which are NaN for rows
+    with a number that is not finite."""
+    num_rows, size = inputs.shape
+    outputs = torch.empty(inputs.shape, dtype=torch.float8_e4m3fn, device=inputs.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=inputs.device)
+    padded = power_of_two(size)
+    round_rows_kernel[(num_rows,)](
+        *(inputs, outputs, scales, size, inputs.stride(0)), PADDED_SIZE=padded, num_warps=_row_warps(padded)
+    )
+    return outputs, scales
 
 
 def residual_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -24,9 +51,14 @@ def residual_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon:
         *(hidden, hidden if delta is None else delta, weight, outputs, size, epsilon),
         PADDED_SIZE=padded,
         HAS_DELTA=delta is not None,
-        num_warps=min(16, max(4, padded // 512)),
+        num_warps=_row_warps(padded),
     )
     return outputs
+
+
+def _row_warps(padded_size: int) -> int:
+    """Returns the warps of a program that processes a row."""
+    return min(16, max(4, padded_size // 512))
 
 
 def gated(gate_up: Tensor, has_gelu: bool = False) -> Tensor:
@@ -59,7 +91,7 @@ def rope_write(
     tile_heads = max(1, ROPE_TILE // padded_half)
     query_norm, key_norm = norms or (qkv, qkv)
     rope_write_kernel[(qkv.shape[0], -(-num_all // tile_heads))](
-        *(qkv, query_norm, key_norm, positions, slot_mapping, rotations, kv.keys, kv.values),
+        *(qkv, query_norm, key_norm, positions, slot_mapping, rotations, kv.keys, kv.values, *scales_of(kv)),
         *(qkv.stride(0), *kv.keys.stride()[:3], epsilon),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,

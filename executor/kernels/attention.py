@@ -1,6 +1,8 @@
 """Paged attention in Triton: a kernel for decodes, prefill chunks and drafts to verify, and one that combines splits.
 
-KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values.
+KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values. FP8 keys and values have scales
+`[num_blocks, num_kv_heads, block_size]` in float32. They become the queries' dtype, which represents e4m3 exactly;
+scales multiply scores and weights in float32. Without FP8 the pointers of scales are unused.
 
 A program computes a tile of query rows of one sequence and one KV head. Rows are packed: the `GROUP` query heads that
 share the KV head are adjacent, so a decode fills a matrix instruction's 16 rows as far as it can.
@@ -27,7 +29,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers that differ from step to step are not specialised, because each kind would be compiled at its first use.
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences"])
 def attend_kernel(
-    queries, keys, values, outputs,
+    queries, keys, values, key_scales, value_scales, outputs,
     partials,  # [tokens, heads, NUM_SPLITS, HEAD_DIM] float32; unused with one split
     log_weights,  # [tokens, heads, NUM_SPLITS] float32; unused with one split
     query_starts, context_lengths, block_tables, table_rows,
@@ -71,9 +73,11 @@ def attend_kernel(
 
     kv_offset = kv_head.to(tl.int64) * kv_head_stride
     keys, values = keys + kv_offset, values + kv_offset
+    key_scales, value_scales = key_scales + kv_offset // HEAD_DIM, value_scales + kv_offset // HEAD_DIM
     positions, context_end = first_position + rows // GROUP, first_position + num_queries
     result, log_weight = attend_to_share(
-        query_tile, keys, values, table, positions, first_position, context_end, first_span, num_tiles, block_stride,
+        query_tile, keys, values, key_scales, value_scales,
+        table, positions, first_position, context_end, first_span, num_tiles, block_stride,
         slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED,
         NUM_SPLITS, SPAN_KEYS,
     )  # fmt: skip
@@ -132,7 +136,8 @@ def share_of_keys(
 
 @triton.jit
 def attend_to_share(
-    query_tile, keys, values, table, positions, first_position, context_end, first_span, num_tiles,
+    query_tile, keys, values, key_scales, value_scales,
+    table, positions, first_position, context_end, first_span, num_tiles,
     block_stride, slot_stride, scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr,
@@ -144,13 +149,15 @@ def attend_to_share(
     result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     if NUM_SPLITS > 1:
         largest, total, result = attend_to(
-            largest, total, result, query_tile, keys, values, table, positions, context_end, first_span * SPAN_KEYS,
+            largest, total, result, query_tile, keys, values, key_scales, value_scales,
+            table, positions, context_end, first_span * SPAN_KEYS,
             num_tiles, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW,
             IS_CAPPED, SPAN_KEYS, NUM_SPLITS * SPAN_KEYS, True,
         )  # fmt: skip
     else:
         largest, total, result = attend_to_all(
-            largest, total, result, query_tile, keys, values, table, positions, first_position, context_end,
+            largest, total, result, query_tile, keys, values, key_scales, value_scales,
+            table, positions, first_position, context_end,
             block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED,
         )  # fmt: skip
 
@@ -163,7 +170,8 @@ def attend_to_share(
 
 @triton.jit
 def attend_to_all(
-    largest, total, result, query_tile, keys, values, table, positions, first_position, context_end,
+    largest, total, result, query_tile, keys, values, key_scales, value_scales,
+    table, positions, first_position, context_end,
     block_stride, slot_stride, scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr,
@@ -177,17 +185,20 @@ def attend_to_all(
         whole = tl.cdiv(tl.maximum(context_end - WINDOW, 0), TILE_KEYS)
         diagonal = tl.maximum(whole, diagonal)
         largest, total, result = attend_to(
-            largest, total, result, query_tile, keys, values, table, positions, context_end, first * TILE_KEYS,
+            largest, total, result, query_tile, keys, values, key_scales, value_scales,
+            table, positions, context_end, first * TILE_KEYS,
             tl.minimum(whole, last) - first, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM,
             BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, True,
         )  # fmt: skip
     largest, total, result = attend_to(
-        largest, total, result, query_tile, keys, values, table, positions, context_end, whole * TILE_KEYS,
+        largest, total, result, query_tile, keys, values, key_scales, value_scales,
+        table, positions, context_end, whole * TILE_KEYS,
         diagonal - whole, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS,
         WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, False,
     )  # fmt: skip
     largest, total, result = attend_to(
-        largest, total, result, query_tile, keys, values, table, positions, context_end, diagonal * TILE_KEYS,
+        largest, total, result, query_tile, keys, values, key_scales, value_scales,
+        table, positions, context_end, diagonal * TILE_KEYS,
         last - diagonal, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS,
         WINDOW, IS_CAPPED, TILE_KEYS, TILE_KEYS, True,
     )  # fmt: skip
@@ -196,7 +207,8 @@ def attend_to_all(
 
 @triton.jit
 def attend_to(
-    largest, total, result, query_tile, keys, values, table, positions, context_end, begin, num_tiles,
+    largest, total, result, query_tile, keys, values, key_scales, value_scales,
+    table, positions, context_end, begin, num_tiles,
     block_stride, slot_stride, scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, SPAN_KEYS: tl.constexpr, SPAN_STRIDE: tl.constexpr,
@@ -210,6 +222,7 @@ def attend_to(
     """
     # float32 is multiplied as float32, not in the shorter format of the matrix units.
     PRECISION: tl.constexpr = "ieee" if query_tile.dtype == tl.float32 else "tf32"
+    IS_FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     TILES: tl.constexpr = SPAN_KEYS // TILE_KEYS
     dims = tl.arange(0, PADDED_DIM)
     # Scores become powers of two in one fused operation, the same with and without a mask.
@@ -220,17 +233,21 @@ def attend_to(
     blocks = tl.load(table + slots // BLOCK_SIZE, mask=exists, other=0)
     for index in range(num_tiles):
         offsets = blocks.to(tl.int64) * block_stride + (slots % BLOCK_SIZE) * slot_stride
-        mask = (dims < HEAD_DIM)[None, :]
+        mask, is_stored = (dims < HEAD_DIM)[None, :], slots >= 0
         if IS_MASKED:
-            mask = mask & (slots < context_end)[:, None]
+            is_stored = slots < context_end
+            mask = mask & is_stored[:, None]
         # The next tile's blocks are loaded a tile ahead, so that its keys and values can be loaded ahead too.
         following = index + 1
         next_slots = begin + (following // TILES) * SPAN_STRIDE + (following % TILES) * TILE_KEYS
         next_slots = next_slots + tl.arange(0, TILE_KEYS)
         exists = (next_slots < context_end) & (following < num_tiles)
         next_blocks = tl.load(table + next_slots // BLOCK_SIZE, mask=exists, other=0)
-        key_tile = tl.load(keys + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+        key_tile = tl.load(keys + offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(query_tile.dtype)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        if IS_FP8:
+            scale_offsets = offsets // HEAD_DIM
+            scores *= tl.load(key_scales + scale_offsets, mask=is_stored, other=0.0)[None, :]
         if IS_CAPPED:
             scores = softcap * tanh(scores * scale / softcap)
         if IS_MASKED:
@@ -245,7 +262,9 @@ def attend_to(
         weights = tl.exp2(scores * factor - base[:, None])
         decay = tl.exp2(largest - base)
         total = total * decay + tl.sum(weights, 1)
-        value_tile = tl.load(values + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+        if IS_FP8:
+            weights *= tl.load(value_scales + scale_offsets, mask=is_stored, other=0.0)[None, :]
+        value_tile = tl.load(values + offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(query_tile.dtype)
         products = tl.dot(weights.to(value_tile.dtype), value_tile, input_precision=PRECISION)
         result = result * decay[:, None] + products
         largest, slots, blocks = new_largest, next_slots, next_blocks

@@ -1,10 +1,14 @@
 """Writes of new keys and values to their blocks, in Triton: unchanged, or directly from the fused projection.
 
-KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]`; a slot is `block * block_size + offset`.
+KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]`; a slot is `block * block_size + offset`. If keys and
+values are FP8, they are rounded after conversion to the model's dtype, and have scales `[num_blocks, num_kv_heads,
+block_size]`. Without FP8 the pointers of scales are unused.
 """
 
 import triton
 import triton.language as tl
+
+from executor.kernels.fp8 import magnitudes, scale_of, to_fp8
 
 
 @triton.jit
@@ -12,7 +16,7 @@ def rope_write_kernel(
     qkv,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF_DIM]; the queries are rotated in place
     query_norm, key_norm, positions, slots,
     rotations,  # [positions, 2 * HALF_DIM] float32: cosines, then sines
-    keys, values, qkv_token_stride, block_stride, kv_head_stride, slot_stride, epsilon,
+    keys, values, key_scales, value_scales, qkv_token_stride, block_stride, kv_head_stride, slot_stride, epsilon,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +54,13 @@ def rope_write_kernel(
     kv_heads = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
     target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
     offsets = target + kv_heads[:, None] * kv_head_stride + halves[None, :]
+    if keys.dtype.element_ty == tl.float8e4nv:
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        scales = scale_of(tl.max(tl.maximum(magnitudes(low), magnitudes(high)), 1))
+        low, high = to_fp8(low, scales[:, None]), to_fp8(high, scales[:, None])
+        scale_offsets = (target + kv_heads * kv_head_stride) // (2 * HALF_DIM)
+        tl.store(key_scales + scale_offsets, scales, mask=~is_query & ~is_value)
+        tl.store(value_scales + scale_offsets, scales, mask=is_value & (heads < NUM_HEADS + 2 * NUM_KV_HEADS))
     key_mask = mask & (~is_query & ~is_value)[:, None]
     tl.store(keys + offsets, low, mask=key_mask)
     tl.store(keys + offsets + HALF_DIM, high, mask=key_mask)
@@ -68,7 +79,7 @@ def of_kind(query_norm, key_norm, dims, is_query, is_dim):
 
 @triton.jit
 def write_kernel(
-    new_keys, new_values, slots, keys, values,
+    new_keys, new_values, slots, keys, values, key_scales, value_scales,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride, block_stride, kv_head_stride, slot_stride,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -78,8 +89,22 @@ def write_kernel(
     heads, dims = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
     mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
     slot = tl.load(slots + token).to(tl.int64)
-    target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + heads * kv_head_stride + dims
-    key_tile = tl.load(new_keys + token * key_token_stride + heads * key_head_stride + dims, mask=mask)
-    tl.store(keys + target, key_tile, mask=mask)
-    value_tile = tl.load(new_values + token * value_token_stride + heads * value_head_stride + dims, mask=mask)
-    tl.store(values + target, value_tile, mask=mask)
+    target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + heads * kv_head_stride
+    key_tile = tl.load(new_keys + token * key_token_stride + heads * key_head_stride + dims, mask=mask, other=0.0)
+    write_heads(key_tile, keys, key_scales, target, heads < NUM_KV_HEADS, dims, HEAD_DIM)
+    value_tile = tl.load(
+        new_values + token * value_token_stride + heads * value_head_stride + dims, mask=mask, other=0.0
+    )
+    write_heads(value_tile, values, value_scales, target, heads < NUM_KV_HEADS, dims, HEAD_DIM)
+
+
+@triton.jit
+def write_heads(tile, cached, scales, target, is_head, dims, HEAD_DIM: tl.constexpr):
+    """Writes keys or values `[heads, dims]` of one token, whose heads begin at `target[heads, 1]`."""
+    if cached.dtype.element_ty == tl.float8e4nv:
+        tile = tile.to(tl.float32)
+        scale = scale_of(tl.max(magnitudes(tile), 1, keep_dims=True))
+        tl.store(scales + target // HEAD_DIM, scale, mask=is_head)
+        tl.store(cached + target + dims, to_fp8(tile, scale), mask=is_head & (dims < HEAD_DIM))
+    else:
+        tl.store(cached + target + dims, tile, mask=is_head & (dims < HEAD_DIM))

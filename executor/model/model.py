@@ -26,7 +26,7 @@ from executor.attention.backend import AttentionBackend, LayerKv
 from executor.attention.choice import BackendChoice, choose_backend
 from executor.attention.cpu import CpuAttention
 from executor.attention.host_tier import HostTier, open_host_tier
-from executor.attention.quantized import kv_dtypes
+from executor.attention.quantized import check_backend, check_fp8_device, kv_dtype_name, kv_dtypes
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
 from executor.checkpoint.files import GenerationDefaults, read_generation_defaults
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# The attention backends whose forward pass multiplies weights of these types.
+NEEDED_BACKENDS = {"int8": "cpu", "int4": "cpu", "fp8": "triton"}
 # Names of the context length in the configurations of different models.
 CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
@@ -134,9 +136,10 @@ class PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
         `weight_dtype` is `auto` (that of the checkpoint), `dense`, which expands a quantized checkpoint to the dtype,
-        `int8`, with which products of layers are in int8, or `int4`, with which linear layers are rounded to 4 bits.
-        `kv_cache_dtype` is `auto` or `int8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of the
-        activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
+        `int8` or `fp8`, with which products of layers are in that type, or `int4`, with which linear layers are rounded
+        to 4 bits.
+        `kv_cache_dtype` is `auto`, `int8` or `fp8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of
+        the activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
         fastest way is measured. `max_sequence_length`, or with 0 the context length, decides between the factors of
         longrope. Of several ranks, this is the one of `shard`; the leader has the `group` of the others, which must
@@ -154,9 +157,7 @@ class PagedModel:
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
         choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
-        has_int8_kv = torch.int8 in layer_kv_dtypes
-        if has_int8_kv and not choice.backend.supports_int8_kv:
-            raise ModelError(f"kv_cache_dtype int8 needs a CPU, and the attention backend is {choice.backend.name}")
+        check_backend(layer_kv_dtypes, choice.backend, device)
         if choice.is_fallback:
             log.warning("attention backend %s", choice.reason)
         sampler = _native_sampler(choice.backend, device, instructions)
@@ -189,16 +190,13 @@ class PagedModel:
 
     @property
     def weight_dtype_name(self) -> str:
-        """Type of the layers' weights: that of the model, `quantized` as in the checkpoint, `int8` or `int4`."""
+        """Type of the layers' weights: that of the model, `quantized` as in the checkpoint, `int8`, `int4` or `fp8`."""
         return self.dtype_name if self._weight_dtype in ("auto", "dense") else self._weight_dtype
 
     @property
     def kv_cache_dtype_name(self) -> str:
-        """Type of the KV cache: that of the model or `int8`, and which layers of int8 are excepted."""
-        if torch.int8 not in self._layer_kv_dtypes:
-            return self.dtype_name
-        excepted = [str(layer) for layer, dtype in enumerate(self._layer_kv_dtypes) if dtype != torch.int8]
-        return f"int8 except {self.dtype_name} in layers {','.join(excepted)}" if excepted else "int8"
+        """Type of the KV cache, and which layers of a quantized one are excepted."""
+        return kv_dtype_name(self._layer_kv_dtypes, self.dtype)
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -305,8 +303,8 @@ class PagedModel:
             expectation,
             self.forward,
             self.dtype,
-            has_int8_weights=self.weight_dtype_name == "int8",
-            has_int8_kv=torch.int8 in self._layer_kv_dtypes,
+            has_rounded_products=self.weight_dtype_name in ("int8", "fp8"),
+            quantized_kv=next((kv for kv in self._layer_kv_dtypes if kv != self.dtype), None),
             routes_by_itself=self.native is not None and self.native.form.shape.num_experts > 0,
         )
         self.free_kv()
@@ -359,11 +357,16 @@ def _native_forward(
     shard: Shard,
 ) -> NativeForward:
     """Packs the weights for a native forward pass where the model has one, else for transformers'."""
+    needed = "the native forward pass on a " + ("GPU" if weight_dtype == "fp8" else "CPU")
+    if weight_dtype in NEEDED_BACKENDS and choice.backend.name != NEEDED_BACKENDS[weight_dtype]:
+        raise ModelError(f"{weight_dtype} weights need {needed}, and the attention backend is {choice.backend.name}")
+    if weight_dtype == "fp8":
+        _check_fp8_weights(network)
     if choice.backend.name == "triton":
         make_dense(network, network.dtype)
     weights = read_decoder(network, layers) if forward_name == "auto" else "forward=transformers is set"
     if choice.backend.name == "triton" and not isinstance(weights, str):
-        gpu = _gpu_decoder(weights, choice, description)
+        gpu = _gpu_decoder(weights, choice, description, weight_dtype == "fp8")
         if not isinstance(gpu, str):
             return NativeForward(gpu=gpu)
         weights = gpu
@@ -378,9 +381,8 @@ def _native_forward(
         weights = obstacle
     if isinstance(weights, str):
         log.info("using the forward pass of transformers, because %s", weights)
-    if weight_dtype in ("int8", "int4"):
-        why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
-        raise ModelError(f"{weight_dtype} weights need the native forward pass on a CPU, and {why}")
+    if weight_dtype in NEEDED_BACKENDS:
+        raise ModelError(f"{weight_dtype} weights need {needed}, and {weights}")
     if shard.num_ranks > 1:
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
         raise ModelError(f"tensor parallelism needs the native forward pass on a CPU, and {why}")
@@ -388,13 +390,22 @@ def _native_forward(
     return NativeForward()
 
 
-def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: ModelDescription) -> GpuDecoder | str:
+def _check_fp8_weights(network: PreTrainedModel) -> None:
+    """Raises `ModelError` if the GPU of a network cannot multiply its dtype's rows in FP8."""
+    check_fp8_device("weight_dtype", network.device)
+    if network.device.type == "cuda" and network.dtype != torch.bfloat16:
+        raise ModelError("weight_dtype fp8 needs dtype bfloat16 on a GPU")
+
+
+def _gpu_decoder(
+    weights: DecoderWeights, choice: BackendChoice, description: ModelDescription, has_fp8_weights: bool
+) -> GpuDecoder | str:
     """Returns the forward pass, or the reason why there is none for this model."""
     from executor.gpu.decoder import GpuDecoder, unsupported_reason  # import triton, which only this backend needs
 
     if obstacle := unsupported_reason(weights.shape):
         return obstacle
-    return GpuDecoder(weights, choice.backend, description.context_length)
+    return GpuDecoder(weights, choice.backend, description.context_length, has_fp8_weights=has_fp8_weights)
 
 
 def _native_decoder(

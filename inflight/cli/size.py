@@ -34,7 +34,7 @@ from inflight.tools.sizing.arithmetic import (
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import Row, Sizing, as_values, better_policy, rows, start_flags
-from inflight.tools.sizing.weights import WEIGHT_DTYPES
+from inflight.tools.sizing.weights import KV_CACHE_DTYPES, WEIGHT_DTYPES
 
 STYLES = {"exact": "green", "measured": "green", "computed": "cyan", "estimated": "yellow"}
 GPU_FRACTION, CPU_FRACTION = 0.9, 0.2
@@ -149,7 +149,11 @@ def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | Non
     memory = GPUS_MIB[flags.gpu] << 20 if is_gpu else round(flags.memory_gib * GIBIBYTE)
     working_gib = flags.working_gib if flags.working_gib is not None else (GPU_WORKING_GIB if is_gpu else 0.0)
     options = MemoryOptions(
-        flags.weight_dtype, flags.max_adapters, flags.max_adapter_rank, flags.kv_cache_host_memory_bytes
+        flags.weight_dtype,
+        flags.kv_cache_dtype,
+        flags.max_adapters,
+        flags.max_adapter_rank,
+        flags.kv_cache_host_memory_bytes,
     )
     machine = Machine(memory, is_gpu, fraction, round(working_gib * GIBIBYTE), options)
     if capacity is None:
@@ -260,6 +264,12 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--weight-dtype", choices=WEIGHT_DTYPES, default="auto", help="as for an executor; default: auto"
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="as for an executor, in all layers; default: auto",
     )
     group.add_argument(
         "--max-adapters", type=_count, default=0, metavar="N", help="LoRA adapters in memory at once; default: 0"

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
@@ -27,7 +27,7 @@ from executor.attention.triton import TritonAttention
 from executor.checkpoint.decoder_weights import DecoderShape, Rope
 from executor.gpu.adapters import AdapterSlots, Product
 from executor.gpu.idle import idle_processed_sampling
-from executor.gpu.layers import gated, residual_norm, rope_write
+from executor.gpu.layers import gated, residual_norm, rope_write, rounded_rows
 from executor.gpu.processing import Processing, name_excluded
 from executor.gpu.row_groups import TILE_ROWS, RowGroups
 from executor.gpu.sampling import DrawRows, draw
@@ -43,6 +43,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -54,6 +55,7 @@ class Variant:
     num_heads: int
     scoring: Scoring = Scoring(0.1)  # noqa: RUF009 - immutable
     dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
 
 
 LLAMA_8B = Variant(KvShape(8, 128), 32)
@@ -74,6 +76,10 @@ def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size
 
 
 LLAMA_8B_SHAPE, SMOLLM2_SHAPE = shape_of(32, 8, 128, 14336), shape_of(9, 3, 64, 1536)
+
+# Conversions to and from e4m3 exist since sm_89.
+FP8_VARIANT, MIN_FP8_CAPABILITY = replace(LLAMA_8B, kv_dtype=torch.float8_e4m3fn), 89
+
 # New tokens of each sequence: decodes that fill the GPU, drafts to verify, a few decodes, a prompt beside decodes.
 BATCHES = ([1] * 128, [4] * 8, [1] * 4, [1] * 32 + [480])
 
@@ -97,7 +103,9 @@ def main(capability: int) -> int:
         figures |= figures_of_ptxas(log.getvalue()) | figures_of_pipeline(compiled.asm["ttgir"])
         sizes = [bound[param.name] for param in kernel.params if param.is_constexpr]
         is_decode = bool(bound.get("IS_DECODE"))
-        print(json.dumps({"kernel": kernel.__name__, "constants": sizes, "is_decode": is_decode} | figures | options))
+        has_fp8 = "*fp8e4nv" in source.signature.values()
+        name = {"kernel": kernel.__name__, "constants": sizes, "is_decode": is_decode, "has_fp8": has_fp8}
+        print(json.dumps(name | figures | options), flush=True)
 
     # The assembler's report is written to stdout; it has none for what is taken from the cache.
     triton.knobs.nvidia.dump_ptxas_log = True
@@ -105,6 +113,10 @@ def main(capability: int) -> int:
     for variant in VARIANTS:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))
+    if capability >= MIN_FP8_CAPABILITY:
+        launch_attention(FP8_VARIANT, batch_of(BATCHES[-1]))
+        for size in (4096, 14336):
+            rounded_rows(empty(8, size, dtype=torch.bfloat16))
     launch_layers()
     for shape in (LLAMA_8B_SHAPE, SMOLLM2_SHAPE):
         launch_adapters(shape)
@@ -168,7 +180,7 @@ def launch_attention(variant: Variant, batch: StepBatch) -> None:
     """Both ways of writing, and attention."""
     shape, dtype = variant.shape, variant.dtype
     backend = TritonAttention()
-    kv = backend.allocate(shape, 100, BLOCK_SIZE, dtype, META)
+    kv = backend.allocate(shape, 100, BLOCK_SIZE, variant.kv_dtype or dtype, META)
     qkv = empty(batch.num_tokens, (variant.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, dtype=dtype)
     table, norm = empty(8192, shape.head_dim, dtype=torch.float32), empty(shape.head_dim, dtype=dtype)
     keys = empty(batch.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype)

@@ -36,7 +36,7 @@ def figures_of(compiled: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """`FIGURES` of each kernel by its name and constants; the largest where only the arguments' types differ."""
     found: dict[str, list[Any]] = {}
     for kernel in compiled:
-        key = " ".join([kernel["kernel"], *map(str, kernel["constants"])])
+        key = " ".join([kernel["kernel"], *map(str, kernel["constants"]), *(["fp8"] if kernel["has_fp8"] else [])])
         figures = [kernel[name] for name in FIGURES]
         known = found.get(key, figures)
         found[key] = [*map(max, figures[:3], known[:3]), known[3]]

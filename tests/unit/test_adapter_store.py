@@ -14,7 +14,6 @@ from executor.adapters.folder import AdapterFolder, KnownAdapter
 from executor.adapters.peft_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    AdapterError,
     AdapterFiles,
     AdapterGoneError,
     read_files,

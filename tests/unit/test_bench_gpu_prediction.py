@@ -41,9 +41,11 @@ def test_a_launch_takes_the_larger_of_its_bytes_and_its_operations() -> None:
 def test_committed_counts_contain_the_bytes_of_the_limit_and_little_more() -> None:
     values = json.loads((REPORTS / f"{KIND}.json").read_text(encoding="utf-8"))
     steps = steps_of(values)
-    assert tuple(step.num_sequences for step in steps) == SEQUENCE_COUNTS
+    assert [(step.is_fp8, step.num_sequences) for step in steps] == [
+        (is_fp8, count) for is_fp8 in (False, True) for count in SEQUENCE_COUNTS
+    ]
     for step in steps:
         num_bytes = sum(count * (launch.bytes_loaded + launch.bytes_stored) for launch, count in step.launches)
-        least = decode_bytes(LLAMA_3_8B, step.num_sequences, step.context)
+        least = decode_bytes(LLAMA_3_8B, step.num_sequences, step.context, is_fp8=step.is_fp8)
         assert least <= num_bytes <= 1.1 * least
     assert page_of(values).markdown() == (REPORTS / f"{KIND}.md").read_text(encoding="utf-8")

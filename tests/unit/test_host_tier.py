@@ -90,11 +90,11 @@ def bits(kv: list[LayerKv]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("tier_class", [CpuHostTier, GpuHostTier])
 @pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_blocks_come_back_elsewhere_bit_for_bit(
     backend: AttentionBackend, dtype: torch.dtype, block_size: int, tier_class: Any
 ) -> None:
-    if dtype == torch.int8 and not backend.supports_int8_kv:
+    if dtype.itemsize == 1 and dtype not in backend.quantized_kv_dtypes:
         return
     kv = random_kv(backend, dtype, block_size)
     tier, before = tier_class(kv, 5), bits(kv)

@@ -166,15 +166,16 @@ def test_routers_are_told_the_type(folder: Path, settings: dict[str, Any], descr
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' is unknown; use auto, bfloat16, float32, int8"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype 'fp4' is unknown; use auto, bfloat16, float32, int8, fp8"),
+        ({"kv_cache_dtype": "fp8"}, "fp8 needs the triton backend on a GPU, and the attention backend is cpu on cpu"),
         (
             {"kv_cache_dtype": "bfloat16"},
-            "kv_cache_dtype 'bfloat16' is not the model's dtype; use auto, float32 or int8",
+            "kv_cache_dtype 'bfloat16' is not the model's dtype; use auto, float32, int8, fp8",
         ),
         ({"kv_cache_skip_layers": [1, 3]}, "kv_cache_dtype_skip_layers: the model has layers 0 to 2, not 3"),
         (
             {"kv_cache_dtype": "auto", "kv_cache_skip_layers": [1]},
-            "kv_cache_dtype_skip_layers needs kv_cache_dtype int8",
+            "kv_cache_dtype_skip_layers needs kv_cache_dtype int8 or fp8",
         ),
     ],
 )

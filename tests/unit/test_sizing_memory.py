@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,9 @@ def test_the_command_counts_adapters_in_the_pool(capsys: pytest.CaptureFixture[s
     [
         ({"max_adapters": 1}, 2, True, "computed for one rank"),
         ({"weight_dtype": "int8"}, 1, True, "needs a CPU"),
+        ({"weight_dtype": "fp8"}, 1, False, "--weight-dtype fp8 needs a GPU"),
+        ({"kv_cache_dtype": "fp8"}, 1, False, "--kv-cache-dtype fp8 needs a GPU"),
+        ({"kv_cache_dtype": "int8"}, 1, True, "--kv-cache-dtype int8 needs a CPU"),
         ({"kv_cache_host_memory_bytes": 2 * GIBIBYTE}, 1, False, "kv_cache_host_memory_bytes"),
     ],
 )
@@ -198,6 +202,30 @@ def test_what_executors_refuse_is_refused(
     machine = Machine(GIBIBYTE, is_gpu, 0.2, 0, MemoryOptions(**options))
     with pytest.raises(SettingError, match=said):
         pool_of(read_model_shape(checkpoints("dense")), machine, "bfloat16", 16, num_ranks=num_ranks)
+
+
+def test_int8_kv_takes_the_predicted_memory(checkpoints: Callable[[str], str]) -> None:
+    model = checkpoints("dense")
+    with torch_threads(1):
+        loaded = PagedModel.load(resolve_model(model), device_name="cpu", kv_cache_dtype="int8")
+    assert predicted(model, "float32", kv_cache_dtype="int8").bytes_per_block == loaded.kv_bytes_per_block(16)
+
+
+def test_fp8_of_llama_3_8b_is_counted_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert main(["size", "--json", "--model", str(file), "--weight-dtype", "fp8", "--kv-cache-dtype", "fp8"]) == 0
+    sizing = json.loads(capsys.readouterr().out)
+    each_layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336)
+    rows = 4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096
+    others = 2 * 128_256 * 4096 + 65 * 4096
+    assert sizing["pool"]["weight_bytes"] == 32 * (each_layer + 4 * rows) + 2 * others
+    assert sizing["pool"]["bytes_per_token"] == 2 * 32 * 8 * (128 + 4)
+    assert "--weight-dtype fp8 --kv-cache-dtype fp8" in shlex.join(sizing["executor_flags"])
 
 
 def test_a_quantized_checkpoint_is_not_rounded(checkpoints: Callable[[str], str]) -> None:

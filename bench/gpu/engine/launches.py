@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Matrix products, by the type of what they multiply.
+PRODUCT = "product"
+FP8_PRODUCT = "product in FP8"
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
-from bench.gpu.engine.launches import Launch
+from bench.gpu.engine.launches import FP8_PRODUCT, PRODUCT, Launch
 from bench.gpu.engine.session import Sizes
 from bench.gpu.engine.steps import seated
 from executor.attention.backend import KvShape
@@ -41,7 +41,7 @@ SECTOR_BYTES = 32
 DTYPE = torch.float16
 # Prepares the block tables that the other kernels read.
 RUN_WHOLE = "follow_tables_kernel"
-PRODUCTS = ("aten::linear", "aten::mm", "aten::mm.out", "aten::addmm")
+PRODUCTS = ("aten::linear", "aten::mm", "aten::mm.out", "aten::addmm", "aten::_scaled_mm")
 # None of these launches a kernel on a GPU.
 FREE = (
     "empty",
@@ -59,18 +59,21 @@ FREE = (
 )
 
 
-def decode_launches(sizes: Sizes, num_sequences: int, context: int) -> Counter[Launch]:
-    """Returns the launches of a step of decodes with how often each occurs.
+def decode_launches(sizes: Sizes, num_sequences: int, context: int, *, is_fp8: bool = False) -> Counter[Launch]:
+    """Returns the launches of a step of decodes with how often each occurs. With `is_fp8` the weights of layers, keys
+    and values are in FP8.
 
     A model of one layer and one of two are counted; every further layer is like the second.
     """
     counter = LaunchCounter()
-    one, two = (_launches(counter, replace(sizes, num_layers=layers), num_sequences, context) for layers in (1, 2))
+    one, two = (
+        _launches(counter, replace(sizes, num_layers=layers), num_sequences, context, is_fp8) for layers in (1, 2)
+    )
     each = two - one
     return one + Counter({launch: count * (sizes.num_layers - 1) for launch, count in each.items()})
 
 
-def _launches(counter: LaunchCounter, sizes: Sizes, num_sequences: int, context: int) -> Counter[Launch]:
+def _launches(counter: LaunchCounter, sizes: Sizes, num_sequences: int, context: int, is_fp8: bool) -> Counter[Launch]:
     backend = TritonAttention()
     limits = SchedulerLimits(
         max_num_sequences=num_sequences,
@@ -83,8 +86,9 @@ def _launches(counter: LaunchCounter, sizes: Sizes, num_sequences: int, context:
     )
     num_blocks = num_sequences * -(-context // BLOCK_SIZE)
     shape = KvShape(sizes.num_kv_heads, sizes.head_dim)
-    kv = backend.allocate(shape, num_blocks + 1, BLOCK_SIZE, DTYPE, torch.device("cpu"))
-    decoder = GpuDecoder(_weights(sizes), backend, CONTEXT_LENGTH)
+    kv_dtype = torch.float8_e4m3fn if is_fp8 else DTYPE
+    kv = backend.allocate(shape, num_blocks + 1, BLOCK_SIZE, kv_dtype, torch.device("cpu"))
+    decoder = GpuDecoder(_weights(sizes), backend, CONTEXT_LENGTH, has_fp8_weights=is_fp8)
     runner = GpuRunner(decoder, [kv] * sizes.num_layers, limits, BLOCK_SIZE, uses_graphs=False)
     sequences = seated(num_sequences, context, 1, BLOCK_SIZE)
     plan = StepPlan.of([PlanRow(sequence, context - 1, 1, True) for sequence in sequences])
@@ -98,7 +102,7 @@ def _launches(counter: LaunchCounter, sizes: Sizes, num_sequences: int, context:
 
 
 def _weights(sizes: Sizes) -> DecoderWeights:
-    """Returns zeros. They are never read, so they take no memory."""
+    """Returns zeros. They are never written, so they take no memory."""
     hidden, head_dim = sizes.hidden_size, sizes.head_dim
 
     def linear(size: int) -> nn.Linear:
@@ -109,19 +113,21 @@ def _weights(sizes: Sizes) -> DecoderWeights:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=DTYPE)
 
-    layer = LayerWeights(
-        input_norm=zeros(hidden),
-        qkv_parts=(linear(sizes.num_heads), linear(sizes.num_kv_heads), linear(sizes.num_kv_heads)),
-        query_norm=None,
-        key_norm=None,
-        output=zeros(hidden, sizes.num_heads * head_dim),
-        output_bias=None,
-        attention_output_norm=None,
-        post_attention_norm=zeros(hidden),
-        gate_up_parts=(zeros(sizes.intermediate_size, hidden), zeros(sizes.intermediate_size, hidden)),
-        down=zeros(hidden, sizes.intermediate_size),
-        feed_forward_output_norm=None,
-    )
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            input_norm=zeros(hidden),
+            qkv_parts=(linear(sizes.num_heads), linear(sizes.num_kv_heads), linear(sizes.num_kv_heads)),
+            query_norm=None,
+            key_norm=None,
+            output=zeros(hidden, sizes.num_heads * head_dim),
+            output_bias=None,
+            attention_output_norm=None,
+            post_attention_norm=zeros(hidden),
+            gate_up_parts=(zeros(sizes.intermediate_size, hidden), zeros(sizes.intermediate_size, hidden)),
+            down=zeros(hidden, sizes.intermediate_size),
+            feed_forward_output_norm=None,
+        )
+
     shape = DecoderShape(
         num_layers=sizes.num_layers,
         hidden_size=hidden,
@@ -138,7 +144,7 @@ def _weights(sizes: Sizes) -> DecoderWeights:
     )
     embedding = zeros(sizes.vocabulary_size, hidden)
     head = embedding if sizes.has_tied_embeddings else zeros(sizes.vocabulary_size, hidden)
-    return DecoderWeights(shape, embedding, (layer,) * sizes.num_layers, zeros(hidden), head)
+    return DecoderWeights(shape, embedding, tuple(layer() for _ in range(sizes.num_layers)), zeros(hidden), head)
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -208,9 +214,11 @@ class LaunchCounter(TorchDispatchMode):
         num_outputs = weight.shape[0] if name == "aten::linear" else weight.shape[1]
         result: Tensor | None = kwargs.get("out")
         if result is None:
-            result = torch.zeros((rows.shape[0], num_outputs), dtype=rows.dtype)
+            result = torch.zeros((rows.shape[0], num_outputs), dtype=DTYPE)
         operations = 2 * rows.shape[0] * rows.shape[1] * num_outputs
-        self.launches[Launch("product", 1, rows.nbytes + weight.nbytes, result.nbytes, operations)] += 1
+        is_fp8 = name == "aten::_scaled_mm"
+        loaded = sum(tensor.nbytes for tensor in (rows, weight, *(args[2:4] if is_fp8 else ())))
+        self.launches[Launch(FP8_PRODUCT if is_fp8 else PRODUCT, 1, loaded, result.nbytes, operations)] += 1
         return result
 
     def _count(self, run: Any) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from common.settings import SettingError
 from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, gpu_adapter_slot_bytes, outputs_of_rank
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape
-from inflight.tools.sizing.weights import cpu_weight_bytes
+from inflight.tools.sizing.weights import Role, cpu_weight_bytes
 
 GIBIBYTE = 1 << 30
 # Memory that `nvidia-smi` reports, MiB.
@@ -38,6 +38,8 @@ GPUS_MIB = {
 }
 # The CPU's kernels keep heads in whole vectors of so many numbers.
 CPU_LANES = 16
+# Of a token's key or value in int8 or FP8, for each KV head; and of a row of a matrix in FP8.
+SCALE_BYTES = 4
 # Share of the time in which requests find a seat free, in standard deviations of the normal distribution.
 SURE_DEVIATIONS = 1.645
 # What one core of Redis admitted with a million in line and a thousand executors: docs/design/scale.md.
@@ -49,6 +51,7 @@ class MemoryOptions:
     """Settings of an executor that decide its memory besides the KV pool, with their names."""
 
     weight_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_adapters: int = 0
     max_adapter_rank: int = 64
     kv_cache_host_memory_bytes: int = 0
@@ -158,9 +161,9 @@ def pool_of(
             f"{shape.num_kv_heads} KV heads cannot be divided by {num_ranks} ranks; sizes that work: "
             f"{', '.join(map(str, sizes))}"
         )
-    size = BYTES_PER_NUMBER[dtype]
     head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
-    bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.kv_heads_of_rank(num_ranks), head_dim, size)
+    head_bytes = _head_bytes(machine, dtype, head_dim)
+    bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.kv_heads_of_rank(num_ranks), head_bytes)
     bytes_per_block = bytes_per_token * tokens_per_block
     weight_bytes = _weight_bytes(shape, machine, dtype, num_ranks)
     adapter_bytes = _adapter_bytes(shape, machine, dtype, num_ranks)
@@ -213,14 +216,40 @@ def _with_window_group(pool: Pool, shape: ModelShape, steps: Steps, *, is_limite
     )
 
 
+def _head_bytes(machine: Machine, dtype: str, head_dim: int) -> int:
+    """Returns the memory of a token's key or value in one KV head. Quantized ones have a scale."""
+    kv_cache_dtype = machine.options.kv_cache_dtype
+    if kv_cache_dtype == "auto":
+        return head_dim * BYTES_PER_NUMBER[dtype]
+    if machine.is_gpu != (kv_cache_dtype == "fp8"):
+        needed = "a GPU: give --gpu" if kv_cache_dtype == "fp8" else "a CPU: give --memory-gib"
+        raise SettingError(f"--kv-cache-dtype {kv_cache_dtype} needs {needed}")
+    return head_dim + SCALE_BYTES
+
+
 def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: int) -> int:
-    """Returns the weights of a rank. On a GPU they are dense."""
+    """Returns the weights of a rank. On a GPU they are dense, or those of layers are in FP8."""
     weight_dtype = machine.options.weight_dtype
+    if weight_dtype == "fp8":
+        if not machine.is_gpu:
+            raise SettingError("--weight-dtype fp8 needs a GPU: give --gpu")
+        return fp8_weight_bytes(shape, dtype)
     if machine.is_gpu or not shape.weights:
         if weight_dtype in ("int8", "int4"):
             raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")
         return -(-shape.num_parameters // num_ranks) * BYTES_PER_NUMBER[dtype]
     return -(-cpu_weight_bytes(shape.weights, dtype, weight_dtype) // num_ranks)
+
+
+def fp8_weight_bytes(shape: ModelShape, dtype: str) -> int:
+    """Returns the weights of an executor on a GPU with `--weight-dtype fp8`: a byte for each number of a layer's
+    matrices and a float32 scale for each row of them; embedding, output layer and vectors are in `dtype`."""
+    if shape.sizes is None or any(weight.role is Role.EXPERT and weight.number for weight in shape.weights):
+        raise SettingError("--weight-dtype fp8 is for models without experts")
+    num_matrix = sum(weight.number for weight in shape.weights if weight.role is Role.MATRIX)
+    sizes = shape.sizes
+    num_rows = shape.num_layers * (sizes.attention + 2 * sizes.kv + 2 * sizes.inner + 2 * sizes.hidden)
+    return (shape.num_parameters - num_matrix) * BYTES_PER_NUMBER[dtype] + num_matrix + num_rows * SCALE_BYTES
 
 
 def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: int) -> int:

@@ -95,6 +95,8 @@ def _option_flags(options: MemoryOptions) -> Iterator[str]:
     """Yields the flags of options that differ from an executor's defaults."""
     if options.weight_dtype != "auto":
         yield from ("--weight-dtype", options.weight_dtype)
+    if options.kv_cache_dtype != "auto":
+        yield from ("--kv-cache-dtype", options.kv_cache_dtype)
     if options.max_adapters:
         yield from ("--max-adapters", str(options.max_adapters), "--max-adapter-rank", str(options.max_adapter_rank))
     if options.kv_cache_host_memory_bytes:
@@ -114,7 +116,9 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
     num_kv_heads = shape.kv_heads_of_rank(pool.num_ranks)
     figure = f"{shape.num_parameters / 1e9:.2f} billion, {_gib(pool.weight_bytes)}{of_rank}"
     yield Row("weights", figure, counted, how)
-    per_token = f"2 × {shape.num_layers} layers × {num_kv_heads} KV heads{of_rank} × {shape.head_dim} × {sizing.dtype}"
+    kv_cache_dtype = "auto" if sizing.machine is None else sizing.machine.options.kv_cache_dtype
+    numbers = sizing.dtype if kv_cache_dtype == "auto" else f"{kv_cache_dtype} with scales"
+    per_token = f"2 × {shape.num_layers} layers × {num_kv_heads} KV heads{of_rank} × {shape.head_dim} × {numbers}"
     yield Row("KV of a token", f"{pool.bytes_per_token:,} bytes{of_rank}", EXACT, per_token)
     blocks = f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens"
     if pool.num_window_blocks:

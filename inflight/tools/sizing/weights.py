@@ -22,7 +22,8 @@ from common.model_source import ModelError, read_json
 from common.settings import SettingError
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 
-WEIGHT_DTYPES = ("auto", "dense", "int8", "int4")
+WEIGHT_DTYPES = ("auto", "dense", "int8", "int4", "fp8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 # Sizes of groups that the CPU's products have; larger ones are divided, the best first.
 GROUP_SIZES = (128, 64, 32, 16)
 _MAX_HEADER_BYTES = 100_000_000

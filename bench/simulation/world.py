@@ -49,7 +49,8 @@ class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
     finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
-    source with a change to compare with. With several sub-pools a fault of Redis affects one of them."""
+    source with a change to compare with; without `may_use_functions` the scripts are called by EVALSHA on every server.
+    With several sub-pools a fault of Redis affects one of them."""
 
     seed: int = 0
     num_routers: int = 2
@@ -65,6 +66,7 @@ class WorldSettings:
     push: PushPolicy | None = None
     has_room: bool = False
     change_scripts: Callable[[str], str] | None = None
+    may_use_functions: bool = True
 
 
 class World:
@@ -77,7 +79,10 @@ class World:
         self.checker = InvariantChecker()
         count = settings.num_subpools
         names = [pool] if count == 1 else [subpool_name(pool, number) for number in range(count)]
-        self.links = [StoreLink(url, name, self.timeline, settings.seed, settings.change_scripts) for name in names]
+        change, functions = settings.change_scripts, settings.may_use_functions
+        self.links = [
+            StoreLink(url, name, self.timeline, settings.seed, change, may_use_functions=functions) for name in names
+        ]
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bench.redis.wire import WireError
@@ -49,8 +49,8 @@ class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
     finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
-    source with a change to compare with; without `may_use_functions` the scripts are called by EVALSHA on every server.
-    With several sub-pools a fault of Redis affects one of them."""
+    source with a change to compare with, and `change_request` a request as it arrives; without `may_use_functions`
+    scripts are called by EVALSHA on every server. With several sub-pools a fault of Redis affects one of them."""
 
     seed: int = 0
     num_routers: int = 2
@@ -66,6 +66,7 @@ class WorldSettings:
     push: PushPolicy | None = None
     has_room: bool = False
     change_scripts: Callable[[str], str] | None = None
+    change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
     may_use_functions: bool = True
 
 
@@ -260,6 +261,8 @@ class World:
 
     def _arrive(self, request: SimRequest) -> None:
         self._next_arrival()
+        if self.settings.change_request is not None:
+            request = self.settings.change_request(request, self.executors)
         living = self._living_routers()
         if living:  # a client that finds no router was never there
             router = self._random.choice(living)

@@ -62,9 +62,10 @@ def summary(world: World, simulated_s: float, took_s: float) -> str:
     waits = max(checker.longest_wait_us.values(), default=0) / 1e6
     return (
         f"simulation: held seed={settings.seed} executors={settings.num_executors} routers={settings.num_routers} "
-        f"subpools={settings.num_subpools} moved={world.num_moved} by={world.links[0].call_command} "
+        f"subpools={settings.num_subpools} moved={world.num_moved} "
         f"simulated_s={simulated_s:g} took_s={took_s:.1f} requests={len(checker.records)} {outcomes} "
         f"tokens={checker.num_tokens} faults={sum(world.num_faults.values())} calls={num_calls} "
+        f"called_by={world.links[0].call_command} "
         f"events={world.timeline.num_steps} longest_wait_s={waits:.2f}"
     )
 

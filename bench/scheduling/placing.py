@@ -1,19 +1,22 @@
-"""Placement compared: by prefix until saturation, by prefix alone, by load, in turns, and by an oracle."""
+"""Placement compared: by prefix until saturation, with the ledger's records or exact knowledge of caches, by prefix
+alone, by load, in turns, and by an oracle."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.measures.run import percentile
+from bench.scheduling.exact_prefixes import by_what_is_told, tell_cached_tokens
 from bench.scheduling.figures import Figures, measured, ttft_ms
 from bench.scheduling.lab import Comparison, Lab, Mode, change
 from bench.simulation.push import PushPolicy
-from bench.simulation.sim_executor import ExecutorShape
+from bench.simulation.sim_executor import ExecutorShape, SimExecutor
 from bench.simulation.world import World, WorldSettings
 from bench.timeline.conversations import Conversations
 from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import SimRequest
 
 NUM_EXECUTORS = 4
 # Agents' chats last half a minute, so the first 40 % of the time are left out: they fill an empty system.
@@ -30,6 +33,8 @@ SHARED = Conversations(
 AGENTIC = Conversations(
     num_turns=8, pause_s=4.0, system_tokens=2048, turn_tokens=(500, 4000), output_tokens=(20, 120)
 )  # fmt: skip
+
+P90, CACHED, BUSIEST = "TTFT p90 ms", "prompt tokens cached %", "busiest executor / mean"
 
 _CHOOSE_OPEN = re.compile(r"^local function choose_open\(request\)\n.*?^end\n", re.MULTILINE | re.DOTALL)
 _COST = re.compile(r"local ms = speed > 0 and .*")
@@ -64,65 +69,85 @@ def whatever_it_holds(shared: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
+    """A rule of placement: the scripts with a change, or placement on arrival."""
+
     name: str
     names_prefixes: bool
     change: Callable[[str], str] | None = None
+    change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
     push: PushPolicy | None = None
 
 
 WAYS = (
-    _Way("prefix until saturation", names_prefixes=True),
-    _Way("prefix while there is room", names_prefixes=True, change=whatever_it_holds),
-    _Way("least loaded", names_prefixes=False),
-    _Way("round robin", names_prefixes=False, change=in_turns),
-    _Way("oracle", names_prefixes=False, push=PushPolicy.ORACLE),
+    Way("prefix until saturation", names_prefixes=True),
+    Way("exact prefixes", names_prefixes=True, change=by_what_is_told, change_request=tell_cached_tokens),
+    Way("prefix while there is room", names_prefixes=True, change=whatever_it_holds),
+    Way("least loaded", names_prefixes=False),
+    Way("round robin", names_prefixes=False, change=in_turns),
+    Way("oracle", names_prefixes=False, push=PushPolicy.ORACLE),
 )
 
 
-def placement(lab: Lab, title: str, chats: Conversations, loads: tuple[tuple[str, float], ...]) -> Comparison:
-    """All ways on one kind of trace, at several rates."""
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Chats, and the loads by the chats that begin per second."""
+
+    title: str
+    chats: Conversations
+    loads: tuple[tuple[str, float], ...]
+
+
+TRACES = {
+    "shared": Trace("Placement of requests with shared prefixes", SHARED, (("80 %", 90.0), ("saturated", 135.0))),
+    "agents": Trace("Placement of agents' requests", AGENTIC, (("80 %", 2.25), ("saturated", 4.5))),
+}
+
+
+def run_way(lab: Lab, trace: Trace, load: str, way: Way) -> Figures:
+    """One way on one trace at one load."""
     duration_s = DURATION_S * lab.scale
-    modes = []
-    for load, rate_per_s in loads:
-        for way in WAYS:
-            settings = WorldSettings(
-                executor=CACHING,
-                num_executors=NUM_EXECUTORS,
-                duration_s=duration_s,
-                change_scripts=way.change,
-                push=way.push,
-            )
-            requests = replace(chats, rate_per_s=rate_per_s).requests(
-                lab.seed, duration_s, names_prefixes=way.names_prefixes
-            )
-            world = lab.run(f"{title} {load} {way.name}", settings, requests)
-            modes.append(Mode(f"{load}: {way.name}", _figures(world)))
+    settings = WorldSettings(
+        executor=CACHING,
+        num_executors=NUM_EXECUTORS,
+        duration_s=duration_s,
+        change_scripts=way.change,
+        change_request=way.change_request,
+        push=way.push,
+    )
+    chats = replace(trace.chats, rate_per_s=dict(trace.loads)[load])
+    requests = chats.requests(lab.seed, duration_s, names_prefixes=way.names_prefixes)
+    return _figures(lab.run(f"{trace.title} {load} {way.name}", settings, requests))
+
+
+def placement(lab: Lab, trace: Trace) -> Comparison:
+    """All ways on one kind of trace, at several rates."""
+    modes = [Mode(f"{load}: {way.name}", run_way(lab, trace, load, way)) for load, _ in trace.loads for way in WAYS]
     found = tuple(
         f"{load}, TTFT p90 of {WAYS[0].name}: "
         + ", ".join(
             f"{change(_p90(modes, load, WAYS[0]), _p90(modes, load, other))} against {other.name}" for other in WAYS[1:]
         )
-        for load, _ in loads
+        for load, _ in trace.loads
     )
     setting = f"{NUM_EXECUTORS} executors of {CACHING.num_seats} seats; " + ", ".join(
-        f"{load}: {rate * chats.num_turns:g} requests/s" for load, rate in loads
+        f"{load}: {rate * trace.chats.num_turns:g} requests/s" for load, rate in trace.loads
     )
-    return Comparison(title, setting, tuple(modes), found)
+    return Comparison(trace.title, setting, tuple(modes), found)
 
 
 def shared_prefixes(lab: Lab) -> Comparison:
     """Requests that begin like many others."""
-    return placement(lab, "Placement of requests with shared prefixes", SHARED, (("80 %", 90.0), ("saturated", 135.0)))
+    return placement(lab, TRACES["shared"])
 
 
 def agents(lab: Lab) -> Comparison:
     """Agents that ask again and again with all that they have so far."""
-    return placement(lab, "Placement of agents' requests", AGENTIC, (("80 %", 2.25), ("saturated", 4.5)))
+    return placement(lab, TRACES["agents"])
 
 
-def _p90(modes: list[Mode], load: str, way: _Way) -> float:
-    return next(mode.figures.extra["TTFT p90 ms"] for mode in modes if mode.name == f"{load}: {way.name}")
+def _p90(modes: list[Mode], load: str, way: Way) -> float:
+    return next(mode.figures.extra[P90] for mode in modes if mode.name == f"{load}: {way.name}")
 
 
 def _figures(world: World) -> Figures:
@@ -136,8 +161,8 @@ def _figures(world: World) -> Figures:
     return replace(
         figures,
         extra={
-            "TTFT p90 ms": percentile(waits_ms, 0.9) or 0.0,
-            "prompt tokens cached %": 100 * cached / max(1, asked),
-            "busiest executor / mean": max(computed) * len(computed) / max(1, sum(computed)),
+            P90: percentile(waits_ms, 0.9) or 0.0,
+            CACHED: 100 * cached / max(1, asked),
+            BUSIEST: max(computed) * len(computed) / max(1, sum(computed)),
         },
     )

@@ -55,7 +55,7 @@ class Line:
         shape = self.executor.shape
         left = self._prompts_left()
         decodes = [one for one in self.inside.values() if one.num_output]
-        num_uncached = self._num_uncached(request, hashes)
+        num_uncached = self.num_uncached(request, hashes)
         context = sum(len(one.request.prompt) + one.num_output for one in decodes)
         step_s = shape.cost.step_s + shape.cost.token_s * len(decodes) + shape.cost.context_s * context
         busy_s = max(0.0, self.executor.device.free_s - now_s)
@@ -70,6 +70,16 @@ class Line:
         own_s = prefill_s(ahead + num_uncached)
         seat_s = self._seat_s(left, step_s) + prefill_s(num_uncached)
         return Prediction(busy_s + max(own_s, seat_s), len(passed) * num_uncached * shape.cost.token_s, num_uncached)
+
+    def num_uncached(self, request: SimRequest, hashes: ReadOnlyList[bytes]) -> int:
+        """Returns the prompt tokens that are neither cached nor about to be."""
+        pool = self.executor.scheduler.pool
+        reusable = hashes[: (len(request.prompt) - 1) // pool.block_size]
+        num_found = _num_leading(reusable, pool.is_findable)
+        for one in self.inside.values():
+            if not one.num_output and len(one.hashes) > num_found and len(reusable) > num_found:
+                num_found = max(num_found, _num_common(reusable, one.hashes))
+        return len(request.prompt) - num_found * pool.block_size
 
     def add(self, request: SimRequest, hashes: ReadOnlyList[bytes], prediction: Prediction) -> None:
         """Records that the request was given to this executor."""
@@ -97,15 +107,6 @@ class Line:
             free_at.sort()
         prompt_s = sum(left.values()) * self.executor.shape.cost.token_s
         return free_at[0] * step_s + min(prompt_s, free_at[0] * self.executor.shape.max_num_tokens * step_s)
-
-    def _num_uncached(self, request: SimRequest, hashes: ReadOnlyList[bytes]) -> int:
-        pool = self.executor.scheduler.pool
-        reusable = hashes[: (len(request.prompt) - 1) // pool.block_size]
-        num_found = _num_leading(reusable, pool.is_findable)
-        for one in self.inside.values():
-            if not one.num_output and len(one.hashes) > num_found and len(reusable) > num_found:
-                num_found = max(num_found, _num_common(reusable, one.hashes))
-        return len(request.prompt) - num_found * pool.block_size
 
 
 def hashes_of(request: SimRequest, block_size: int) -> ReadOnlyList[bytes]:

@@ -161,6 +161,10 @@ class SimExecutor:
         """Yields the placements that its routers have been told of no end."""
         return chain(self.session_of, self._offered)
 
+    def request_of(self, sequence: Sequence) -> SimRequest:
+        """Returns the request of a placement."""
+        return self._requests[sequence.request_id]
+
     def join(self, session: Session) -> None:
         """Starts a router's stream."""
         self.sessions.append(session)

@@ -48,7 +48,14 @@ class StoreLink:
     """The way to the ledger, shared by all routers of a simulation."""
 
     def __init__(
-        self, url: str, pool: str, timeline: Timeline, seed: int, change: Callable[[str], str] | None = None
+        self,
+        url: str,
+        pool: str,
+        timeline: Timeline,
+        seed: int,
+        change: Callable[[str], str] | None = None,
+        *,
+        may_use_functions: bool = True,
     ) -> None:
         self.url = url
         self.keys = PoolKeys(pool)
@@ -66,10 +73,15 @@ class StoreLink:
         self._newest: dict[str, tuple[Any, Reply]] = {}
         self._wire = RedisWire.connect(url, self._on_push)
         scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
-        self._beginnings = self._load(scripts)
+        self._beginnings = (self._load_functions(scripts) if may_use_functions else None) or self._load_scripts(scripts)
         self._wire.call(command("CONFIG", "SET", "notify-keyspace-events", "Kt"))
         # Answered by a push, which the next read meets.
         self._wire.send(command("PSUBSCRIBE", f"__keyspace@0__:{self.keys.mailbox('*')}"))
+
+    @property
+    def call_command(self) -> str:
+        """FCALL or EVALSHA."""
+        return self._beginnings["submit"][0]
 
     def close(self) -> None:
         """Reads what is still to come, removes the pool and ends the connection."""
@@ -159,15 +171,19 @@ class StoreLink:
         self._newest[kind] = (raw, reply)
         return reply
 
-    def _load(self, scripts: Mapping[str, Script]) -> dict[str, tuple[str, str]]:
-        """Returns how calls of each begin: as functions where the server has them."""
+    def _load_functions(self, scripts: Mapping[str, Script]) -> dict[str, tuple[str, str]] | None:
+        """Returns how function calls begin; None if the server has no functions."""
         try:
             self._wire.call(command("FUNCTION", "LOAD", "REPLACE", scripts["submit"].library.source))
         except WireError:
-            for script in scripts.values():
-                self._wire.call(command("SCRIPT", "LOAD", script.source))
-            return {name: ("EVALSHA", script.sha) for name, script in scripts.items()}
+            return None
         return {name: ("FCALL", script.function) for name, script in scripts.items()}
+
+    def _load_scripts(self, scripts: Mapping[str, Script]) -> dict[str, tuple[str, str]]:
+        """Returns how calls of scripts by their hash begin."""
+        for script in scripts.values():
+            self._wire.call(command("SCRIPT", "LOAD", script.source))
+        return {name: ("EVALSHA", script.sha) for name, script in scripts.items()}
 
     def _set_clock(self) -> None:
         clock_ms = self.timeline.now_ms + EPOCH_MS - self._behind_ms

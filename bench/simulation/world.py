@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bench.redis.wire import WireError
@@ -49,7 +49,8 @@ class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
     finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
-    source with a change to compare with. With several sub-pools a fault of Redis affects one of them."""
+    source with a change to compare with, and `change_request` a request as it arrives; without `may_use_functions`
+    scripts are called by EVALSHA on every server. With several sub-pools a fault of Redis affects one of them."""
 
     seed: int = 0
     num_routers: int = 2
@@ -65,6 +66,8 @@ class WorldSettings:
     push: PushPolicy | None = None
     has_room: bool = False
     change_scripts: Callable[[str], str] | None = None
+    change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
+    may_use_functions: bool = True
 
 
 class World:
@@ -77,7 +80,10 @@ class World:
         self.checker = InvariantChecker()
         count = settings.num_subpools
         names = [pool] if count == 1 else [subpool_name(pool, number) for number in range(count)]
-        self.links = [StoreLink(url, name, self.timeline, settings.seed, settings.change_scripts) for name in names]
+        change, functions = settings.change_scripts, settings.may_use_functions
+        self.links = [
+            StoreLink(url, name, self.timeline, settings.seed, change, may_use_functions=functions) for name in names
+        ]
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()
@@ -255,6 +261,8 @@ class World:
 
     def _arrive(self, request: SimRequest) -> None:
         self._next_arrival()
+        if self.settings.change_request is not None:
+            request = self.settings.change_request(request, self.executors)
         living = self._living_routers()
         if living:  # a client that finds no router was never there
             router = self._random.choice(living)

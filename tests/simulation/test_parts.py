@@ -16,6 +16,7 @@ from bench.scheduling.lab import Lab
 from bench.simulation.__main__ import main
 from bench.simulation.invariants import RequestOutcome
 from bench.simulation.push import PushPolicy
+from bench.simulation.store_link import StoreLink
 from bench.timeline.conversations import Conversations
 from bench.timeline.faults import FaultKind, FaultRates
 from bench.timeline.population import Population
@@ -87,6 +88,15 @@ def test_equal_replies_of_a_kind_are_one_object(wire: RedisWire) -> None:
         replies.append(wire.read("kind"))
     assert replies == [["same"], ["same"], ["other"]]
     assert replies[0] is replies[1]
+
+
+def test_scripts_are_called_by_evalsha_on_request(redis_url: str, pool: str) -> None:
+    link = StoreLink(redis_url, pool, Timeline(), 0, may_use_functions=False)
+    try:
+        assert link.call_command == "EVALSHA"
+        assert link.snapshot().executors == ()
+    finally:
+        link.close()
 
 
 def test_push_comes_between_replies(redis_url: str, pool: str) -> None:

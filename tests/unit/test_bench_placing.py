@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
+from bench.scheduling.exact_prefixes import by_what_is_told, tell_cached_tokens
 from bench.scheduling.placing import in_turns, whatever_it_holds
+from bench.simulation.sim_executor import ExecutorShape, SimExecutor
 from bench.simulation.world import World, WorldSettings
 from bench.timeline.conversations import Conversations
+from bench.timeline.traffic import SimRequest
 
 
 @pytest.mark.parametrize("change", [None, in_turns, whatever_it_holds])
@@ -23,3 +27,29 @@ def test_every_way_of_placement_serves_chats(
     finally:
         world.close()
     assert world.checker.num_tokens > 0
+
+
+def test_what_is_told_of_caches_decides_and_is_what_executors_have(redis_admin_url: str, pool: str) -> None:
+    """All are idle, so that without it the first executor would get every request."""
+
+    def tell(request: SimRequest, executors: Sequence[SimExecutor]) -> SimRequest:
+        return replace(request, prefix_hashes=("name", "@x0002:64", "@x0001:0", "@x0000:0"))
+
+    prompts = [tuple(range(number, 65 + number)) for number in range(9)]
+    requests = [SimRequest(number, f"r{number}", 500_000 * number, prompts[number], 2, 2) for number in range(9)]
+    settings = WorldSettings(
+        num_executors=3,
+        duration_s=5.0,
+        executor=ExecutorShape(has_prefix_cache=True),
+        change_scripts=by_what_is_told,
+        change_request=tell,
+    )
+    world = World(redis_admin_url, pool, settings, requests)
+    try:
+        world.run()
+    finally:
+        world.close()
+    # The others get a few until the ledger knows their speed.
+    computed = [one.scheduler.num_computed_tokens for one in world.executors]
+    assert computed[2] > computed[0] + computed[1]
+    assert tell_cached_tokens(requests[8], world.executors).prefix_hashes == ("@x0002:64", "@x0000:0", "@x0001:0")

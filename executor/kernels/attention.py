@@ -279,7 +279,7 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Computes the weighted mean of the splits of one decode and head. Grid: tokens, heads."""
-    if IS_PADDED:
+    if IS_PADDED:  # noqa: SIM102 - decided at compilation
         if not is_decode(query_starts, tl.program_id(0)):
             return
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -61,8 +61,8 @@ def assert_padding_changes_nothing(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> None:
-    """Attention of a step has the same results, bit for bit, with padding to so many tokens and sequences, as a captured
-    step has it. The padding's are zero."""
+    """Attention of a step has the same results, bit for bit, with the padding of a captured step to so many tokens and
+    sequences. The results of the padding are zero."""
     backend, shape, case = TritonAttention(), KvShape(1, 64), make_case(specs, 16)
     keys, values = torch.randn(2, case.history.num_tokens, 1, 64).to(device, dtype)
     queries = torch.randn(num_tokens, 4, 64).to(device, dtype)

@@ -245,7 +245,13 @@ def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: Schedu
         return 0
     from executor.model.gpu_memory import working_bytes  # imports triton, which only this needs
 
-    return working_bytes(model, limits, settings.tokens_per_block, uses_graphs=settings.enable_cuda_graphs)
+    return working_bytes(
+        model,
+        limits,
+        settings.tokens_per_block,
+        uses_graphs=settings.enable_cuda_graphs,
+        max_graph_tokens=settings.cuda_graph_max_tokens,
+    )
 
 
 def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> SchedulerLimits:
@@ -462,6 +468,7 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
         loaded.limits,
         settings.tokens_per_block,
         uses_graphs=settings.enable_cuda_graphs,
+        max_graph_tokens=settings.cuda_graph_max_tokens,
     )
     runner.prepare()
     return runner

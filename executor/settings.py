@@ -125,7 +125,14 @@ class ExecutorSettings(ProcessSettings):
     speculation_max_drafts: int = Field(
         7, ge=1, le=MAX_DRAFTS, description="maximum tokens drafted for a sequence in a step"
     )
-    enable_cuda_graphs: bool = Field(True, description="replay decode steps as CUDA graphs; off: launch every kernel")
+    enable_cuda_graphs: bool = Field(True, description="replay steps as CUDA graphs; off: launch every kernel")
+    cuda_graph_max_tokens: int = Field(
+        512,
+        ge=0,
+        le=8192,
+        description="maximum tokens of a step with prompt chunks or drafts that is replayed as a CUDA graph; larger "
+        "steps are launched kernel by kernel; 0: only steps of decodes are replayed",
+    )
     enable_kv_cache_reuse: bool = Field(True, description="reuse KV blocks of equal prompt prefixes")
     tokens_per_block: int = Field(16, ge=16, le=256, multiple_of=16, description="tokens per KV block")
     kv_window_groups: Literal["auto", "off"] = Field(

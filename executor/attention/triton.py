@@ -60,16 +60,20 @@ class TritonAttention:
         )
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
-        outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        # Padding tokens belong to no sequence, so that no program writes their outputs.
+        make = torch.zeros if batch.is_padded else torch.empty
+        outputs = make(queries.shape, dtype=queries.dtype, device=queries.device)
         call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
         num_decodes = batch.num_decodes
         if num_decodes:
             work = call.work(num_decodes, num_decodes)
             call.launch(decode_tiling(work), num_decodes, slice(0, num_decodes), is_decode=True)
-        if batch.num_sequences > num_decodes:
-            work = call.work(batch.num_tokens - num_decodes, batch.num_sequences - num_decodes)
+        # With padding every sequence may be a decode or not.
+        first = 0 if batch.is_padded else num_decodes
+        if batch.num_sequences > first:
+            work = call.work(batch.num_tokens - first, batch.num_sequences - first)
             tiling = chunk_tiling(work)
-            tokens = slice(num_decodes, batch.num_tokens)
+            tokens = slice(first, batch.num_tokens)
             call.launch(tiling, num_row_tiles(work, tiling.rows), tokens, is_decode=False)
         return outputs
 
@@ -99,7 +103,7 @@ class _Call:
     def launch(self, tiling: Tiling, num_tiles: int, tokens: slice, *, is_decode: bool) -> None:
         """Attends for `tokens`, which are all decodes or all chunks. A chunk's first token has its sequence's index."""
         kv, batch, scoring = self.kv, self.batch, self.scoring
-        partials, log_weights = self._allocate_partials(tiling.splits)
+        partials, log_weights = self._allocate_partials(tokens.stop, tiling.splits)
         attend_kernel[(num_tiles, kv.shape.num_kv_heads, tiling.splits)](
             *(self.queries, kv.keys, kv.values, *scales_of(kv), self.outputs, partials, log_weights),
             *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
@@ -118,23 +122,25 @@ class _Call:
             IS_CAPPED=scoring.softcap is not None,
             NUM_SPLITS=tiling.splits,
             SPAN_KEYS=SPAN_KEYS,
+            IS_PADDED=batch.is_padded,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
         if tiling.splits > 1:
             outputs = self.outputs[tokens]
             combine_kernel[outputs.shape[:2]](
-                *(partials[tokens], log_weights[tokens], outputs, *outputs.stride()[:2]),
+                *(partials, log_weights, outputs, batch.query_starts, *outputs.stride()[:2]),
                 HEAD_DIM=kv.shape.head_dim,
                 PADDED_DIM=padded_dim(kv.shape.head_dim),
                 NUM_SPLITS=tiling.splits,
+                IS_PADDED=batch.is_padded,
             )
 
-    def _allocate_partials(self, num_splits: int) -> tuple[Tensor, Tensor]:
+    def _allocate_partials(self, num_decodes: int, num_splits: int) -> tuple[Tensor, Tensor]:
         """Allocates the partial results and their weights; one split needs none."""
         if num_splits == 1:
             return self.outputs, self.outputs
-        num_tokens, num_heads, head_dim = self.outputs.shape
+        num_tokens, num_heads, head_dim = num_decodes, *self.outputs.shape[1:]
         sizes, device = (num_tokens, num_heads, num_splits), self.outputs.device
         return torch.empty((*sizes, head_dim), dtype=torch.float32, device=device), torch.empty(
             sizes, dtype=torch.float32, device=device

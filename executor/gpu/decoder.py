@@ -1,7 +1,7 @@
 """The forward pass of the decoder families on a GPU: five matrix products per layer, and Triton kernels between them.
 
 Queries, keys and values are one product, gate and up projection another. The host never waits for the device, and no
-shape depends on the content of a device tensor, so a step of decodes can be captured in a CUDA graph.
+shape depends on the content of a device tensor, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -113,6 +113,25 @@ class GpuDecoder:
         They have the weights' dtype, and are written to `logits` if that is given. Without `groups`, rows with adapters
         are grouped here, on the host.
         """
+        hidden, delta = self._compute_layers(batch, kv, groups)
+        if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
+            hidden, delta = hidden[batch.logit_rows], delta[batch.logit_rows]
+        return self.logits(residual_norm(hidden, delta, self._final_norm, self._epsilon), logits)
+
+    def states(self, batch: StepBatch, kv: Sequence[LayerKv], groups: RowGroups | None = None) -> Tensor:
+        """Computes every token of a batch like `forward`, and returns its state before the output layer, `[T,
+        hidden]`."""
+        hidden, delta = self._compute_layers(batch, kv, groups)
+        return residual_norm(hidden, delta, self._final_norm, self._epsilon)
+
+    def logits(self, states: Tensor, logits: Tensor | None = None) -> Tensor:
+        """Returns the logits of states, written to `logits` if that is given."""
+        return self._scaled(torch.mm(states, self._head.t(), out=logits))
+
+    def _compute_layers(
+        self, batch: StepBatch, kv: Sequence[LayerKv], groups: RowGroups | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream `[T, hidden]` and what is to be added to it."""
         if groups is None and batch.adapter_slots is not None:
             groups = RowGroups.of(batch, self.num_adapter_slots, self._head.device)
         hidden = functional.embedding(batch.token_ids, self._embedding)
@@ -136,10 +155,7 @@ class GpuDecoder:
             self._adapt(index, Product.DOWN, inner, delta, groups)
             delta = self._delta(delta, layer.feed_forward_output_norm)
         assert delta is not None
-        if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
-            hidden, delta = hidden[batch.logit_rows], delta[batch.logit_rows]
-        normed = residual_norm(hidden, delta, self._final_norm, self._epsilon)
-        return self._scaled(torch.mm(normed, self._head.t(), out=logits))
+        return hidden, delta
 
     def _adapt(self, layer: int, product: Product, inputs: Tensor, outputs: Tensor, groups: RowGroups | None) -> None:
         """Adds the adapters' changes to a product, in place."""

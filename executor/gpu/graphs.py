@@ -1,20 +1,46 @@
-"""CUDA graphs of a step of decodes, one for each bucket of rows.
+"""CUDA graphs of steps, one for each bucket of sizes.
 
 A replay costs the host one call, whereas launching the same kernels one by one would take longer than they run. The
-graphs share one memory pool, since no two run at a time. The largest is captured first, so that the others fit into its
-memory.
+graph of a step of decodes contains the draw of the next tokens. That of any other step ends before the logits, whose
+number varies: its rows may yield no token, one, or one for each draft, and may score a prompt.
+
+The graphs share one memory pool, since no two run at a time. The largest is captured first, so that the others fit into
+its memory.
 """
 
 from __future__ import annotations
 
 import gc
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 import torch
+
+# Numbers of sequences in the buckets of steps that are not of decodes alone. A sequence that is missing costs programs
+# of attention that end at once.
+MIN_SEQUENCES = 16
+SEQUENCES_FACTOR = 4
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The sizes of a captured step. `is_decodes`: each sequence has one token and yields one."""
+
+    num_tokens: int
+    num_sequences: int
+    is_decodes: bool
+
+    @classmethod
+    def of_decodes(cls, num_rows: int) -> Bucket:
+        return cls(num_rows, num_rows, True)
+
+    def __str__(self) -> str:
+        if self.is_decodes:
+            return f"{self.num_sequences} decodes"
+        return f"{self.num_tokens} tokens of {self.num_sequences} sequences"
 
 
 class Graph(Protocol):
@@ -29,32 +55,47 @@ class Capture(Protocol):
     """Captures `compute(bucket)` for every bucket, after `fill(bucket)` has made inputs for a run before it."""
 
     def __call__(
-        self, fill: Callable[[int], None], compute: Callable[[int], None], buckets: Sequence[int]
-    ) -> Mapping[int, Graph]: ...
+        self, fill: Callable[[Bucket], None], compute: Callable[[Bucket], None], buckets: Iterable[Bucket]
+    ) -> Mapping[Bucket, Graph]: ...
 
 
-def decode_buckets(max_num_sequences: int) -> tuple[int, ...]:
+def decode_buckets(max_num_sequences: int) -> tuple[Bucket, ...]:
     """Returns 1, 2, 4, 8, then every 8th to 64, every 16th to 256 and every 32nd beyond. The last is
     `max_num_sequences`."""
     sizes = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, max_num_sequences, 32))
-    return (*(size for size in sizes if size < max_num_sequences), max_num_sequences)
+    return tuple(map(Bucket.of_decodes, _up_to(max_num_sequences, sizes)))
 
 
-def bucket_of(buckets: Sequence[int], num_rows: int) -> int | None:
-    """Returns the smallest bucket with at least `num_rows` rows; None if there is none."""
-    index = bisect_left(buckets, num_rows)
-    return buckets[index] if index < len(buckets) else None
+def mixed_buckets(max_num_tokens: int, max_num_sequences: int) -> tuple[Bucket, ...]:
+    """Returns buckets of 16, 32, 64 tokens, every 64th to 512, then four to each doubling; the last is
+    `max_num_tokens`. Each has several numbers of sequences, at most its tokens or `max_num_sequences`.
+
+    None if `max_num_tokens` is 0.
+    """
+    if not max_num_tokens:
+        return ()
+    return tuple(
+        Bucket(num_tokens, num_sequences, False)
+        for num_tokens in _up_to(max_num_tokens, _token_sizes())
+        for num_sequences in _up_to(min(num_tokens, max_num_sequences), _sequence_sizes())
+    )
+
+
+def bucket_of(buckets: Iterable[Bucket], num_tokens: int, num_sequences: int) -> Bucket | None:
+    """Returns the smallest bucket that holds so many tokens and sequences; None if there is none. The buckets are in
+    ascending order."""
+    return next((b for b in buckets if b.num_tokens >= num_tokens and b.num_sequences >= num_sequences), None)
 
 
 def capture(
-    fill: Callable[[int], None], compute: Callable[[int], None], buckets: Sequence[int]
-) -> Mapping[int, torch.cuda.CUDAGraph]:
+    fill: Callable[[Bucket], None], compute: Callable[[Bucket], None], buckets: Iterable[Bucket]
+) -> Mapping[Bucket, torch.cuda.CUDAGraph]:
     """Captures `compute(bucket)` for every bucket. The tensors that it reads and writes must keep their addresses.
 
     It runs once before it is captured, so that kernels are compiled and cuBLAS allocates its workspace.
     """
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-    graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
     with frozen_garbage():
         for bucket in sorted(buckets, reverse=True):
             stream.wait_stream(torch.cuda.current_stream())
@@ -86,3 +127,27 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+def _up_to(most: int, sizes: Iterable[int]) -> Iterator[int]:
+    """Yields the ascending sizes below `most`, and `most`."""
+    for size in sizes:
+        if size >= most:
+            break
+        yield size
+    yield most
+
+
+def _token_sizes() -> Iterator[int]:
+    yield from (16, 32)
+    size = 64
+    while True:
+        yield size
+        size += max(64, 1 << (size.bit_length() - 3))
+
+
+def _sequence_sizes() -> Iterator[int]:
+    size = MIN_SEQUENCES
+    while True:
+        yield size
+        size *= SEQUENCES_FACTOR

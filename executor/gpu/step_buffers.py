@@ -72,6 +72,11 @@ class StepBuffers:
         num_used = layout.fill(words, batch, sampling, self.spare_table_row)
         self._send(words, num_used, last)
 
+    @property
+    def max_blocks(self) -> int:
+        """Entries of a block table."""
+        return self._tables.shape[1]
+
     def batch(self, layout: StepLayout, num_decodes: int, block_size: int) -> StepBatch:
         """Returns the inputs as the kernels take them."""
         of = self._field
@@ -90,6 +95,7 @@ class StepBuffers:
             num_decodes=num_decodes,
             block_size=block_size,
             target_ids=of(layout, "target_ids"),
+            is_padded=layout.is_padded,
         )
 
     def row_groups(self, layout: StepLayout) -> RowGroups | None:
@@ -112,6 +118,10 @@ class StepBuffers:
             banned_ids=of(layout, "banned_ids"),
             banned_starts=of(layout, "banned_starts"),
         )
+
+    def logit_rows(self, layout: StepLayout) -> Tensor:
+        """Returns the tokens whose logits are needed, int32."""
+        return self._field(layout, "logit_rows")
 
     def reported_rows(self, layout: StepLayout, count: int) -> Tensor:
         """Returns the first `count` of the rows that report log probabilities, int32."""

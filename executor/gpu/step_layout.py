@@ -15,8 +15,10 @@ With T tokens, S sequences, R rows that sample and Q positions that score a prom
 
 Of the last field only the used part is copied.
 
-A step of decodes may have a layout for more rows than it has. The padding rows compute a token 0 with a context of only
-itself, write its KV to the spare block 0, which is all that their table row contains, and sample greedily.
+A step may have a layout for more tokens and sequences than it has. Padding tokens are 0 at position 0 and write their
+KV to the spare block 0. In a layout of decodes each is a row that attends to itself, since its table row contains only
+the spare block, and that samples greedily. In any other layout padding tokens belong to no sequence, padding sequences
+have no tokens, and there are no padding rows that sample.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class StepLayout:
     num_logits: int
     num_scored: int = 0
     num_adapters: int = 0
+    is_padded: bool = False
 
     @classmethod
     def of_decodes(cls, num_rows: int, num_adapters: int = 0) -> StepLayout:
@@ -86,12 +89,12 @@ class StepLayout:
         return _aligned(end)
 
     def fill(self, words: Words, batch: StepBatch, sampling: SamplingBatch, spare_table_row: int) -> int:
-        """Writes a step of at most these sizes; only a step of decodes may be smaller. Returns how many words are used;
-        the words behind them are not read."""
+        """Writes a step of at most these sizes; without `is_padded`, only a step of decodes may be smaller. Returns how
+        many words are used; the words behind them are not read."""
         views = {name: words[field] for name, field in self.fields.items()}
         _fill_tokens(views, batch)
         group_rows(batch, views["adapter_rows"], views["adapter_slots"])
-        _fill_sequences(views, batch, spare_table_row)
+        _fill_sequences(views, batch, spare_table_row, 0 if self.is_padded else 1)
         num_rows = len(batch.logit_rows)
         views["logit_rows"][:num_rows] = batch.logit_rows.numpy()
         views["logit_rows"][num_rows:] = np.arange(num_rows, len(views["logit_rows"]))
@@ -110,10 +113,11 @@ def _fill_tokens(views: dict[str, Words], batch: StepBatch) -> None:
         views[name][batch.num_tokens :] = 0
 
 
-def _fill_sequences(views: dict[str, Words], batch: StepBatch, spare_table_row: int) -> None:
+def _fill_sequences(views: dict[str, Words], batch: StepBatch, spare_table_row: int, padding_tokens: int) -> None:
+    """Each padding sequence has `padding_tokens`."""
     num_sequences, starts = batch.num_sequences, views["query_starts"]
     starts[: num_sequences + 1] = batch.query_starts.numpy()
-    starts[num_sequences + 1 :] = batch.num_tokens + np.arange(1, len(starts) - num_sequences)
+    starts[num_sequences + 1 :] = batch.num_tokens + padding_tokens * np.arange(1, len(starts) - num_sequences)
     for name, padding in (("context_lengths", 1), ("table_rows", spare_table_row)):
         views[name][:num_sequences] = getattr(batch, name).numpy()
         views[name][num_sequences:] = padding

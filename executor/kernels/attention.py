@@ -15,6 +15,10 @@ Keys are read in tiles of their own size, whatever the size of a block. The keys
 stores a normalised partial result and the base-2 logarithm of its weight, -inf where it has no span. The grid depends
 only on numbers of tokens and sequences, never on the content of a device tensor.
 
+A captured step has padding (`IS_PADDED`): more tokens and sequences than are computed, and the host does not know which
+sequences are decodes. Both launches have programs for every sequence. Programs of sequences without tokens end at once,
+and so do those of the other launch's sequences.
+
 A row's result depends on its query, its keys and values, and constants of the model alone. It does not depend on the
 other sequences, on the row's place in a tile, or on how a prompt is cut into chunks: a tile without a visible key
 leaves a row as it is, bit for bit.
@@ -38,7 +42,7 @@ def attend_kernel(
     first_sequence, num_sequences, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_DECODE: tl.constexpr,
-    IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr,
+    IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr, IS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles, KV heads, splits. `IS_DECODE`: sequence i has one new token, the i-th of the batch. Only decodes
     are split."""
@@ -48,6 +52,11 @@ def attend_kernel(
         sequence, first, first_token, num_new = tile, 0, tile, 1
     else:
         sequence, first, first_token, num_new = locate(query_starts, tile, first_sequence, num_sequences, TILE_QUERIES)
+    if IS_PADDED:
+        if IS_DECODE:
+            num_new = tl.where(is_decode(query_starts, sequence), 1, 0)
+        else:
+            num_new = tl.where(is_decode(query_starts, sequence), 0, num_new)
     if first >= num_new:
         return
     context = tl.load(context_lengths + sequence)
@@ -88,6 +97,12 @@ def attend_kernel(
     else:
         tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
         tl.store(log_weights + parts, log_weight, mask=is_row)
+
+
+@triton.jit
+def is_decode(query_starts, sequence):
+    """Returns whether a sequence and all before it have one new token each: then it has the token of its own index."""
+    return (tl.load(query_starts + sequence) == sequence) & (tl.load(query_starts + sequence + 1) == sequence + 1)
 
 
 @triton.jit
@@ -279,10 +294,13 @@ def tanh(x):
 
 @triton.jit
 def combine_kernel(
-    partials, log_weights, outputs, output_token_stride, output_head_stride,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    partials, log_weights, outputs, query_starts, output_token_stride, output_head_stride,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the weighted mean of the splits of one token and head. Grid: tokens, heads."""
+    """Computes the weighted mean of the splits of one decode and head. Grid: tokens, heads."""
+    if IS_PADDED:  # noqa: SIM102 - decided at compilation
+        if not is_decode(query_starts, tl.program_id(0)):
+            return
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, dims = tl.arange(0, NUM_SPLITS), tl.arange(0, PADDED_DIM)
     first_part = (token * tl.num_programs(1) + head) * NUM_SPLITS

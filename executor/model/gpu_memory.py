@@ -15,13 +15,17 @@ from executor.model.model import PagedModel
 from executor.scheduler.limits import SchedulerLimits
 
 
-def working_bytes(model: PagedModel, limits: SchedulerLimits, block_size: int, *, uses_graphs: bool) -> int:
+def working_bytes(
+    model: PagedModel, limits: SchedulerLimits, block_size: int, *, uses_graphs: bool, max_graph_tokens: int
+) -> int:
     """Returns the bytes of a CUDA device that steps within the limits take. Leaves the model without KV."""
     assert model.gpu_decoder is not None
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(model.device)
     model.allocate_kv(1, block_size)
-    runner = GpuRunner(model.gpu_decoder, model.kv, limits, block_size, uses_graphs=uses_graphs)
+    runner = GpuRunner(
+        model.gpu_decoder, model.kv, limits, block_size, uses_graphs=uses_graphs, max_graph_tokens=max_graph_tokens
+    )
     runner.prepare()
     runner.close()
     # torch's reserve counts: it is the peak, because nothing was freed in between.

@@ -44,6 +44,9 @@ class StepBatch:
     prompt, whose next tokens are `target_ids[Q]` int64. The first `num_decodes` sequences have exactly one new token
     each.
 
+    With `is_padded`, `num_decodes` is only the most sequences that may be such: the device finds out which ones are.
+    Behind the real sequences are some without tokens, behind the real tokens some that belong to no sequence.
+
     `token_ids[carried_rows[i]]` is not known on the host: it is token `carried_from[i]` of those that the previous step
     sampled (both int64). Until `resolve` it is 0.
 
@@ -70,6 +73,7 @@ class StepBatch:
     adapter_slots: Tensor | None = None
     window_tables: Tensor | None = None
     window_slots: Tensor | None = None
+    is_padded: bool = False
 
     @property
     def for_windows(self) -> StepBatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.model_source import ModelError, resolve_model
-from executor.gpu.graphs import Graph, capture
+from executor.gpu.graphs import Bucket, Graph, capture
 from executor.gpu.runner import GpuRunner
 from executor.main import load_model
 from executor.model.gpu_memory import working_bytes
@@ -37,7 +37,14 @@ __all__ = ["folders"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 
-Compute = Callable[[int], None]
+Compute = Callable[[Bucket], None]
+# Tokens of the largest captured step with chunks: some steps of the requests are larger.
+MOST_TOKENS = 8
+GRAPHS = pytest.mark.parametrize(
+    ("uses_graphs", "max_graph_tokens"),
+    [(True, MOST_TOKENS), (True, 0), (False, MOST_TOKENS)],
+    ids=["graphs", "graphs of decodes", "launches"],
+)
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:
@@ -74,23 +81,29 @@ def test_generic_path_runs_on_the_same_kernels(folder: Path) -> None:
         assert_same(output_ids, generate_alone(network, prompt, 10))
 
 
-@pytest.mark.parametrize("uses_graphs", [True, False], ids=["graphs", "launches"])
-def test_runner_gives_the_tokens_of_the_generic_runner(folder: Path, uses_graphs: bool) -> None:
+@GRAPHS
+def test_runner_gives_the_tokens_of_the_generic_runner(folder: Path, uses_graphs: bool, max_graph_tokens: int) -> None:
     expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), requests())
     model = load(folder, "triton")
     assert model.gpu_decoder is not None
-    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
+    runner = graph_runner(model, uses_graphs, max_graph_tokens)
     runner.prepare()
     assert outputs(runner, requests()) == expected
 
 
-@pytest.mark.parametrize("uses_graphs", [True, False], ids=["graphs", "launches"])
-def test_changed_rows_are_those_of_the_generic_runner(folder: Path, uses_graphs: bool) -> None:
+def graph_runner(model: PagedModel, uses_graphs: bool, max_graph_tokens: int) -> GpuRunner:
+    assert model.gpu_decoder is not None
+    sizes = (model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    return GpuRunner(*sizes, uses_graphs=uses_graphs, max_graph_tokens=max_graph_tokens)
+
+
+@GRAPHS
+def test_changed_rows_are_those_of_the_generic_runner(folder: Path, uses_graphs: bool, max_graph_tokens: int) -> None:
     expected, ours = changed_requests(), changed_requests()
     outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), expected)
     model = load(folder, "triton")
     assert model.gpu_decoder is not None
-    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
+    runner = graph_runner(model, uses_graphs, max_graph_tokens)
     runner.prepare()
     outputs(runner, ours)
     assert_same_sequences(ours, expected)
@@ -109,11 +122,11 @@ def test_graph_of_freed_memory_is_refused(folder: Path) -> None:
     assert decoder is not None
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     runner = GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE)
-    new_kv, runner._step._kv = runner._step._kv, old_kv
+    new_kv, runner._step.kv = runner._step.kv, old_kv
 
-    def capture_of_old_pool(fill: Compute, compute: Compute, buckets: Sequence[int]) -> Mapping[int, Graph]:
+    def capture_of_old_pool(fill: Compute, compute: Compute, buckets: Iterable[Bucket]) -> Mapping[Bucket, Graph]:
         graphs = capture(fill, compute, buckets)
-        runner._step._kv = new_kv
+        runner._step.kv = new_kv
         return graphs
 
     runner._capture = capture_of_old_pool
@@ -139,5 +152,9 @@ def test_pool_leaves_room_for_what_steps_take(folder: Path) -> None:
     assert loaded.num_blocks * loaded.model.kv_bytes_per_block(settings.tokens_per_block) > 0.5 * total_bytes * 0.9
     assert free_bytes > 0
     model = load(folder, "triton")
-    assert working_bytes(model, LIMITS, BLOCK_SIZE, uses_graphs=True) > 0
+    without, decodes, mixed = (
+        working_bytes(model, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs, max_graph_tokens=max_graph_tokens)
+        for uses_graphs, max_graph_tokens in ((False, MOST_TOKENS), (True, 0), (True, MOST_TOKENS))
+    )
+    assert 0 < without <= decodes <= mixed
     assert model.kv == ()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
 from executor.attention.reference import ReferenceAttention
 from executor.attention.triton import TritonAttention
+from executor.step.batch import StepBatch
 from tests.paged_cases import PagedCase, Spec, make_case
 
 CPU = torch.device("cpu")
@@ -47,6 +50,42 @@ def assert_attends_as_the_reference(
         for backend in (TritonAttention(), ReferenceAttention())
     ]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE[dtype])
+
+
+def assert_padding_changes_nothing(
+    specs: tuple[Spec, ...],
+    num_tokens: int,
+    num_sequences: int,
+    scoring: Scoring,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> None:
+    """Attention of a step has the same results, bit for bit, with the padding of a captured step to so many tokens and
+    sequences. The results of the padding are zero."""
+    backend, shape, case = TritonAttention(), KvShape(1, 64), make_case(specs, 16)
+    keys, values = torch.randn(2, case.history.num_tokens, 1, 64).to(device, dtype)
+    queries = torch.randn(num_tokens, 4, 64).to(device, dtype)
+    kv = filled(backend, shape, case, keys, values, 16)
+    count = case.batch.num_tokens
+    expected = backend.attend(queries[:count], kv, case.batch.to(device), scoring)
+    outputs = backend.attend(queries, kv, padded(case.batch, num_tokens, num_sequences).to(device), scoring)
+    assert torch.equal(outputs[:count], expected)
+    assert not outputs[count:].any()
+
+
+def padded(batch: StepBatch, num_tokens: int, num_sequences: int) -> StepBatch:
+    """A batch with padding behind its tokens and sequences."""
+    missing = num_sequences - batch.num_sequences
+    return replace(
+        batch,
+        token_ids=torch.cat([batch.token_ids, batch.token_ids.new_zeros(num_tokens - batch.num_tokens)]),
+        query_starts=torch.cat([batch.query_starts, batch.query_starts[-1:].expand(missing)]),
+        context_lengths=torch.cat([batch.context_lengths, batch.context_lengths.new_ones(missing)]),
+        table_rows=torch.cat([batch.table_rows, batch.table_rows.new_zeros(missing)]),
+        num_decodes=num_sequences,
+        is_padded=True,
+    )
 
 
 def assert_rows_are_independent(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from executor.gpu.graphs import Capture
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
@@ -52,9 +53,10 @@ def check_drafts(
     load_model: Callable[[Path, str], PagedModel],
     *,
     captures_graphs: bool,
+    capture_graphs: Capture | None = None,
 ) -> None:
     """Asserts that requests of a kind get with drafts that are right except at every fourth position what they get
-    without."""
+    without. Graphs are CUDA's unless `capture_graphs` is given."""
     expected = MAKERS[kind]()
     test_gpu_runner.outputs(ModelRunner(load_model(folder, "reference"), LIMITS, BLOCK_SIZE), expected, num_ahead=0)
     texts = {some.token_ids[0]: some.token_ids for some in expected}
@@ -73,7 +75,8 @@ def check_drafts(
         assert scheduler.offer(some) is None
     model = load_model(folder, "triton")
     assert model.gpu_decoder is not None
-    runner = GpuRunner(model.gpu_decoder, model.kv, limits, BLOCK_SIZE)
+    sizes = (model.gpu_decoder, model.kv, limits, BLOCK_SIZE)
+    runner = GpuRunner(*sizes, max_graph_tokens=16, capture_graphs=capture_graphs)
     if captures_graphs:
         runner.prepare()
     run_overlapped(scheduler, runner, terms=CHEAP)

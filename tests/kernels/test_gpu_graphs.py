@@ -4,7 +4,7 @@ are refused."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,17 +13,23 @@ import torch
 from transformers import LlamaConfig
 
 from common.model_source import ModelError, resolve_model
+from executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
 from executor.gpu.graph_check import StepResult, TrialRows, difference
-from executor.gpu.graphs import Graph, frozen_garbage
-from executor.gpu.runner import DeviceStep, GpuRunner
-from executor.gpu.step_layout import StepLayout
+from executor.gpu.graphs import Bucket, Graph, frozen_garbage
+from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
-from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
+from tests.kernels.test_gpu_drafts import check_drafts
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, assert_same_sequences, outputs, requests
+from tests.kernels.test_gpu_runner import load as load_with_kv
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 
-Compute = Callable[[int], None]
+Compute = Callable[[Bucket], None]
+DECODES = [Bucket.of_decodes(count) for count in (1, 2, 3)]
+# Tokens of the largest step with chunks that has a graph here, and the buckets below.
+MOST_TOKENS = 8
+MIXED = [Bucket(MOST_TOKENS, 3, False)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,9 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class StandIn:
     """Computes a captured step when it is replayed. `replays` counts by bucket."""
 
-    bucket: int
+    bucket: Bucket
     compute: Compute
-    replays: dict[int, int]
+    replays: dict[Bucket, int]
 
     def replay(self) -> None:
         self.replays[self.bucket] = self.replays.get(self.bucket, 0) + 1
@@ -54,10 +60,10 @@ class StandIn:
 class Captured:
     """Captures stand-ins; `fault` wraps what they compute."""
 
-    replays: dict[int, int]
+    replays: dict[Bucket, int]
     fault: Callable[[Compute], Compute] = lambda compute: compute
 
-    def __call__(self, fill: Compute, compute: Compute, buckets: Sequence[int]) -> Mapping[int, Graph]:
+    def __call__(self, fill: Compute, compute: Compute, buckets: Iterable[Bucket]) -> Mapping[Bucket, Graph]:
         for bucket in buckets:
             fill(bucket)
             compute(bucket)
@@ -82,27 +88,68 @@ def model(loaded: PagedModel) -> PagedModel:
 
 def runner_of(model: PagedModel, captured: Captured) -> GpuRunner:
     assert model.gpu_decoder is not None
-    return GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, capture_graphs=captured)
+    return GpuRunner(
+        model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, max_graph_tokens=MOST_TOKENS, capture_graphs=captured
+    )
 
 
-def test_steps_of_decodes_are_replayed_and_yield_the_tokens_of_the_generic_runner(
-    folder: Path, model: PagedModel
+def test_replayed_steps_yield_the_tokens_of_the_generic_runner(
+    folder: Path, model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = load(folder, "reference")
     reference.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    expected = outputs(ModelRunner(reference, LIMITS, BLOCK_SIZE), requests()[:3])
+    expected, ours = requests(), requests()
+    for some in (*expected[2:], *ours[2:]):
+        some.num_top_logprobs, some.num_prompt_logprobs = 2, 1
+    outputs(ModelRunner(reference, LIMITS, BLOCK_SIZE), expected)
     captured = Captured({})
     runner = runner_of(model, captured)
     runner.prepare()
-    assert captured.replays == {1: 1, 2: 1, 3: 1}, "each graph is checked once"
-    assert outputs(runner, requests()[:3]) == expected
-    assert sum(captured.replays.values()) > 3
+    assert captured.replays == dict.fromkeys(DECODES + MIXED, 1), "each graph is checked once"
+    forms: list[StepForm] = []
+    compute = runner._graphed.compute
+    monkeypatch.setattr(runner._graphed, "compute", lambda form: (forms.append(form), compute(form)))
+    # Given steps of decodes, steps with chunks that fit a graph, and larger ones
+    outputs(runner, ours)
+    assert_same_sequences(ours, expected)
+    assert all(captured.replays[bucket] > 1 for bucket in (DECODES[-1], *MIXED))
+    launched = [form.layout.num_tokens for form in forms if form.bucket is None]
+    assert launched
+    assert min(launched) > MOST_TOKENS, "only steps that no graph holds are launched kernel by kernel"
+
+
+def test_steps_with_drafts_are_replayed(folder: Path) -> None:
+    captured = Captured({})
+    limits = replace(LIMITS, max_num_tokens=14, max_drafts=5)
+    check_drafts(folder, "plain", limits, load_with_kv, captures_graphs=True, capture_graphs=captured)
+    assert captured.replays[Bucket(14, 3, False)] > 1
+
+
+def test_without_a_limit_only_decodes_have_graphs(model: PagedModel) -> None:
+    assert model.gpu_decoder is not None
+    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, capture_graphs=(captured := Captured({})))
+    runner.prepare()
+    assert list(captured.replays) == DECODES
+
+
+def test_without_graphs_none_is_captured_and_steps_have_no_padding(model: PagedModel) -> None:
+    assert model.gpu_decoder is not None
+    runner = GpuRunner(
+        *(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE),
+        uses_graphs=False,
+        max_graph_tokens=MOST_TOKENS,
+        capture_graphs=(captured := Captured({})),
+    )
+    runner.prepare()
+    assert captured.replays == {}
+    assert outputs(runner, requests()[:1])[0]
+    assert runner._step._states.numel() == 0
 
 
 def test_graphs_are_checked_in_a_pool_of_one_block_too(loaded: PagedModel) -> None:
     loaded.allocate_kv(1, BLOCK_SIZE)
     runner_of(loaded, captured := Captured({})).prepare()
-    assert captured.replays == {1: 1, 2: 1, 3: 1}
+    assert captured.replays == dict.fromkeys(DECODES + MIXED, 1)
 
 
 def writes_nothing(compute: Compute) -> Compute:
@@ -110,19 +157,37 @@ def writes_nothing(compute: Compute) -> Compute:
 
 
 def computes_fewer_rows(compute: Compute) -> Compute:
-    return lambda bucket: compute(max(1, bucket - 1))
+    return lambda bucket: compute(Bucket.of_decodes(max(1, bucket.num_sequences - 1)))
 
 
-@pytest.mark.parametrize(("fault", "bucket"), [(writes_nothing, 1), (computes_fewer_rows, 2)])
+def of_mixed_steps(fault: Callable[[Compute], Compute]) -> Callable[[Compute], Compute]:
+    """The fault in graphs of steps with chunks only."""
+
+    def faulty(compute: Compute) -> Compute:
+        broken = fault(compute)
+        return lambda bucket: (compute if bucket.is_decodes else broken)(bucket)
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (writes_nothing, "1 decodes"),
+        (computes_fewer_rows, "2 decodes"),
+        (of_mixed_steps(writes_nothing), "8 tokens of 3 sequences"),
+    ],
+)
 def test_graph_that_computes_something_else_is_refused(
-    model: PagedModel, fault: Callable[[Compute], Compute], bucket: int
+    model: PagedModel, fault: Callable[[Compute], Compute], name: str
 ) -> None:
     runner = runner_of(model, Captured({}, fault))
-    with pytest.raises(ModelError, match=f"the CUDA graph of {bucket} decodes .* enable_cuda_graphs=false"):
+    with pytest.raises(ModelError, match=f"the CUDA graph of {name} .* enable_cuda_graphs=false"):
         runner.prepare()
 
 
-def test_graph_of_another_pool_is_refused(model: PagedModel) -> None:
+@pytest.mark.parametrize("name", ["1 decodes", "8 tokens of 3 sequences"])
+def test_graph_of_another_pool_is_refused(model: PagedModel, name: str) -> None:
     """As if the pool had been allocated again after the capture."""
     old_kv = model.kv
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
@@ -132,11 +197,11 @@ def test_graph_of_another_pool_is_refused(model: PagedModel) -> None:
 
     def of_old_pool(compute: Compute) -> Compute:
         step = DeviceStep(decoder, old_kv, runner._buffers, BLOCK_SIZE, 1)
-        step.logits = runner._step.logits
-        return lambda bucket: step.compute(StepLayout.of_decodes(bucket), bucket)
+        step.logits, step._states = runner._step.logits, runner._step._states
+        return GraphedStep(step, 1, ())._compute_captured
 
-    runner = runner_of(model, Captured({}, of_old_pool))
-    with pytest.raises(ModelError, match=r"the CUDA graph of 1 decodes .*: its logits differ by"):
+    runner = runner_of(model, Captured({}, of_old_pool if "decodes" in name else of_mixed_steps(of_old_pool)))
+    with pytest.raises(ModelError, match=f"the CUDA graph of {name} .*: its logits differ by"):
         runner.prepare()
 
 
@@ -144,7 +209,7 @@ def test_graph_that_draws_another_token_is_refused(model: PagedModel) -> None:
     runner: GpuRunner
 
     def shifts_ids(compute: Compute) -> Compute:
-        def computed(bucket: int) -> None:
+        def computed(bucket: Bucket) -> None:
             compute(bucket)
             runner._buffers.sampled_ids += 1
 
@@ -201,10 +266,33 @@ def test_no_two_trial_rows_share_a_block(most: int, num_blocks: int, context_len
         assert 2 <= sequence.num_tokens <= context_length
         assert len(sequence.block_table) * BLOCK_SIZE >= sequence.num_tokens
     written = [0] * len(rows.sequences)
-    for seat, plan in rows.prefills(16):
-        assert plan.starts == [written[seat]]
-        written[seat] += plan.lengths[0]
+    for trial in rows.prefills(16):
+        (seat,) = trial.seats
+        assert trial.plan.starts == [written[seat]]
+        written[seat] += trial.plan.lengths[0]
     assert written == [sequence.num_tokens - 1 for sequence in rows.sequences]
+
+
+@pytest.mark.parametrize(
+    "bucket", [Bucket(1, 1, False), Bucket(8, 3, False), Bucket(512, 16, False), DECODES[2]], ids=str
+)
+@pytest.mark.parametrize("num_blocks", [1, 5, 100])
+def test_trial_steps_fit_their_bucket_and_yield_a_token_for_each_row(bucket: Bucket, num_blocks: int) -> None:
+    rows = TrialRows.of(16, num_blocks, BLOCK_SIZE, 2000, 100)
+    trial = rows.fill(bucket)
+    count = min(bucket.num_sequences, len(rows.sequences))
+    assert sorted(trial.seats) == list(range(count))
+    assert trial.plan.sequences == [rows.sequences[seat] for seat in trial.seats]
+    assert trial.plan.num_tokens <= bucket.num_tokens
+    assert all(trial.plan.samples)
+    ends = [start + length for start, length in zip(trial.plan.starts, trial.plan.lengths, strict=True)]
+    assert ends == [sequence.num_tokens for sequence in trial.plan.sequences]
+    assert trial.plan.num_decodes >= count // 2
+    if bucket.is_decodes:
+        assert trial.plan.num_decodes == count
+    elif bucket.num_tokens > count:
+        assert max(trial.plan.lengths) > 1
+        assert min(trial.plan.starts) > 0
 
 
 def test_no_garbage_is_collected_while_graphs_are_captured() -> None:

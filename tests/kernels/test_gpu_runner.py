@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 
 from common.model_source import resolve_model
 from executor.engine.runner import StepRunner
-from executor.gpu.runner import MAX_IN_FLIGHT, DeviceStep, GpuRunner
+from executor.gpu.device_step import DeviceStep
+from executor.gpu.runner import MAX_IN_FLIGHT, GpuRunner
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool

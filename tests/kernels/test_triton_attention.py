@@ -10,7 +10,12 @@ import torch
 
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
-from tests.kernels.comparison import assert_attends_as_the_reference, assert_rows_are_independent, filled
+from tests.kernels.comparison import (
+    assert_attends_as_the_reference,
+    assert_padding_changes_nothing,
+    assert_rows_are_independent,
+    filled,
+)
 from tests.paged_cases import Spec, make_case
 from tests.torch_threads import torch_threads
 
@@ -72,6 +77,25 @@ def test_key_that_is_no_number_leaves_none_to_its_row_whatever_split_it_is_in() 
 def test_result_of_a_row_does_not_depend_on_the_batch(window: int | None, alone: int, together: int) -> None:
     # Given the last tokens of sequences, each computed alone, and beside the others in larger chunks
     assert_rows_are_independent((290, 45, 600), alone, together, Scoring(0.2, window))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("specs", "num_tokens", "num_sequences"),
+    [
+        ((*DECODES, *CHUNKS), 32, 8),
+        # As many tokens as sequences, of which the device would take padding for decodes if it counted tokens alone
+        ((Spec(1, 300), Spec(3, 30)), 4, 4),
+        ((Spec(70, 100), Spec(33, 33)), 104, 2),
+        ((Spec(1, 20), Spec(1, 33)), 16, 3),
+        (VERIFICATION, 9, 5),
+    ],
+    ids=["mixed", "full", "chunks", "decodes", "drafts"],
+)
+def test_padding_changes_no_row(
+    specs: tuple[Spec, ...], num_tokens: int, num_sequences: int, window: int | None
+) -> None:
+    assert_padding_changes_nothing(specs, num_tokens, num_sequences, Scoring(0.2, window))
 
 
 def test_chunk_of_several_row_tiles_equals_the_reference() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.gpu.graphs import bucket_of, decode_buckets
+from executor.gpu.graphs import Bucket, bucket_of, decode_buckets, mixed_buckets
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
 from executor.gpu.step_layout import MAX_BANNED, StepLayout
 from executor.gpu.table_entries import TableFollower
@@ -32,12 +32,43 @@ SPARE_ROW = 9
     ],
 )
 def test_buckets_reach_from_one_to_every_seat(most: int, buckets: tuple[int, ...]) -> None:
-    assert decode_buckets(most) == buckets
+    assert decode_buckets(most) == tuple(Bucket(size, size, True) for size in buckets)
 
 
 def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
     buckets = decode_buckets(20)
-    assert [bucket_of(buckets, rows) for rows in (1, 3, 8, 9, 20, 21)] == [1, 4, 8, 16, 20, None]
+    found = [bucket_of(buckets, rows, rows) for rows in (1, 3, 8, 9, 20, 21)]
+    assert [bucket and bucket.num_sequences for bucket in found] == [1, 4, 8, 16, 20, None]
+
+
+@pytest.mark.parametrize(
+    ("max_num_tokens", "sizes"),
+    [
+        (0, ()),
+        (1, (1,)),
+        (100, (16, 32, 64, 100)),
+        (512, (16, 32, *range(64, 513, 64))),
+        (2000, (16, 32, *range(64, 513, 64), 640, 768, 896, 1024, 1280, 1536, 1792, 2000)),
+    ],
+)
+def test_buckets_of_tokens_reach_to_the_limit(max_num_tokens: int, sizes: tuple[int, ...]) -> None:
+    buckets = mixed_buckets(max_num_tokens, 100)
+    assert tuple(dict.fromkeys(bucket.num_tokens for bucket in buckets)) == sizes
+    assert list(buckets) == sorted(buckets)
+
+
+@pytest.mark.parametrize("max_num_sequences", [1, 3, 16, 70, 256])
+def test_every_step_within_the_limits_has_a_bucket_that_is_not_much_larger(max_num_sequences: int) -> None:
+    buckets = mixed_buckets(512, max_num_sequences)
+    for num_tokens in range(1, 513):
+        for num_sequences in {1, 2, 17, 65, max_num_sequences}:
+            if num_sequences <= min(num_tokens, max_num_sequences):
+                bucket = bucket_of(buckets, num_tokens, num_sequences)
+                assert bucket is not None
+                assert num_tokens <= bucket.num_tokens < max(17, num_tokens + 64)
+                assert num_sequences <= bucket.num_sequences <= min(bucket.num_tokens, max_num_sequences)
+                assert bucket.num_sequences < max(17, 4 * num_sequences)
+    assert bucket_of(buckets, 513, 1) is None
 
 
 def sampling_of(num_rows: int, banned: dict[int, list[int]]) -> SamplingBatch:
@@ -74,6 +105,29 @@ def test_padding_rows_have_a_context_of_one_token_in_the_spare_block() -> None:
     assert words["is_carried"] == [0] * 5
     assert words["logit_rows"] == [0, 1, 2, 3, 4]
     assert np.array(words["temperatures"], np.int32).view(np.float32).tolist() == [0.0, 0.5, 1.0, 0.0, 0.0]
+
+
+def test_padding_of_a_step_with_chunks_belongs_to_no_sequence() -> None:
+    # Given a decode and a chunk in a layout for three more tokens and one more sequence
+    sequences = [make_sequence([10 * i + j for j in range(20)], [2 * i + 1, 2 * i + 2]) for i in range(2)]
+    plan = StepPlan.of([PlanRow(sequences[0], 19, 1, True), PlanRow(sequences[1], 17, 3, True)])
+
+    words = filled(StepLayout(7, 3, 2, is_padded=True), plan, sampling_of(2, {}))
+
+    assert words["token_ids"] == [19, 27, 28, 29, 0, 0, 0]
+    assert words["slot_mapping"][4:] == words["positions"][4:] == [0, 0, 0]
+    assert words["query_starts"] == [0, 1, 4, 4]
+    assert words["context_lengths"] == [20, 20, 1]
+    assert words["table_rows"] == [0, 1, SPARE_ROW]
+    assert words["is_carried"] == [0] * 3
+    assert words["logit_rows"] == [0, 3]
+
+
+def test_what_is_captured_lies_at_the_same_place_whatever_the_step_yields() -> None:
+    captured, layout = (StepLayout(7, 3, *yields, num_adapters=2, is_padded=True) for yields in ((0,), (5, 4)))
+    names = list(captured.fields)
+    for name in names[: names.index("logit_rows")]:
+        assert layout.fields[name] == captured.fields[name]
 
 
 def test_chunks_and_carried_tokens_keep_their_rows() -> None:
@@ -131,6 +185,17 @@ def test_rows_travel_in_tiles_of_one_adapter() -> None:
 
     assert words["adapter_slots"] == [0, 0, 2, -1]
     assert words["adapter_rows"] == [*range(3, 20), *[-1] * 15, 0, 2, *[-1] * 30]
+
+
+def test_tiles_of_adapters_do_not_depend_on_what_a_padded_step_contains() -> None:
+    (some,) = sequences = [make_sequence(list(range(20)), [1, 5])]
+    some.adapter_slot = 1
+    plan = StepPlan.of(PlanRow(s, 3, 17, True) for s in sequences)
+
+    words = filled(StepLayout(32, 4, 1, num_adapters=3, is_padded=True), plan, sampling_of(1, {}))
+
+    assert words["adapter_slots"] == [1, 1, -1, -1, -1]
+    assert words["adapter_rows"] == [*range(17), *[-1] * 63]
 
 
 def test_padding_rows_and_steps_of_the_base_have_no_adapter() -> None:

@@ -27,6 +27,8 @@ from executor.scheduler.sequence import NO_PROCESSORS, Processors
 BLOCK_SIZE = 16
 CONTEXT_LENGTH = 8192
 NUM_DECODE_STEPS = 50
+# The default of `cuda_graph_max_tokens`.
+MAX_GRAPH_TOKENS = 512
 DTYPE = torch.bfloat16
 PENALTIES = Processors(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1)
 
@@ -136,7 +138,7 @@ class GpuSession:
     @contextmanager
     def _runner(self, limits: SchedulerLimits, num_blocks: int) -> Iterator[GpuRunner]:
         with self._kv(num_blocks) as kv:
-            runner = GpuRunner(self._model.decoder, kv, limits, BLOCK_SIZE)
+            runner = GpuRunner(self._model.decoder, kv, limits, BLOCK_SIZE, max_graph_tokens=MAX_GRAPH_TOKENS)
             runner.prepare()
             try:
                 yield runner

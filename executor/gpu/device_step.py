@@ -1,0 +1,151 @@
+"""A step on the device, from the inputs in its buffers to the next tokens, by CUDA graphs where they fit.
+
+`DeviceStep` launches kernels. `GraphedStep` says in which layout a step is uploaded, and replays a graph if one has
+that layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executor.attention.backend import LayerKv
+from executor.gpu.decoder import GpuDecoder
+from executor.gpu.graphs import Bucket, Capture, Graph, bucket_of, decode_buckets
+from executor.gpu.sampling import draw
+from executor.gpu.step_buffers import StepBuffers
+from executor.gpu.step_layout import StepLayout
+from executor.step.batch import StepBatch
+
+
+class DeviceStep:
+    """Model, KV and buffers. After a step, `logits[:R + Q]` and `buffers.sampled_ids[:R]` are the step's."""
+
+    def __init__(
+        self,
+        decoder: GpuDecoder,
+        kv: Sequence[LayerKv],
+        buffers: StepBuffers,
+        block_size: int,
+        max_num_logits: int,
+        max_num_states: int = 0,
+    ) -> None:
+        """`compute_states` computes at most `max_num_states` tokens."""
+        self.buffers = buffers
+        self.kv = kv
+        self.block_size = block_size
+        self.num_adapters = decoder.num_adapter_slots
+        self.logits = _empty_rows(max_num_logits, decoder.head, 0)
+        self._states = _empty_rows(max_num_states, decoder.head, 1)
+        self._decoder = decoder
+
+    def compute(self, layout: StepLayout, num_decodes: int) -> None:
+        """Fills in carried tokens, computes the model, and draws the next tokens."""
+        self.buffers.resolve(layout)
+        batch = self.buffers.batch(layout, num_decodes, self.block_size)
+        logits = self.logits[: layout.num_logits + layout.num_scored]
+        self._decoder.forward(batch, self.kv, logits, self.buffers.row_groups(layout))
+        self._draw(layout)
+
+    def compute_states(self, layout: StepLayout) -> None:
+        """Computes the part of a step that depends on the numbers of tokens and sequences of its layout alone. Which
+        sequences are decodes is found out on the device."""
+        self.buffers.resolve(layout)
+        batch = self.buffers.batch(layout, layout.num_sequences, self.block_size)
+        states = self._decoder.states(batch, self.kv, self.buffers.row_groups(layout))
+        self._states[: layout.num_tokens] = states
+
+    def finish(self, layout: StepLayout) -> None:
+        """Computes the logits and draws the next tokens, after `compute_states`."""
+        num_logits = layout.num_logits + layout.num_scored
+        if num_logits:
+            states = self._states[self.buffers.logit_rows(layout)]
+            self._decoder.logits(states, self.logits[:num_logits])
+            self._draw(layout)
+
+    def _draw(self, layout: StepLayout) -> None:
+        num_rows = layout.num_logits
+        if num_rows:
+            draw(self.logits[:num_rows], self.buffers.draw_rows(layout), self.buffers.sampled_ids[:num_rows])
+
+
+@dataclass(frozen=True, slots=True)
+class StepForm:
+    """The layout of a step and, if it is that of a captured step, its bucket."""
+
+    layout: StepLayout
+    num_decodes: int
+    bucket: Bucket | None = None
+
+
+class GraphedStep:
+    """Computes steps by graphs where they are captured, and else by `DeviceStep`. `mixed` are the buckets of steps that
+    are not of decodes alone."""
+
+    def __init__(self, step: DeviceStep, max_num_sequences: int, mixed: Sequence[Bucket]) -> None:
+        self._step = step
+        self._decodes = decode_buckets(max_num_sequences)
+        self._mixed = mixed
+        self._graphs: Mapping[Bucket, Graph] = {}
+
+    @property
+    def decode_buckets(self) -> Sequence[Bucket]:
+        """The buckets of decodes, in ascending order."""
+        return self._decodes
+
+    def form_of(self, batch: StepBatch, num_yields: int) -> StepForm:
+        """Returns the form in which a step of `num_yields` sampled tokens is uploaded and computed."""
+        num_tokens, num_sequences, num_scored = batch.num_tokens, batch.num_sequences, batch.target_ids.shape[0]
+        is_decodes = num_tokens == num_sequences == num_yields
+        bucket = bucket_of(self._decodes if is_decodes else self._mixed, num_tokens, num_sequences)
+        if bucket is not None:
+            return self.form_in(bucket, num_yields, num_scored)
+        adapters = self._step.num_adapters
+        return StepForm(StepLayout(num_tokens, num_sequences, num_yields, num_scored, adapters), batch.num_decodes)
+
+    def form_in(self, bucket: Bucket, num_yields: int = 0, num_scored: int = 0) -> StepForm:
+        """Returns the form of a step in a bucket. In one of decodes every row yields a token."""
+        adapters = self._step.num_adapters
+        if bucket.is_decodes:
+            layout = StepLayout.of_decodes(bucket.num_sequences, adapters)
+        else:
+            sizes = (bucket.num_tokens, bucket.num_sequences, num_yields, num_scored, adapters)
+            layout = StepLayout(*sizes, is_padded=True)
+        return StepForm(layout, bucket.num_sequences, bucket)
+
+    def compute(self, form: StepForm) -> None:
+        """Computes the step that was uploaded last, in this form."""
+        graph = None if form.bucket is None else self._graphs.get(form.bucket)
+        if graph is None:
+            self._step.compute(form.layout, form.num_decodes)
+        else:
+            self.replay(graph, form)
+
+    def replay(self, graph: Graph, form: StepForm) -> None:
+        """Computes a step of a captured form."""
+        graph.replay()
+        if form.layout.is_padded:
+            self._step.finish(form.layout)
+
+    def capture(self, capture: Capture, fill: Callable[[Bucket], None]) -> Mapping[Bucket, Graph]:
+        """Captures every bucket. The graphs are used once they are given to `use`."""
+        return capture(fill, self._compute_captured, (*self._decodes, *self._mixed))
+
+    def use(self, graphs: Mapping[Bucket, Graph]) -> None:
+        """Replays these graphs from now on."""
+        self._graphs = dict(graphs)
+
+    def _compute_captured(self, bucket: Bucket) -> None:
+        form = self.form_in(bucket)
+        if form.layout.is_padded:
+            self._step.compute_states(form.layout)
+        else:
+            self._step.compute(form.layout, form.num_decodes)
+
+
+def _empty_rows(num_rows: int, head: Tensor, dim: int) -> Tensor:
+    """Returns rows of the output layer's outputs (`dim` 0) or inputs (1), not initialised."""
+    return torch.empty((num_rows, head.shape[dim]), dtype=head.dtype, device=head.device)

@@ -108,6 +108,7 @@ local function forget_lengths(name)
   local fields = {}
   for i = 0, MAX_SIZES do
     fields[i + 1] = name .. '\0' .. 2 ^ i
+    histograms[fields[i + 1]] = nil
   end
   redis.call('HDEL', LENGTHS, unpack(fields))
 end
@@ -123,6 +124,7 @@ local function forget_idle_tenants()
     local is_idle = tenant.waiting == 0 and tenant.running == 0
     if is_idle and NOW - math.max(tenant.used_ms, tenant.token_ms, tenant.request_ms) > IDLE_TENANT_MS then
       redis.call('HDEL', TENANTS, found[i])
+      tenants[found[i]] = nil
       if state.overcommits and found[i] ~= '' then -- '' is the tenant of requests found only on executors, and of all lengths
         forget_lengths(found[i])
       end

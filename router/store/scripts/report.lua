@@ -10,13 +10,15 @@
 -- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
 --             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}
 -- complexity  O(H + P · log N) for each report of H held and P placed on the executor, both bounded by its sequences;
---             that of board
+--             that of board if a report may have made room
 -- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
--- earlier call could not finish it because a mailbox was unknown.
+-- earlier call could not finish it because a mailbox was unknown. A report like the one before makes no room, and most are:
+-- then nothing is boarded. What only the time makes possible waits for the next end, or for `reap`.
 --@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
 local NUM_FIELDS = 16 -- of a report, in front of what the executor holds
 local id, generation, seq, first_held, last_held, held_adapters -- of the report at hand
+local may_board -- whether a report of this call may have made room
 
 local function is_old(executor)
   if generation ~= executor.generation then
@@ -38,6 +40,7 @@ local function lose_placements(spared)
         redis.call('ZREM', PLACEMENTS, member)
       elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then
         complete = lose(request_id, request, spared ~= nil) and complete
+        may_board = true
       end
     end
   end
@@ -62,6 +65,7 @@ local function account_for(request_id, attempt, blocks, adapter)
   if request and request.attempt >= attempt then
     return true
   end
+  may_board = true
   if request then -- the ledger has lost this placement: the executor's report counts
     withdraw(request_id, request)
     forgive(request) -- its attempts before this one; and the executor may have a suspect
@@ -117,6 +121,17 @@ local function observe_speeds(step_ms, tokens_per_s)
   end
 end
 
+-- Whether the report at hand, at `at` of the arguments, may make room on the executor, or changes what would fit there. A
+-- request that did not fit before does not fit on less.
+local function may_make_room(executor, at)
+  return not takes_work(executor)
+    or tonumber(ARGV[at + 3]) > executor.budget_blocks or tonumber(ARGV[at + 4]) ~= executor.total_blocks
+    or tonumber(ARGV[at + 5]) ~= executor.budget_sequences or (ARGV[at + 6] == '1') ~= executor.accepting
+    or tonumber(ARGV[at + 7]) ~= executor.quantile or (ARGV[at + 10] == '1') ~= executor.ends_at_reservation
+    or tonumber(ARGV[at + 13]) ~= executor.num_adapter_slots
+    or executor.num_adapter_slots > 0 and served_on(id) ~= ARGV[at + 14]
+end
+
 -- Applies the report at hand. Returns its outcome, or nil if an owner could not be notified.
 local function apply(at)
   local executor, claim, num_slots = load_executor(id), '', 0
@@ -129,6 +144,7 @@ local function apply(at)
     end
     claim, num_slots, executor = executor.claim, executor.num_adapter_slots, nil
   end
+  may_board = may_board or not executor or may_make_room(executor, at)
   executor = executor or {
     reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
     claim = claim, last_report_ms = 0, prefilled_ms = 0, id = id, num_adapter_slots = num_slots, pins = '',
@@ -179,9 +195,10 @@ if not is_complete then
     executor.audit_due = true
     save_executor(executor_id, executor)
   end
+  state.unboarded = state.unboarded or may_board
   return finish({'AGAIN'})
 end
-if #taken > 0 then
+if may_board or state.unboarded then
   board()
 end
 return finish({'REPORTED', outcomes})

@@ -57,6 +57,7 @@ end
 local function next_kept()
   for _, claim in ipairs(claims) do
     local request, executor = load_request(claim.id), load_executor(claim.executor_id)
+    examined[claim.id] = true
     if request and load_tenant(request.tenant).active and takes_work(executor) and room_for(request, executor) then
       return claim.id, request
     end
@@ -268,6 +269,7 @@ local function board()
       return
     end
     local dealt = request and board_one(id, request) or 'drop'
+    examined[id] = true
     if dealt == 'hold' or (dealt == 'seat' and not count_passes(passed)) or
       (dealt == 'pass' and #passed == MAX_PASSED) then
       state.unboarded = #missing > 0

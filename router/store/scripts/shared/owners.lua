@@ -9,6 +9,7 @@ local function register()
   if until_ms - NOW < LEASE_MS - 250 then -- not with every call
     redis.call('ZADD', ROUTERS, string.format('%d', NOW + LEASE_MS), CALLER)
   end
+  kept.living[CALLER] = true
 end
 
 -- Whether the caller has given up the call, at `until_ms`; '' is never. Then its client asks another router, and a late
@@ -17,7 +18,7 @@ local function is_late(until_ms)
   return NOW > (tonumber(until_ms) or math.huge)
 end
 
-local living = {} -- looked up in this call
+local living = kept.living -- those that were looked up
 
 -- Whether the router has a lease. '' owns what only an executor knew.
 local function lives(owner)

@@ -8,7 +8,7 @@
 local OUTPUT_WEIGHT = 2
 local SHARE_STEP = 0.05 -- of the newest output in how much of its reservation is used; a new tenant is taken for an average one
 
-local active_tenants = {} -- the first tenants of each class, of this call
+local active_tenants = kept.active -- the first tenants of each class
 
 local function is_active(tenant)
   return tenant.waiting > 0 and tenant.running < tenant.max_running
@@ -116,6 +116,9 @@ end
 
 -- Ends a script that only reads.
 local function answer(outcome)
+  for name in pairs(new_tenants) do
+    tenants[name] = nil
+  end
   keep()
   return {outcome, events, missing, more, registered, NOW}
 end
@@ -126,21 +129,15 @@ local function finish(outcome)
   list_tenants()
   flush_requests()
   flush_executors()
-  for name, tenant in pairs(dirty_tenants) do
-    local text = pack_tenant(tenant)
-    write_later('HSET', TENANTS, name, text)
-    keep_tenant(name, tenant, text)
-  end
+  flush_tenants()
   flush_histograms()
   flush_prefixes()
   for _, key in ipairs(written_keys) do
     flush_writes(key)
   end
   send_mail()
-  local text = pack_state(state)
-  if text ~= text_of_state then
-    redis.call('SET', STATE, text)
-  end
-  kept.state, kept.state_text = state, text
+  state.version = state.version + 1
+  kept.state, kept.text = state, pack_state(state)
+  redis.call('SET', STATE, kept.text)
   return answer(outcome)
 end

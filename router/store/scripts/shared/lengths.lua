@@ -21,16 +21,15 @@ local function tokens_of(size, bin)
   return math.ceil(size * 2 ^ ((bin - NUM_BINS) / BINS_PER_DOUBLING))
 end
 
-local histograms = kept.histograms
 local dirty_histograms = {} -- those that `finish` writes
 local likely = {} -- the last arguments of `likely_output`, and its result: `tokens`
 
 local function load_histogram(field)
-  local histogram = histograms[field]
+  local histogram = kept.histograms[field]
   if histogram == nil then
     local text = redis.call('HGET', LENGTHS, field)
     histogram = text and cmsgpack.unpack(text) or {count = 0, bins = {}}
-    histograms[field], kept.num = histogram, kept.num + 1
+    kept.histograms[field], kept.num = histogram, kept.num + 1
   end
   return histogram
 end

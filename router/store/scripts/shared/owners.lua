@@ -18,17 +18,15 @@ local function is_late(until_ms)
   return NOW > (tonumber(until_ms) or math.huge)
 end
 
-local living = kept.living -- those that were looked up
-
 -- Whether the router has a lease. '' owns what only an executor knew.
 local function lives(owner)
   if owner == CALLER or owner == '' then
     return owner == CALLER
-  elseif living[owner] == nil then
+  elseif kept.living[owner] == nil then
     local until_ms = redis.call('ZSCORE', ROUTERS, owner)
-    living[owner] = until_ms ~= false and tonumber(until_ms) > 0
+    kept.living[owner] = until_ms ~= false and tonumber(until_ms) > 0
   end
-  return living[owner]
+  return kept.living[owner]
 end
 
 local mailboxes -- router -> key, of those passed

@@ -61,7 +61,8 @@ local LEASE_MS = 5000         -- an executor or router silent for longer is gone
 local RELAY_MS = 600          -- routers hold a report back for up to half a second
 local AUDIT_GRACE_MS = 2000   -- how long a placement may take to show up in its executor's reports
 local PATIENCE_MS = 60000     -- a request that comes this much later never overtakes by its deadline
-local MAX_HEADS = 32          -- requests that one call handles
+local MAX_HEADS = 16          -- requests that one call handles, and how many of them it may place or drop: then it has
+local MAX_BOARDED = 8         -- held Redis for about a millisecond with the ends of a settle
 local MAX_CANDIDATES = 4      -- executors examined for a seat at a time
 local MAX_WRITE = 512         -- words of a command that is written at the end of a call
 local MAILBOX_ENTRIES = 10000 -- about how many unread entries a mailbox keeps
@@ -84,7 +85,10 @@ kept_pools[STATE] = nil
 if not kept or kept.text ~= text_of_state or next(kept.executors) and redis.call('HLEN', EXECUTORS) == 0
   or next(kept.waiting) and redis.call('HLEN', REQUESTS) == 0 then
   kept = {
-    text = text_of_state, executors = {}, tenants = {}, histograms = {}, waiting = {}, active = {}, living = {}, num = 0,
+    text = text_of_state, num = 0, -- of the records
+    executors = {}, tenants = {}, histograms = {}, waiting = {}, -- of waiting requests those that did not fit last
+    living = {}, -- whether a router has a lease
+    active = {}, num_active = {}, -- by class, the first active tenants, and how many there are
   }
 end
 
@@ -221,7 +225,7 @@ end
 
 local tenants = kept.tenants
 local dirty_tenants, unlisted_tenants = {}, {}
-local new_tenants = {} -- not in Redis when they were looked up
+local new_tenants = {} -- not in Redis when they were read
 
 local function load_tenant(name)
   local tenant = tenants[name]

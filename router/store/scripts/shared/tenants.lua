@@ -8,8 +8,6 @@
 local OUTPUT_WEIGHT = 2
 local SHARE_STEP = 0.05 -- of the newest output in how much of its reservation is used; a new tenant is taken for an average one
 
-local active_tenants = kept.active -- the first tenants of each class
-
 local function is_active(tenant)
   return tenant.waiting > 0 and tenant.running < tenant.max_running
 end
@@ -28,7 +26,10 @@ local function list_tenants()
     for class = 1, NUM_CLASSES do
       local counter = active and tenant.lines[class] > 0 and math.floor(tenant.counter) or math.huge
       if counter ~= tenant.listed[class] then
-        active_tenants[class] = nil
+        kept.active[class] = nil
+        if kept.num_active[class] and (counter == math.huge or tenant.listed[class] == math.huge) then
+          kept.num_active[class] = kept.num_active[class] + (counter < math.huge and 1 or -1)
+        end
         if counter < math.huge then
           write_later('ZADD', KEYS[ACTIVE + class], string.format('%d', counter), name)
         else
@@ -38,6 +39,15 @@ local function list_tenants()
       end
     end
   end
+end
+
+-- Returns the number of active tenants of the class.
+local function num_active(class)
+  if not kept.num_active[class] then
+    flush_writes(KEYS[ACTIVE + class])
+    kept.num_active[class] = redis.call('ZCARD', KEYS[ACTIVE + class])
+  end
+  return kept.num_active[class]
 end
 
 -- Returns the expected cost of a request for its tenant.

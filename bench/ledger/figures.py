@@ -170,6 +170,8 @@ class Point:
     saturation: Saturation
     latency: Latency
     worst: Worst
+    durations: str = ""
+    """How many calls of scripts at the moderate rate took how long, in words; '' where the server does not count."""
 
     @property
     def scripts_per_s(self) -> dict[int, float]:
@@ -195,6 +197,16 @@ class Point:
             f"submit_p50_ms={submit_ms[0]:.3f} submit_p99_ms={submit_ms[1]:.3f} "
             f"seat_p50_ms={seat_ms[0]:.3f} seat_p99_ms={seat_ms[1]:.3f}"
         )
+
+
+def durations_text(num_calls_by_us: Mapping[int, int]) -> str:
+    """Returns the shares of calls up to some durations, in words."""
+    total = sum(num_calls_by_us.values())
+    shares = []
+    for limit_us in (128, 256, 512, 1024, 2048, 4096):
+        number = sum(count for us, count in num_calls_by_us.items() if us <= limit_us + limit_us // 32)
+        shares.append(f"{number / total:.2%} took at most {limit_us} µs" if total else "")
+    return ", ".join(shares) if total else ""
 
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:

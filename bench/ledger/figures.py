@@ -9,6 +9,7 @@ from bench.ledger.scale import PoolScale
 from bench.ledger.server import NOTHING, SCRIPT, Usage, Usages
 
 FULLY_BUSY = 0.9
+MIN_DURATION_US = 100
 SETTLED = (1, 4, 16)
 """Ends in one settle: a router settles those of a step frame together."""
 PLACED = "submit, seated at once"
@@ -200,13 +201,13 @@ class Point:
 
 
 def durations_text(num_calls_by_us: Mapping[int, int]) -> str:
-    """Returns the shares of calls up to some durations, in words."""
-    total = sum(num_calls_by_us.values())
-    shares = []
-    for limit_us in (128, 256, 512, 1024, 2048, 4096):
-        number = sum(count for us, count in num_calls_by_us.items() if us <= limit_us + limit_us // 32)
-        shares.append(f"{number / total:.2%} took at most {limit_us} µs" if total else "")
-    return ", ".join(shares) if total else ""
+    """Returns the shares of calls up to each duration above 100 µs, in words."""
+    total, number, shares = sum(num_calls_by_us.values()), 0, []
+    for us, count in sorted(num_calls_by_us.items()):
+        number += count
+        if us > MIN_DURATION_US:
+            shares.append(f"{number / total:.2%} took at most {us} µs")
+    return ", ".join(shares)
 
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:

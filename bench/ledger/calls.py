@@ -14,6 +14,8 @@ class CallKind(Enum):
     SETTLE = auto()
     CANCEL = auto()
     EXPLAIN = auto()
+    BOARD = auto()
+    """Continues a call that stopped at its bound."""
     UPKEEP = auto()
     """Reports, renewals and reaping, which go on whatever else happens."""
 

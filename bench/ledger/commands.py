@@ -111,6 +111,8 @@ class Commands:
     reports: Sequence[Reports]
     cancels: Sequence[Template]
     explains: Sequence[Template]
+    boards: Sequence[bytes]
+    """Each continues what a call before it has left."""
     renews: Sequence[bytes]
     reaps: Sequence[bytes]
     mailboxes: Sequence[str]
@@ -150,6 +152,10 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],
             [await _about_one(recorder, store.explain) for store in stores],
+            [
+                Template(await recorder.record(partial(store._operate, "board")), ID_MARKERS).fill({})
+                for store in stores
+            ],
             [Template(await recorder.record(store.renew), ID_MARKERS).fill({}) for store in stores],
             [Template(await recorder.record(store.reap), ID_MARKERS).fill({}) for store in stores],
             mailboxes,
@@ -261,6 +267,10 @@ def _report(scale: PoolScale, num_held: int) -> ExecutorReport:
         step_ms=20.0,
         prefill_tokens_per_s=20_000.0,
     )
+
+
+async def _board(recorder: Recorder, store: AdmissionStore) -> bytes:
+    return Template(await recorder.record(partial(store._operate, "board")), ID_MARKERS).fill({})
 
 
 async def _about_one(recorder: Recorder, call: Callable[[str], Awaitable[object]]) -> Template:

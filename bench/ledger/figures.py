@@ -9,6 +9,7 @@ from bench.ledger.scale import PoolScale
 from bench.ledger.server import NOTHING, SCRIPT, Usage, Usages
 
 FULLY_BUSY = 0.9
+MIN_DURATION_US = 100
 SETTLED = (1, 4, 16)
 """Ends in one settle: a router settles those of a step frame together."""
 PLACED = "submit, seated at once"
@@ -170,6 +171,8 @@ class Point:
     saturation: Saturation
     latency: Latency
     worst: Worst
+    durations: str = ""
+    """How many calls of scripts at the moderate rate took how long, in words; '' where the server does not count."""
 
     @property
     def scripts_per_s(self) -> dict[int, float]:
@@ -195,6 +198,16 @@ class Point:
             f"submit_p50_ms={submit_ms[0]:.3f} submit_p99_ms={submit_ms[1]:.3f} "
             f"seat_p50_ms={seat_ms[0]:.3f} seat_p99_ms={seat_ms[1]:.3f}"
         )
+
+
+def durations_text(num_calls_by_us: Mapping[int, int]) -> str:
+    """Returns the shares of calls up to each duration above 100 µs, in words."""
+    total, number, shares = sum(num_calls_by_us.values()), 0, []
+    for us, count in sorted(num_calls_by_us.items()):
+        number += count
+        if us > MIN_DURATION_US:
+            shares.append(f"{number / total:.2%} took at most {us} µs")
+    return ", ".join(shares)
 
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:

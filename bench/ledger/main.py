@@ -24,6 +24,7 @@ from pathlib import Path
 
 from bench.ledger.figures import Point
 from bench.ledger.measure import measure
+from bench.ledger.queueing import computed_ms
 from bench.ledger.report import KIND, page_of, values_of
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import Server
@@ -96,6 +97,7 @@ def measure_alone(scale: PoolScale, options: argparse.Namespace) -> Point:
 def point_text(point: Point) -> str:
     """Returns the figures in lines."""
     saturation, latency = point.saturation, point.latency
+    computed_submit_ms, computed_settle_ms = computed_ms(point)
     lines = [
         f"Redis {point.redis_version}, {point.memory_bytes / 1e6:,.1f} MB, "
         f"{point.bytes_per_waiting:,.0f} bytes per waiting request; filled in {point.fill_s:.1f} s",
@@ -116,6 +118,9 @@ def point_text(point: Point) -> str:
         + f"; bound by {saturation.bound_by}",
         f"at {latency.rate_per_s:,.0f}/s, Redis {latency.busy:.0%} busy, p50/p99 ms: submit "
         f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}",
+        "computed for a core that only Redis uses, at that rate and as busy: "
+        f"submit {_both(computed_submit_ms)}, settle {_both(computed_settle_ms)}",
+        f"of all script calls {point.durations}" if point.durations else "this server counts no durations",
     ]
     return "\n".join(lines)
 

@@ -28,12 +28,13 @@ from bench.ledger.figures import (
     ScriptCost,
     Worst,
     batched,
+    durations_text,
     percentiles_ms,
     refilled,
 )
 from bench.ledger.loop import Loop
 from bench.ledger.scale import PoolScale
-from bench.ledger.server import NOTHING, SCRIPT, Server, difference
+from bench.ledger.server import NOTHING, SCRIPT, Server, Usage, difference
 from bench.ledger.slowest import Slowest
 from bench.ledger.traffic import Traffic, TrafficError
 from router.store.lua import load_scripts
@@ -116,7 +117,9 @@ class _Measurement:
         self.say("scripts measured; now as much as goes through, then half of it")
         saturation = self._saturate(costs)
         self._top_up()
+        self.server.execute("CONFIG", "RESETSTAT")
         latency = self._pace(MODERATE * saturation.admitted_per_wall_s)
+        durations = durations_text(self.server.num_calls_by_us())
         self.slowest.look()
         return Point(
             self.scale,
@@ -128,6 +131,7 @@ class _Measurement:
             saturation,
             latency,
             Worst(self.slowest.us, self.slowest.script),
+            durations,
         )
 
     # Costs of scripts ------------------------------------------------------------------------------------------
@@ -228,7 +232,10 @@ class _Measurement:
         before, cpu_s = self.server.usages(), self.server.cpu_s()
         self.loop.pipeline(calls)
         cpu_s = self.server.cpu_s() - cpu_s
-        costs.setdefault(name, ScriptCost()).add(difference(self.server.usages(), before), cpu_s)
+        used = difference(self.server.usages(), before)
+        # Repeated calls, and those that board what a call has left, are part of it.
+        used[SCRIPT] = Usage(len(calls), used[SCRIPT].us)
+        costs.setdefault(name, ScriptCost()).add(used, cpu_s)
         if refresh:
             self._refresh_if_due()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bench.ledger.wire import Connection, bulk_text
+from bench.redis.wire import WireError
 
 SCRIPT = "evalsha"  # in figures, also what was called by fcall
 SCRIPT_COMMANDS = (SCRIPT, "fcall")
@@ -29,6 +30,8 @@ class Usage:
         return Usage(self.calls + other.calls, self.us + other.us)
 
 
+# A number of the histogram of latencies.
+BUCKET = re.compile(r"^:(\d+)\r?$", re.MULTILINE)
 NOTHING = Usage(0, 0.0)
 Usages = Mapping[str, Usage]
 
@@ -68,6 +71,21 @@ class Server:
     def memory_bytes(self) -> int:
         """What it has allocated."""
         return int(self._fields("memory")["used_memory"])
+
+    def num_calls_by_us(self) -> Mapping[int, int]:
+        """How many calls of scripts took at most so many microseconds, by Redis' clock, since the last reset; nothing
+        before version 7."""
+        try:
+            text = self._connection.ask("LATENCY", "HISTOGRAM", *SCRIPT_COMMANDS).decode(errors="replace")
+        except WireError:
+            return {}
+        counts: dict[int, int] = {}
+        for command in text.split("histogram_usec")[1:]:
+            numbers = [int(number) for number in BUCKET.findall(command)]
+            former = 0
+            for us, count in zip(numbers[::2], numbers[1::2], strict=False):
+                counts[us], former = counts.get(us, 0) + count - former, count
+        return dict(sorted(counts.items()))
 
     def execute(self, *words: str) -> None:
         """Runs a command; its reply does not matter."""

@@ -28,6 +28,9 @@ DROPPED_EVENT = re.compile(rb"\n(?:expired|never_fits)\r\n\$10\r\nrequest_id\r\n
 # What became of each request of a submit, and where it was placed.
 SUBMIT_OUTCOME = re.compile(rb"\*\d\r\n\$\d\r\n(PLACED|QUEUED|REFUSED|DROPPED)\r\n(?::\d+\r\n\$\d+\r\n([^\r]+)\r\n)?")
 AGAIN_OUTCOME = b"*1\r\n$5\r\nAGAIN\r\n"
+# A call that stopped at its bound: its router calls `board`.
+MAX_END_BYTES = 64
+STOPPED = re.compile(rb":1\r\n:[01]\r\n:\d+\r\n\Z")
 REPLY_TIME = re.compile(rb":(\d+)\r\n\Z")
 SETTLED_OUTCOME = re.compile(rb"\$7\r\nSETTLED\r\n:(\d+)\r\n")
 
@@ -217,6 +220,8 @@ class Traffic:
                 elif not self._scale.is_mixed:
                     raise _unexpected("cancel", reply)
         self.take_events(reply, now_s)
+        if STOPPED.search(reply, max(0, len(reply) - MAX_END_BYTES)):
+            self.repeats.append(Call(CallKind.BOARD, self._random.choice(self._commands.boards)))
 
     def take_events(self, reply: bytes, now_s: float) -> None:
         """The placements in a reply of any script or of a mailbox."""

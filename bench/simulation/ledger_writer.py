@@ -15,7 +15,7 @@ from router.store.types import Ending, ExecutorReport, ReportOutcome
 
 RETRY_US = 500 * US_PER_MS
 # As `AdmissionStore`'s.
-MAX_SETTLED_PER_CALL = 256
+MAX_SETTLED_PER_CALL = 16
 
 
 class LedgerWriter:

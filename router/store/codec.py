@@ -107,7 +107,7 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
     num_sequences = report.budget_sequences
     if settings.preempt_for_priority and report.seats is not None:
         num_sequences = min(num_sequences, report.seats)
-    args: list[Argument] = [
+    return [
         report.executor_id,
         report.generation,
         report.seq,
@@ -120,14 +120,16 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
         report.prefill_tokens_per_s,
         int(report.ends_at_reservation),
         report.age_ms,
-        len(report.held),
+        b"".join(_packed(one) for one in report.held),
         report.num_adapter_slots,
         "".join(f" {one.adapter}{'+' if one.is_resident else '-'}" for one in report.adapters),
         _held_adapters(report.held),
     ]
-    for one in report.held:
-        args += (one.request_id, one.attempt, one.blocks)
-    return args
+
+
+def _packed(held: HeldSequence) -> bytes:
+    request_id = held.request_id.encode()
+    return struct.pack(f"<H{len(request_id)}sdd", len(request_id), request_id, held.attempt, held.blocks)
 
 
 def _held_adapters(held: Sequence[HeldSequence]) -> str:

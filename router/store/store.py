@@ -80,7 +80,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ROUNDS = 64
-MAX_SETTLED_PER_CALL = 256
+# A call of so many holds Redis for about a millisecond.
+MAX_SETTLED_PER_CALL = 16
 
 # The mode of a cancel that takes a request out.
 TAKE_OUT = 2

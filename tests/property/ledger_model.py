@@ -308,10 +308,11 @@ class Ledger:
         has_lease = known and pool.now_ms - known.last_report_ms <= LEASE_MS
         if known and has_lease and report.generation < known.report.generation:
             return ReportOutcome(taken=False)
+        may_make_room = not known or not pool.takes_work(name) or _may_make_room(known.report, report)
         if known and report.generation != known.report.generation:
             for one in pool.placed_on(name):
                 pool.lose(one, router_id)
-            known = None
+            known, may_make_room = None, True
         audited_ms = known.audited_ms if known else -AUDIT_INTERVAL_MS
         prefilled_ms = known.prefilled_ms if known else 0.0
         executor = pool.executors[name] = Executor(report, pool.now_ms, audited_ms, prefilled_ms=prefilled_ms)
@@ -320,9 +321,15 @@ class Ledger:
         superseded: list[Attempt] = []
         if pool.now_ms - audited_ms >= AUDIT_INTERVAL_MS:
             executor.audited_ms = pool.now_ms
+            placed = self._placed_on(name)
             superseded = self._audit(report, router_id)
-        board(pool, router_id)
+            may_make_room |= self._placed_on(name) != placed
+        if may_make_room:
+            board(pool, router_id)
         return ReportOutcome(taken=True, superseded=tuple(superseded))
+
+    def _placed_on(self, executor_id: str) -> set[tuple[str, int]]:
+        return {(one, self.pool.requests[one].attempt) for one in self.pool.placed_on(executor_id)}
 
     def _audit(self, report: ExecutorReport, caller_id: str) -> list[Attempt]:
         """What the executor does not hold is lost; what was not placed there is adopted, or named as superseded."""
@@ -414,3 +421,26 @@ class Ledger:
             return self._standing(name)
         told.remove(own[-1])
         return own[-1]
+
+
+def _may_make_room(last: ExecutorReport, report: ExecutorReport) -> bool:
+    """Whether more may fit on the executor than by its last report, or what fits there has changed."""
+    if report.budget_blocks > last.budget_blocks:
+        return True
+    return (
+        last.total_blocks,
+        last.budget_sequences,
+        last.accepting,
+        last.reserve_quantile,
+        last.ends_at_reservation,
+        last.num_adapter_slots,
+        last.adapters if last.num_adapter_slots else (),
+    ) != (
+        report.total_blocks,
+        report.budget_sequences,
+        report.accepting,
+        report.reserve_quantile,
+        report.ends_at_reservation,
+        report.num_adapter_slots,
+        report.adapters if report.num_adapter_slots else (),
+    )

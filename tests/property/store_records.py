@@ -9,6 +9,7 @@ from typing import Any
 
 from router.store.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
 from router.store.lua import ScriptCaller, compose, shared_source
+from tests.store_pool import STEERED_CLOCK
 
 # JSON has no infinity, and cjson writes 14 digits: what is not a small whole number comes as text behind "~".
 _READ = """
@@ -51,7 +52,11 @@ end
 return cjson.encode(found)
 """
 
-_WRITE_HISTOGRAM = "redis.call('HSET', KEYS[1], ARGV[1], cmsgpack.pack(cjson.decode(ARGV[2])))"
+# By a script of the ledger: what functions keep between calls is valid until another script has written.
+_WRITE_HISTOGRAM = """
+redis.call('HSET', LENGTHS, ARGV[2], cmsgpack.pack(cjson.decode(ARGV[3])))
+return finish({'DONE'})
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,12 @@ def _reading_script() -> str:
 
 async def write_histogram(redis: ScriptCaller, keys: PoolKeys, field: str, histogram: dict[str, Any]) -> None:
     """Puts a histogram of output lengths there."""
-    await _run(redis, _WRITE_HISTOGRAM, [keys.key("lengths")], (field, json.dumps(histogram)))
+    await _run(redis, _writing_script(), keys.for_script(()), ("test", field, json.dumps(histogram)))
+
+
+@functools.cache
+def _writing_script() -> str:
+    return compose(shared_source(STEERED_CLOCK), _WRITE_HISTOGRAM)
 
 
 async def _run(redis: ScriptCaller, source: str, keys: list[str], args: tuple[str, ...]) -> Any:

@@ -16,8 +16,9 @@ import pytest
 from bench.ledger import main as ledger
 from bench.ledger.calls import Call, CallKind
 from bench.ledger.commands import ID_MARKERS, Commands
-from bench.ledger.figures import Saturation, percentiles_ms
+from bench.ledger.figures import Saturation, durations_text, percentiles_ms
 from bench.ledger.main import cells
+from bench.ledger.queueing import SETTLE, SUBMIT, UPKEEP, served_s
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.server import Server
 from bench.ledger.slowest import Slowest
@@ -131,7 +132,7 @@ def test_small_matrix_keeps_its_queue_and_writes_its_report(
 
 def test_settle_names_ends_of_one_executor_that_has_so_many() -> None:
     template = Template(["SETTLE", *ID_MARKERS[:2]], ID_MARKERS)
-    commands = Commands([], [], {}, {2: [[template]]}, [], [], [], [], [], [])
+    commands = Commands([], [], {}, {2: [[template]]}, [], [], [], [], [], [], [])
     traffic = Traffic(PoolScale(queued=10, executors=2, seats=2), commands, seed=1)
     for number in (1, 2, 3):
         traffic.take_events(placed(request_id(number), executor_id(number % 2)), now_s=0.0)
@@ -148,7 +149,7 @@ def placed(placed_id: bytes, executor: bytes) -> bytes:
 
 def test_seat_latency_is_that_of_the_call_that_freed_the_seat() -> None:
     template = Template(["SETTLE", ID_MARKERS[0]], ID_MARKERS)
-    commands = Commands([], [], {}, {1: [[template]]}, [], [], [], [], [], [])
+    commands = Commands([], [], {}, {1: [[template]]}, [], [], [], [], [], [], [])
     traffic = Traffic(PoolScale(queued=10, executors=1, seats=2), commands, seed=1)
     for number in (1, 2):
         traffic.take_events(placed(request_id(number), executor_id(0)), now_s=0.0)
@@ -222,6 +223,18 @@ def test_shares_of_redis_time_add_up_and_name_the_bound() -> None:
     )
     assert saturated.bound_by == "scripts on Redis' core"
     assert replace(saturated, redis_cpu_s=0.5, load_cpu_s=0.99).bound_by == "the load generator"
+
+
+def test_call_waits_for_the_calls_before_it_in_order_of_arrival() -> None:
+    arrivals = [(1.0, SUBMIT, 0.5), (0.0, SETTLE, 1.5), (1.25, SUBMIT, 0.5), (9.0, UPKEEP, 1.0)]
+    assert served_s(arrivals) == {SETTLE: [1.5], SUBMIT: [1.0, 1.25], UPKEEP: [1.0]}
+    assert served_s(arrivals, factor=0.5) == {SETTLE: [0.75], SUBMIT: [0.25, 0.25], UPKEEP: [0.5]}
+
+
+def test_durations_are_shares_of_all_calls() -> None:
+    assert durations_text({}) == ""
+    text = durations_text({66: 2, 264: 1, 2113: 1})
+    assert text == "75.00% took at most 264 µs, 100.00% took at most 2113 µs"
 
 
 def test_redis_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:

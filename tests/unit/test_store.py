@@ -24,7 +24,7 @@ from router.store.types import (
     Queued,
     Refused,
 )
-from tests.store_pool import SETTINGS, StorePool
+from tests.store_pool import SETTINGS, StorePool, steered_scripts
 
 NO_BYPASS = dataclasses.replace(SETTINGS, max_bypass=0)
 
@@ -319,6 +319,19 @@ async def test_records_that_redis_evicted_do_not_stop_the_line(store_pool: Store
 
     assert await store_pool.num_waiting() == 0
     assert await a.store.submit(Demand("new", 2, blocks=1)) == Placement("new", 1, "x", 1)
+
+
+async def test_change_by_others_than_functions_is_seen(store_pool: StorePool) -> None:
+    """What a function keeps for the next call is dropped as soon as anything else has written."""
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(sequences=1, blocks=8))
+    await a.place("first", 5)
+    await a.queue(Demand("second", 2, blocks=5))
+    by_hash = steered_scripts()["settle"]
+    await by_hash.run(store_pool.redis, store_pool.keys.for_script(()), ["a", "first", 1, "", "", 0, 0])
+    assert await store_pool.reserved_blocks() == {"x": 5}
+    await a.store.settle([Attempt("second", 1)])
+    assert await store_pool.reserved_blocks() == {"x": 0}
 
 
 @pytest.mark.parametrize("name", ["", "a{b", "a}b"])

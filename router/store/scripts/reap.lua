@@ -10,9 +10,9 @@
 -- requests run on, and the audit returns them. Safe to run from every router at any time. Silence counts only while
 -- some router was calling: after a gap in the calls (Redis or all routers were down) all leases start again.
 --@flags allow-oom
-local MAX_EXECUTORS, MAX_PLACEMENTS = 4, 256 -- the second for each executor
+local MAX_EXECUTORS, MAX_PLACEMENTS = 1, 32 -- the second for each executor
 local MAX_ROUTERS, MAX_SWEPT = 64, 256       -- the second of all requests
-local MAX_LOST, MAX_TOMBSTONES = 256, 1024
+local MAX_LOST, MAX_TOMBSTONES = 64, 256
 local MIN_TENANTS, SWEEP_REAPS = 64, 600 -- a pass over all tenants takes at most so many calls
 local MAX_SIZES = 40 -- of `max_tokens`, in powers of two: more than any context has
 local MAX_GAP_MS = 3000
@@ -74,7 +74,7 @@ local function reap_routers()
     end
     for _, name in ipairs(lapsed) do
       redis.call('ZADD', ROUTERS, 0, name)
-      living[name] = false
+      kept.living[name] = false
     end
   end
   local cursor, found = unpack(redis.call('HSCAN', REQUESTS, state.sweep_cursor, 'COUNT', MAX_SWEPT))
@@ -108,6 +108,7 @@ local function forget_lengths(name)
   local fields = {}
   for i = 0, MAX_SIZES do
     fields[i + 1] = name .. '\0' .. 2 ^ i
+    kept.histograms[fields[i + 1]] = nil
   end
   redis.call('HDEL', LENGTHS, unpack(fields))
 end
@@ -123,6 +124,7 @@ local function forget_idle_tenants()
     local is_idle = tenant.waiting == 0 and tenant.running == 0
     if is_idle and NOW - math.max(tenant.used_ms, tenant.token_ms, tenant.request_ms) > IDLE_TENANT_MS then
       redis.call('HDEL', TENANTS, found[i])
+      tenants[found[i]] = nil
       if state.overcommits and found[i] ~= '' then -- '' is the tenant of requests found only on executors, and of all lengths
         forget_lengths(found[i])
       end

@@ -4,19 +4,21 @@
 -- ARGV        [1] caller  then for each report: executor, generation, seq, budget blocks, total blocks, budget
 --             sequences, 1 if it accepts new work, the quantile of outputs that it reserves for, 1 for their end,
 --             milliseconds of a step, prompt tokens per second, both 0 where not measured, 1 if it ends a placement at
---             the end of its reservation, milliseconds since the report came to the caller, how many it holds, adapter
---             slots, the adapters that it serves (adapters.lua), those of what it holds, separated by spaces, '-' for
---             none, or '' for none at all; and a triple for each that it holds: request id, attempt, blocks
+--             the end of its reservation, milliseconds since the report came to the caller, what it holds, packed: of
+--             each a request id with its length, attempt and blocks (codec.py), adapter slots, the adapters that it
+--             serves (adapters.lua), those of what it holds, separated by spaces, '-' for none, or '' for none at all
 -- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
 --             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}
 -- complexity  O(H + P · log N) for each report of H held and P placed on the executor, both bounded by its sequences;
---             that of board
+--             that of board if a report may have made room
 -- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
--- earlier call could not finish it because a mailbox was unknown.
+-- earlier call could not finish it because a mailbox was unknown. A report like the one before makes no room, and most are:
+-- then nothing is boarded. What only the time makes possible waits for the next end, or for `reap`.
 --@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
-local NUM_FIELDS = 16 -- of a report, in front of what the executor holds
-local id, generation, seq, first_held, last_held, held_adapters -- of the report at hand
+local NUM_FIELDS = 16 -- of a report
+local id, generation, seq, held, held_adapters -- of the report at hand
+local may_board -- whether a report of this call may have made room
 
 local function is_old(executor)
   if generation ~= executor.generation then
@@ -38,15 +40,26 @@ local function lose_placements(spared)
         redis.call('ZREM', PLACEMENTS, member)
       elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then
         complete = lose(request_id, request, spared ~= nil) and complete
+        may_board = true
       end
     end
   end
   return complete
 end
 
--- Returns the adapter of what stands at `i` of the arguments, '' for none.
+-- Returns what the executor holds: request id, attempt and blocks in turn.
+local function unpack_held()
+  local found, last, at = {}, 0, 1
+  while at <= #held do
+    found[last + 1], found[last + 2], found[last + 3], at = struct.unpack('<Hc0dd', held, at)
+    last = last + 3
+  end
+  return found
+end
+
+-- Returns the adapter of what stands at `i` of what the executor holds, '' for none.
 local function held_adapter(i)
-  local number, wanted = 0, (i - first_held) / 3
+  local number, wanted = 0, (i - 1) / 3
   for adapter in held_adapters:gmatch('%S+') do
     if number == wanted then
       return adapter ~= '-' and adapter or ''
@@ -62,6 +75,7 @@ local function account_for(request_id, attempt, blocks, adapter)
   if request and request.attempt >= attempt then
     return true
   end
+  may_board = true
   if request then -- the ledger has lost this placement: the executor's report counts
     withdraw(request_id, request)
     forgive(request) -- its attempts before this one; and the executor may have a suspect
@@ -81,9 +95,9 @@ end
 -- Compares the ledger with what the executor holds. Returns what is superseded, or false if an owner could not be
 -- notified.
 local function audit()
-  local unmatched = {}
-  for i = first_held, last_held, 3 do
-    unmatched[placement_member(id, tonumber(ARGV[i + 1]), ARGV[i])] = true
+  local unmatched, found = {}, unpack_held()
+  for i = 1, #found, 3 do
+    unmatched[placement_member(id, found[i + 1], found[i])] = true
   end
   local complete = lose_placements(function(member)
     local holds = unmatched[member]
@@ -95,11 +109,11 @@ local function audit()
   end
   list_tenants() -- tenants that lost placements may return before the floor follows
   local superseded = {}
-  for i = first_held, last_held, 3 do
-    local attempt = tonumber(ARGV[i + 1])
-    local is_unmatched = unmatched[placement_member(id, attempt, ARGV[i])]
-    if is_unmatched and account_for(ARGV[i], attempt, tonumber(ARGV[i + 2]), held_adapter(i)) then
-      superseded[#superseded + 1] = ARGV[i]
+  for i = 1, next(unmatched) and #found or 0, 3 do
+    local request_id, attempt, blocks = found[i], found[i + 1], found[i + 2]
+    local is_unmatched = unmatched[placement_member(id, attempt, request_id)]
+    if is_unmatched and account_for(request_id, attempt, blocks, held_adapter(i)) then
+      superseded[#superseded + 1] = request_id
       superseded[#superseded + 1] = attempt
     end
   end
@@ -117,6 +131,17 @@ local function observe_speeds(step_ms, tokens_per_s)
   end
 end
 
+-- Whether the report at hand, at `at` of the arguments, may make room on the executor, or changes what would fit there. A
+-- request that did not fit before does not fit on less.
+local function may_make_room(executor, at)
+  return not takes_work(executor)
+    or tonumber(ARGV[at + 3]) > executor.budget_blocks or tonumber(ARGV[at + 4]) ~= executor.total_blocks
+    or tonumber(ARGV[at + 5]) ~= executor.budget_sequences or (ARGV[at + 6] == '1') ~= executor.accepting
+    or tonumber(ARGV[at + 7]) ~= executor.quantile or (ARGV[at + 10] == '1') ~= executor.ends_at_reservation
+    or tonumber(ARGV[at + 13]) ~= executor.num_adapter_slots
+    or executor.num_adapter_slots > 0 and served_on(id) ~= ARGV[at + 14]
+end
+
 -- Applies the report at hand. Returns its outcome, or nil if an owner could not be notified.
 local function apply(at)
   local executor, claim, num_slots = load_executor(id), '', 0
@@ -129,6 +154,7 @@ local function apply(at)
     end
     claim, num_slots, executor = executor.claim, executor.num_adapter_slots, nil
   end
+  may_board = may_board or not executor or may_make_room(executor, at)
   executor = executor or {
     reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
     claim = claim, last_report_ms = 0, prefilled_ms = 0, id = id, num_adapter_slots = num_slots, pins = '',
@@ -159,19 +185,16 @@ local function apply(at)
   return {'TAKEN', superseded}
 end
 
-local outcomes, taken, is_complete, at = {}, {}, true, 2
-while at <= #ARGV do
+local outcomes, taken, is_complete = {}, {}, true
+for at = 2, #ARGV, NUM_FIELDS do
   id, generation, seq = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
-  first_held = at + NUM_FIELDS
-  last_held = first_held + 3 * tonumber(ARGV[at + 12]) - 1
-  held_adapters = ARGV[at + 15]
+  held, held_adapters = ARGV[at + 12], ARGV[at + 15]
   local outcome = apply(at)
   is_complete = is_complete and outcome ~= nil
   outcomes[#outcomes + 1] = outcome
   if outcome and outcome[1] == 'TAKEN' then
     taken[#taken + 1] = id
   end
-  at = last_held + 1
 end
 if not is_complete then
   for _, executor_id in ipairs(taken) do -- the repeated call tells of these once more
@@ -179,9 +202,10 @@ if not is_complete then
     executor.audit_due = true
     save_executor(executor_id, executor)
   end
+  state.unboarded = state.unboarded or may_board
   return finish({'AGAIN'})
 end
-if #taken > 0 then
+if may_board or state.unboarded then
   board()
 end
 return finish({'REPORTED', outcomes})

@@ -228,7 +228,6 @@ local function submit(at)
   end
 
   local tenant = load_tenant(name)
-  tenant.weight, tenant.max_running, tenant.ms_per_token = weight, max_running, ms_per_token
   state.max_bypass, state.age_ms, state.preempts = max_bypass, age_ms, preempts
   state.remember_ms, state.tolerated_ttft_ms = remember_ms, tolerated_ttft_ms
   request_ms, token_ms = tenant.request_ms, tenant.token_ms
@@ -251,6 +250,7 @@ local function submit(at)
     end
     request.rated = ms_per_token > 0 and reserved_tokens(request) or 0
   end
+  tenant.weight, tenant.max_running, tenant.ms_per_token = weight, max_running, ms_per_token
   save_tenant(name, tenant)
 
   local is_first = state.waiting == 0 and tenant.running < tenant.max_running

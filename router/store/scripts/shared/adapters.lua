@@ -16,7 +16,9 @@ end
 -- Sets what the executor serves.
 local function set_served(executor, num_slots, text)
   if num_slots > 0 then
-    redis.call('HSET', ADAPTERS, executor.id, text)
+    if served[executor.id] ~= text then
+      redis.call('HSET', ADAPTERS, executor.id, text)
+    end
   elseif executor.num_adapter_slots > 0 then
     redis.call('HDEL', ADAPTERS, executor.id)
   end

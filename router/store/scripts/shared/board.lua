@@ -57,6 +57,7 @@ end
 local function next_kept()
   for _, claim in ipairs(claims) do
     local request, executor = load_request(claim.id), load_executor(claim.executor_id)
+    examined[claim.id] = true
     if request and load_tenant(request.tenant).active and takes_work(executor) and room_for(request, executor) then
       return claim.id, request
     end
@@ -66,11 +67,11 @@ end
 
 -- Returns the active tenants that are next in the class, more than so many if there are.
 local function first_tenants(class, num_passed)
-  if not active_tenants[class] or num_passed > 0 and #active_tenants[class] == 1 then
+  if not kept.active[class] or num_passed > 0 and #kept.active[class] == 1 then
     flush_writes(KEYS[ACTIVE + class])
-    active_tenants[class] = redis.call('ZRANGE', KEYS[ACTIVE + class], '0', num_passed > 0 and MAX_PASSED or '0')
+    kept.active[class] = redis.call('ZRANGE', KEYS[ACTIVE + class], '0', num_passed > 0 and MAX_PASSED or '0')
   end
-  return active_tenants[class]
+  return kept.active[class]
 end
 
 -- Returns the first entries of a tenant's queue, more than so many if there are, beside the `num_left` that have left it
@@ -95,9 +96,9 @@ end
 -- Returns the first request in fair order that was not bypassed in this call.
 local function next_in_line(passed)
   list_tenants()
-  local kept_id, kept = next_kept()
-  if kept_id then
-    return kept_id, kept
+  local claimant_id, claimant = next_kept()
+  if claimant_id then
+    return claimant_id, claimant
   end
   for class = 1, NUM_CLASSES do
     for _, name in ipairs(first_tenants(class, #passed)) do
@@ -258,22 +259,28 @@ local function board()
   end
   --@nest
   promote_aged()
-  local passed = {}
+  local passed, num_boarded = {}, 0
   for _ = 1, MAX_HEADS do
-    if #claims == 0 and #roomiest(1) == 0 and not (state.preempts and redis.call('ZCARD', PREEMPTIBLE) > 0) then
+    if state.waiting == 0
+      or #claims == 0 and #roomiest(1) == 0 and not (state.preempts and redis.call('ZCARD', PREEMPTIBLE) > 0) then
       return
+    elseif num_boarded == MAX_BOARDED then
+      break
     end
     local id, request = next_in_line(passed)
     if not id then
       return
     end
     local dealt = request and board_one(id, request) or 'drop'
+    examined[id] = true
     if dealt == 'hold' or (dealt == 'seat' and not count_passes(passed)) or
       (dealt == 'pass' and #passed == MAX_PASSED) then
       state.unboarded = #missing > 0
       return
     elseif dealt == 'pass' then
       passed[#passed + 1], passed[id] = id, true
+    else
+      num_boarded = num_boarded + 1
     end
   end
   more, state.unboarded = 1, true

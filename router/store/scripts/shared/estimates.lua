@@ -16,8 +16,7 @@ local function num_ahead(request, ahead_in_tenant)
   local tenant = load_tenant(request.tenant)
   local others = state.lines[request.class] - tenant.lines[request.class]
   if others > 0 then
-    flush_writes(KEYS[ACTIVE + request.class])
-    local num_others = redis.call('ZCARD', KEYS[ACTIVE + request.class]) - (tenant.active and 1 or 0)
+    local num_others = num_active(request.class) - (tenant.active and 1 or 0)
     ahead = ahead + math.min(others, num_others * (ahead_in_tenant + 1))
   end
   return ahead

@@ -21,20 +21,15 @@ local function tokens_of(size, bin)
   return math.ceil(size * 2 ^ ((bin - NUM_BINS) / BINS_PER_DOUBLING))
 end
 
-local histograms = {} -- unpacked in this call
 local dirty_histograms = {} -- those that `finish` writes
 local likely = {} -- the last arguments of `likely_output`, and its result: `tokens`
 
 local function load_histogram(field)
-  local histogram = histograms[field]
+  local histogram = kept.histograms[field]
   if histogram == nil then
     local text = redis.call('HGET', LENGTHS, field)
-    histogram = text and (kept.length_texts[field] == text and kept.histograms[field] or cmsgpack.unpack(text))
-      or {count = 0, bins = {}}
-    if text then
-      keep_histogram(field, histogram, text)
-    end
-    histograms[field] = histogram
+    histogram = text and cmsgpack.unpack(text) or {count = 0, bins = {}}
+    kept.histograms[field], kept.num = histogram, kept.num + 1
   end
   return histogram
 end
@@ -55,9 +50,7 @@ end
 -- Writes each changed histogram once, however many ends it has learned from.
 local function flush_histograms()
   for field, histogram in pairs(dirty_histograms) do
-    local text = cmsgpack.pack(histogram)
-    write_later('HSET', LENGTHS, field, text)
-    keep_histogram(field, histogram, text)
+    write_later('HSET', LENGTHS, field, cmsgpack.pack(histogram))
   end
 end
 

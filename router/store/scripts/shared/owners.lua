@@ -9,6 +9,7 @@ local function register()
   if until_ms - NOW < LEASE_MS - 250 then -- not with every call
     redis.call('ZADD', ROUTERS, string.format('%d', NOW + LEASE_MS), CALLER)
   end
+  kept.living[CALLER] = true
 end
 
 -- Whether the caller has given up the call, at `until_ms`; '' is never. Then its client asks another router, and a late
@@ -17,17 +18,15 @@ local function is_late(until_ms)
   return NOW > (tonumber(until_ms) or math.huge)
 end
 
-local living = {} -- looked up in this call
-
 -- Whether the router has a lease. '' owns what only an executor knew.
 local function lives(owner)
   if owner == CALLER or owner == '' then
     return owner == CALLER
-  elseif living[owner] == nil then
+  elseif kept.living[owner] == nil then
     local until_ms = redis.call('ZSCORE', ROUTERS, owner)
-    living[owner] = until_ms ~= false and tonumber(until_ms) > 0
+    kept.living[owner] = until_ms ~= false and tonumber(until_ms) > 0
   end
-  return living[owner]
+  return kept.living[owner]
 end
 
 local mailboxes -- router -> key, of those passed

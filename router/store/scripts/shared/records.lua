@@ -20,7 +20,7 @@
 --@record state arrivals floor waiting lines[3] tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
 --  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
 --  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$ \
---  now_ms ahead_ms tolerated_ttft_ms
+--  now_ms ahead_ms tolerated_ttft_ms version
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$ \
 --  prefill_speed prefilled_ms num_adapter_slots pins$
@@ -61,7 +61,8 @@ local LEASE_MS = 5000         -- an executor or router silent for longer is gone
 local RELAY_MS = 600          -- routers hold a report back for up to half a second
 local AUDIT_GRACE_MS = 2000   -- how long a placement may take to show up in its executor's reports
 local PATIENCE_MS = 60000     -- a request that comes this much later never overtakes by its deadline
-local MAX_HEADS = 32          -- requests that one call handles
+local MAX_HEADS = 16          -- requests that one call handles, and how many of them it may place or drop: then it has
+local MAX_BOARDED = 8         -- held Redis for about a millisecond with the ends of a settle
 local MAX_CANDIDATES = 4      -- executors examined for a seat at a time
 local MAX_WRITE = 512         -- words of a command that is written at the end of a call
 local MAILBOX_ENTRIES = 10000 -- about how many unread entries a mailbox keeps
@@ -72,40 +73,32 @@ local CALLER = ARGV[1]
 local events, missing = {}, {}
 local more, registered = 0, 0
 
--- What functions keep between calls, by pool: unpacked records and the texts of which they were made. A record is used
--- again if its text in Redis is the same. A call takes it out of here and puts it back at its end: what a failed call
--- has changed is lost. A script run by EVALSHA finds nothing here.
+-- What functions keep between calls, by pool: the records that calls have read, as Redis has them, and the heads of the
+-- queues. A call uses them without reading if nothing else has written since: `state` has the text of the last call of this
+-- library, and every call that writes raises its version. Nor may a key be gone. A call takes everything out of here and
+-- puts it back at its end: what a failed call has changed is lost. A script run by EVALSHA finds nothing here.
 local kept_pools = {}
-local MAX_KEPT = 4096 -- executors, tenants and histograms of a pool
-local kept = kept_pools[STATE] or {executors = {}, tenants = {}, histograms = {}, texts = {}, length_texts = {}, num = 0}
+local MAX_KEPT = 8192 -- records of a pool
+local text_of_state = redis.call('GET', STATE)
+local kept = kept_pools[STATE]
 kept_pools[STATE] = nil
-
-local function keep_executor(id, executor, text)
-  kept.num = kept.num + (kept.executors[id] and 0 or 1)
-  kept.executors[id], kept.texts[id] = executor, text
-end
-
-local function keep_tenant(name, tenant, text)
-  kept.num = kept.num + (kept.tenants[name] and 0 or 1)
-  kept.tenants[name], tenant.text = tenant, text
-end
-
-local function keep_histogram(field, histogram, text)
-  kept.num = kept.num + (kept.histograms[field] and 0 or 1)
-  kept.histograms[field], kept.length_texts[field] = histogram, text
+if not kept or kept.text ~= text_of_state or next(kept.executors) and redis.call('HLEN', EXECUTORS) == 0
+  or next(kept.waiting) and redis.call('HLEN', REQUESTS) == 0 then
+  kept = {
+    text = text_of_state, num = 0, -- of the records
+    executors = {}, tenants = {}, histograms = {}, waiting = {}, -- of waiting requests those that did not fit last
+    living = {}, -- whether a router has a lease
+    active = {}, num_active = {}, -- by class, the first active tenants, and how many there are
+  }
 end
 
 local function keep()
-  if kept.num > MAX_KEPT then
-    kept.executors, kept.tenants, kept.histograms, kept.texts, kept.length_texts, kept.num = {}, {}, {}, {}, {}, 0
-  end
-  kept_pools[STATE] = kept
+  kept_pools[STATE] = kept.num <= MAX_KEPT and kept or nil
 end
 
 -- The pool's own state: counters, sums over waiting requests, measurements (0: none yet), options of the newest submit.
 local state
-local text_of_state = redis.call('GET', STATE)
-if text_of_state and kept.state_text == text_of_state then
+if kept.state then
   state = kept.state
 elseif text_of_state then
   state = unpack_state(text_of_state)
@@ -116,7 +109,7 @@ else
     window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
     output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
     sweep_cursor = '0', claims = '', now_ms = 0, ahead_ms = 0,
-    tolerated_ttft_ms = 2000,
+    tolerated_ttft_ms = 2000, version = 0,
   }
 end
 
@@ -129,7 +122,7 @@ if NOW < state.now_ms then
   NOW = state.now_ms
 end
 state.now_ms = NOW
-kept.state_text = nil
+kept.state = nil -- it may be changed and not saved
 local NOW_TEXT = string.format('%d', NOW) -- a number argument of a command costs ten times a string
 
 -- Claims: executors kept for requests that were bypassed too often, a list of {request id, class, executor_id}.
@@ -181,18 +174,18 @@ local function write_later(command, key, first, second)
   write.length = length + 1
 end
 
-local executors, dirty_executors = {}, {}
+local executors = kept.executors -- those that were read, or false
+local dirty_executors = {}
 
 local function load_executor(id)
   local executor = executors[id]
   if executor == nil then
     local text = redis.call('HGET', EXECUTORS, id)
-    executor = text and (kept.texts[id] == text and kept.executors[id] or unpack_executor(text))
-    if executor and executor ~= kept.executors[id] then
+    executor = text and unpack_executor(text)
+    if executor then
       executor.id = id
-      keep_executor(id, executor, text)
     end
-    executors[id] = executor
+    executors[id], kept.num = executor, kept.num + 1
   end
   return executor
 end
@@ -218,9 +211,7 @@ end
 -- Writes the changed executors and their room.
 local function flush_executors()
   for id, executor in pairs(dirty_executors) do
-    local text = pack_executor(executor)
-    write_later('HSET', EXECUTORS, id, text)
-    keep_executor(id, executor, text)
+    write_later('HSET', EXECUTORS, id, pack_executor(executor))
     if has_room(executor) and not silent_executors[id] then
       write_later('ZADD', ROOM, string.format('%d', -available_blocks(executor)), id)
     end
@@ -232,20 +223,24 @@ local function flush_executors()
   end
 end
 
-local tenants, dirty_tenants, unlisted_tenants = {}, {}, {}
+local tenants = kept.tenants
+local dirty_tenants, unlisted_tenants = {}, {}
+local new_tenants = {} -- not in Redis when they were read
 
 local function load_tenant(name)
   local tenant = tenants[name]
   if tenant == nil then
     local text = redis.call('HGET', TENANTS, name)
-    tenant = kept.tenants[name]
-    tenant = text and (tenant and tenant.text == text and tenant or unpack_tenant(text)) or {
+    tenant = text and unpack_tenant(text) or {
       counter = 0, weight = 1, lines = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
       waiting = 0, tokens = {0, 0, 0}, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
       request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW,
     }
-    tenants[name], tenant.text = tenant, nil -- it may be changed and not saved
-    tenant.head, tenant.num_left = nil, 0 -- of this call: see board.lua
+    tenant.num_left = 0 -- in this call: see board.lua
+    tenants[name], kept.num = tenant, kept.num + 1
+    if not text then
+      new_tenants[name] = tenant
+    end
   end
   return tenant
 end
@@ -254,13 +249,31 @@ local function save_tenant(name, tenant)
   tenant.used_ms, dirty_tenants[name], unlisted_tenants[name] = NOW, tenant, tenant
 end
 
+-- Writes the changed tenants.
+local function flush_tenants()
+  for name, tenant in pairs(dirty_tenants) do
+    write_later('HSET', TENANTS, name, pack_tenant(tenant))
+    new_tenants[name] = nil
+    if tenant.num_left > 0 then -- its head has those that have left
+      tenant.head, tenant.num_left = nil, 0
+    end
+  end
+  for name in pairs(new_tenants) do
+    tenants[name] = nil
+  end
+end
+
 local requests, dirty_requests = {}, {} -- false for one that is not there (any more)
+local examined = {} -- waiting requests that did not fit in this call: the next ones examine them, too
 
 local function load_request(id)
   local request = requests[id]
   if request == nil then
-    local text = redis.call('HGET', REQUESTS, id)
-    request = text and unpack_request(text)
+    request = kept.waiting[id]
+    if not request then
+      local text = redis.call('HGET', REQUESTS, id)
+      request = text and unpack_request(text)
+    end
     requests[id] = request
   end
   return request
@@ -282,7 +295,18 @@ local function delete_request(id)
 end
 
 local function flush_requests()
+  local waiting = kept.waiting
+  for id in pairs(examined) do
+    local request = requests[id]
+    if request and request.state == 'WAITING' then
+      kept.num = kept.num + (waiting[id] and 0 or 1)
+      waiting[id] = request
+    end
+  end
   for id, request in pairs(dirty_requests) do
+    if waiting[id] and (not request or request.state ~= 'WAITING') then
+      waiting[id], kept.num = nil, kept.num - 1
+    end
     if not request then
       write_later('HDEL', REQUESTS, id)
     end

@@ -352,8 +352,11 @@ local function ended_ms(id)
 end
 
 local function num_ahead_in_tenant(id, request)
-  if load_tenant(request.tenant).lines[request.class] <= 1 then
+  local num_in_line = load_tenant(request.tenant).lines[request.class]
+  if num_in_line <= 1 then
     return 0
+  elseif request.order_ms == NOW + PATIENCE_MS and request.arrival == state.arrivals then -- nothing can come behind it
+    return num_in_line - 1
   end
   local first = line_of(request.tenant)
   flush_writes(KEYS[WAITING + request.class])

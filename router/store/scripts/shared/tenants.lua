@@ -8,8 +8,6 @@
 local OUTPUT_WEIGHT = 2
 local SHARE_STEP = 0.05 -- of the newest output in how much of its reservation is used; a new tenant is taken for an average one
 
-local active_tenants = {} -- the first tenants of each class, of this call
-
 local function is_active(tenant)
   return tenant.waiting > 0 and tenant.running < tenant.max_running
 end
@@ -28,7 +26,10 @@ local function list_tenants()
     for class = 1, NUM_CLASSES do
       local counter = active and tenant.lines[class] > 0 and math.floor(tenant.counter) or math.huge
       if counter ~= tenant.listed[class] then
-        active_tenants[class] = nil
+        kept.active[class] = nil
+        if kept.num_active[class] and (counter == math.huge or tenant.listed[class] == math.huge) then
+          kept.num_active[class] = kept.num_active[class] + (counter < math.huge and 1 or -1)
+        end
         if counter < math.huge then
           write_later('ZADD', KEYS[ACTIVE + class], string.format('%d', counter), name)
         else
@@ -38,6 +39,15 @@ local function list_tenants()
       end
     end
   end
+end
+
+-- Returns the number of active tenants of the class.
+local function num_active(class)
+  if not kept.num_active[class] then
+    flush_writes(KEYS[ACTIVE + class])
+    kept.num_active[class] = redis.call('ZCARD', KEYS[ACTIVE + class])
+  end
+  return kept.num_active[class]
 end
 
 -- Returns the expected cost of a request for its tenant.
@@ -116,6 +126,9 @@ end
 
 -- Ends a script that only reads.
 local function answer(outcome)
+  for name in pairs(new_tenants) do
+    tenants[name] = nil
+  end
   keep()
   return {outcome, events, missing, more, registered, NOW}
 end
@@ -126,21 +139,15 @@ local function finish(outcome)
   list_tenants()
   flush_requests()
   flush_executors()
-  for name, tenant in pairs(dirty_tenants) do
-    local text = pack_tenant(tenant)
-    write_later('HSET', TENANTS, name, text)
-    keep_tenant(name, tenant, text)
-  end
+  flush_tenants()
   flush_histograms()
   flush_prefixes()
   for _, key in ipairs(written_keys) do
     flush_writes(key)
   end
   send_mail()
-  local text = pack_state(state)
-  if text ~= text_of_state then
-    redis.call('SET', STATE, text)
-  end
-  kept.state, kept.state_text = state, text
+  state.version = state.version + 1
+  kept.state, kept.text = state, pack_state(state)
+  redis.call('SET', STATE, kept.text)
   return answer(outcome)
 end

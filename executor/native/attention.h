@@ -159,22 +159,40 @@ struct Item {
     int sequence, first_row, num_rows, kv_head, num_kv_heads;
 };
 
-// Returns the items of a step, those with the most work first. The KV heads of a token are adjacent in memory: if there
-// are enough sequences for all threads, one item of a decode covers all heads, and so reads long contiguous memory.
+// The KV heads of a token are adjacent in memory: if there are enough sequences for all threads, one item of a decode
+// covers all heads, and so reads long contiguous memory.
+class AttentionItems {
+  public:
+    AttentionItems(int64_t num_heads, int64_t num_kv_heads, int64_t num_sequences, int num_threads)
+        : group_heads_((int)(num_heads / num_kv_heads)),
+          num_kv_heads_((int)num_kv_heads),
+          may_join_(num_sequences >= 4 * num_threads && num_heads <= MAX_ROWS) {}
+
+    // Appends the items of new tokens [first, end) of a sequence, those with the most work first.
+    void of_tokens(std::vector<Item>& items, int sequence, int first, int end) const {
+        const int first_row = first * group_heads_, num_rows = (end - first) * group_heads_;
+        const int at_once = may_join_ && num_rows == group_heads_ ? num_kv_heads_ : 1;
+        for (int row = (num_rows - 1) / MAX_ROWS * MAX_ROWS; row >= 0; row -= MAX_ROWS)
+            for (int head = 0; head < num_kv_heads_; head += at_once)
+                items.push_back({sequence, first_row + row, std::min(MAX_ROWS, num_rows - row), head, at_once});
+    }
+
+  private:
+    const int group_heads_, num_kv_heads_;
+    const bool may_join_;
+};
+
+// Returns the items of a step.
 inline std::vector<Item> attention_items(const int32_t* query_starts, int64_t num_sequences, int64_t num_heads,
                                          int64_t num_kv_heads, int num_threads) {
-    const bool may_join = num_sequences >= 4 * num_threads && num_heads <= MAX_ROWS;
-    const int group_heads = (int)(num_heads / num_kv_heads);
+    const AttentionItems add(num_heads, num_kv_heads, num_sequences, num_threads);
     std::vector<Item> items;
-    for (int sequence = (int)num_sequences - 1; sequence >= 0; --sequence) {
-        const int num_rows = (query_starts[sequence + 1] - query_starts[sequence]) * group_heads;
-        const int at_once = may_join && num_rows == group_heads ? (int)num_kv_heads : 1;
-        for (int row = (num_rows - 1) / MAX_ROWS * MAX_ROWS; row >= 0; row -= MAX_ROWS)
-            for (int head = 0; head < num_kv_heads; head += at_once)
-                items.push_back({sequence, row, std::min(MAX_ROWS, num_rows - row), head, at_once});
-    }
+    for (int sequence = (int)num_sequences - 1; sequence >= 0; --sequence)
+        add.of_tokens(items, sequence, 0, query_starts[sequence + 1] - query_starts[sequence]);
     return items;
 }
+
+constexpr int ROW_VALUES = (MAX_ROWS + LANES - 1) / LANES * LANES;
 
 // Buffers of one thread for the context of an item.
 template <class Number>
@@ -188,8 +206,12 @@ struct Buffers {
     TileConfiguration tiles;
 #endif
     alignas(64) float key_scale[CHUNK], value_scale[CHUNK];  // of int8 KV, for one KV head
-    float maximum[MAX_ROWS], sum[MAX_ROWS], rescale[MAX_ROWS];
+    // Of each row, in whole vectors: largest score, sum of weights and factor of what is summed already; and of a chunk
+    // the largest score and sum.
+    float maximum[ROW_VALUES] = {}, sum[ROW_VALUES] = {}, rescale[ROW_VALUES] = {};
+    float largest[ROW_VALUES] = {}, added[ROW_VALUES] = {};
     float query_scale[MAX_ROWS], weight_scale[MAX_ROWS];  // of queries and weights in integers
+    int first_key[MAX_ROWS], last_key[MAX_ROWS];  // that a row sees
     // Rows of an item that the tiles are configured for; 0 if they are configured for something else.
     int tile_rows = 0;
 };
@@ -279,6 +301,8 @@ void score_rows(Workspace<Element>& work, int row, const Stored* const* keys, in
     int first = 0;
     for (; first + COUNT <= num_groups * VECTORS; first += COUNT)
         score_tile<Element, IS_INT8, ROWS, COUNT>(work, row, keys, offset, first, dim / Element::PAIR);
+    for (; first + COUNT / 2 <= num_groups * VECTORS; first += COUNT / 2)
+        score_tile<Element, IS_INT8, ROWS, COUNT / 2>(work, row, keys, offset, first, dim / Element::PAIR);
     for (; first < num_groups * VECTORS; ++first)
         score_tile<Element, IS_INT8, ROWS, 1>(work, row, keys, offset, first, dim / Element::PAIR);
 }
@@ -334,30 +358,42 @@ inline void take_query<Int16>(Workspace<Int16>& work, int row, const uint16_t* q
     for (int64_t d = 0; d < head_dim; d += WIDTH) Int16::put(&work.query[row][d], load(numbers + d) * inverse);
 }
 
-// Turns the scores of a row into weights and updates its maximum and sum. Keys [first_key, last_key] are visible to it.
-// Scores are exponents of two, which saves a multiplication each. With int8 KV, scores and weights get the scales of keys
-// and values, so that the products multiply integers alone.
-template <class Element, bool IS_INT8>
-void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_start, int first_key, int last_key,
-               const Attention& call) {
-    constexpr bool IS_INTEGER = !std::is_same_v<typename Element::Sum, Floats>;
-    const int num_keys = num_groups * LANES;
-    float* scores = work.score[row];
-    float factor = call.scale * LOG2_E;
-    if (call.softcap > 0) {
+// Masks the scores of a row beyond keys [first_key, last_key] of the chunk, which are visible to it, and returns the
+// largest.
+inline float largest_score(float* scores, int num_keys, int first_key, int last_key, const Attention& call) {
+    if (call.softcap > 0)
         for (int key = 0; key < num_keys; key += WIDTH)
             store(scores + key, soft_capped(load(scores + key) * call.scale, call.softcap));
-        factor = LOG2_E;
-    }
-    if (chunk_start < first_key || chunk_start + num_keys - 1 > last_key)
+    if (first_key > 0 || last_key < num_keys - 1)
         for (int key = 0; key < num_keys; ++key)
-            if (chunk_start + key < first_key || chunk_start + key > last_key) scores[key] = MASKED;
+            if (key < first_key || key > last_key) scores[key] = MASKED;
     Floats maximums = all(MASKED);
     for (int key = 0; key < num_keys; key += WIDTH) {
         const Floats x = load(scores + key);
         maximums = (x > maximums) ? x : maximums;
     }
-    const float maximum = std::max(work.maximum[row], largest_of(maximums) * factor);
+    return largest_of(maximums);
+}
+
+// Updates the maximums of all rows by the largest scores of a chunk, `largest`, and computes the factors of their sums.
+template <class Element>
+void raise_maximums(Workspace<Element>& work, int num_rows, float factor) {
+    for (int row = 0; row < num_rows; row += WIDTH) {
+        const Floats before = load(work.maximum + row), largest = load(work.largest + row) * factor;
+        const Floats maximum = (largest > before) ? largest : before;
+        store(work.rescale + row, power_of_two(before - maximum));
+        store(work.maximum + row, maximum);
+    }
+}
+
+// Turns the scores of a row into weights and returns their sum. Scores are exponents of two, which saves a
+// multiplication each. With int8 KV, scores and weights get the scales of keys and values, so that the products multiply
+// integers alone.
+template <class Element, bool IS_INT8>
+float weigh_row(Workspace<Element>& work, int row, int num_keys, float factor) {
+    constexpr bool IS_INTEGER = !std::is_same_v<typename Element::Sum, Floats>;
+    float* scores = work.score[row];
+    const float maximum = work.maximum[row];
     Floats sums = {};
     Ints largest = {};
     for (int key = 0; key < num_keys; key += WIDTH) {
@@ -376,9 +412,7 @@ void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_star
         for (int key = 0; key < num_keys; key += WIDTH)
             Element::put(&work.weight[row][key], load(scores + key) * inverse);
     }
-    work.rescale[row] = maximum == work.maximum[row] ? 1.0f : power_of_two(all(work.maximum[row] - maximum))[0];
-    work.sum[row] = work.sum[row] * work.rescale[row] + sum_of(sums);
-    work.maximum[row] = maximum;
+    return sum_of(sums);
 }
 
 // Copies the scales of a chunk; `offset` leads from a group to those of a head.
@@ -446,6 +480,18 @@ inline GroupRange groups_of(const Attention& call, const Item& item) {
     return {call.sliding_window ? std::max(0, first + 1 - (int)call.sliding_window) / LANES : 0, last / LANES + 1};
 }
 
+// Prefetches the queries of an item. Those of a token are contiguous for the heads of a KV head.
+template <class Number>
+void prefetch_queries(const Attention& call, const Item& item) {
+    const int64_t group_heads = call.num_heads / call.kv.num_kv_heads;
+    const int64_t start = call.query_starts[item.sequence] + item.first_row / group_heads;
+    const int64_t last = call.query_starts[item.sequence] + (item.first_row + item.num_rows - 1) / group_heads;
+    for (int64_t token = start; token <= last; ++token)
+        prefetch(static_cast<const Number*>(call.queries) + token * call.query_token_stride +
+                     item.kv_head * group_heads * call.query_head_stride,
+                 item.num_kv_heads * group_heads * call.query_head_stride * sizeof(Number));
+}
+
 // Computes one item. `next` is the item that this thread will probably process next, or null: its first keys are
 // prefetched while the last values of this one are added. The KV is stored as it is computed with, or as int8.
 template <class Output, class Element, class Stored>
@@ -463,24 +509,22 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
     auto head_of = [&](int row) {
         return (item.kv_head + row / num_rows) * group_heads + (item.first_row + row % num_rows) % group_heads;
     };
-    auto first_key_of = [&](int row) {
-        const int position = first_position + token_of(row);
-        return call.sliding_window ? std::max(0, position + 1 - (int)call.sliding_window) : 0;
-    };
-
     for (int row = 0; row < all_rows; ++row) {
+        const int token = token_of(row), position = first_position + token;
         const Number* query = static_cast<const Number*>(call.queries) +
-                              (first_token + token_of(row)) * call.query_token_stride +
-                              head_of(row) * call.query_head_stride;
+                              (first_token + token) * call.query_token_stride + head_of(row) * call.query_head_stride;
         std::memset(work.query[row], 0, round_up(dim, 2 * LANES) * sizeof(Number));
         take_query<Element>(work, row, query, kv.head_dim);
         std::memset(work.output[row], 0, dim * sizeof(float));
         work.maximum[row] = MASKED;
         work.sum[row] = 0;
+        work.first_key[row] = call.sliding_window ? std::max(0, position + 1 - (int)call.sliding_window) : 0;
+        work.last_key[row] = position;
     }
 
     const Context<Stored> context(call, item);
     const GroupRange range = groups_of(call, item);
+    const float factor = (call.softcap > 0 ? 1.0f : call.scale) * LOG2_E;
     const bool by_tiles = HAS_TILES && can_use_tiles<Element>(dim);
     if (by_tiles) set_up_tiles<Element>(work, num_rows);
     for (int start = range.first; start < range.end; start += CHUNK_GROUPS) {
@@ -503,18 +547,26 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
                 score_rows<Element, IS_INT8, count>(work, head * num_rows + row, keys, offset, num_groups, dim);
             });
         }
+        // Step by step for all rows, because the operations of different rows overlap, and those of one hardly do.
+        const int num_keys = num_groups * LANES;
+        for (int row = 0; row < all_rows; ++row)
+            work.largest[row] = largest_score(work.score[row], num_keys, work.first_key[row] - start * LANES,
+                                              work.last_key[row] - start * LANES, call);
+        raise_maximums<Element>(work, all_rows, factor);
         for (int row = 0; row < all_rows; ++row) {
             if constexpr (IS_INT8)
                 if (row % num_rows == 0)
                     gather_scales(work.value_scale, values, row / num_rows * head_stride + LANES * dim, num_groups);
-            weigh_row<Element, IS_INT8>(work, row, num_groups, start * LANES, first_key_of(row),
-                                        first_position + token_of(row), call);
+            work.added[row] = weigh_row<Element, IS_INT8>(work, row, num_keys, factor);
         }
+        for (int row = 0; row < all_rows; row += WIDTH)
+            store(work.sum + row, load(work.sum + row) * load(work.rescale + row) + load(work.added + row));
         if (start + num_groups < range.end) {
             context.prefetch_keys(start + num_groups, std::min(start + 2 * CHUNK_GROUPS, range.end));
         } else if (next != nullptr) {
             const GroupRange after = groups_of(call, *next);
             Context<Stored>(call, *next).prefetch_keys(after.first, std::min(after.first + CHUNK_GROUPS, after.end));
+            prefetch_queries<Number>(call, *next);
         }
         for (int head = 0; head < item.num_kv_heads; ++head) {
             const int64_t offset = head * head_stride;

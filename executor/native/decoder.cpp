@@ -4,6 +4,7 @@
 #include "decoder_weights.h"
 #include "exchange.h"
 #include "greedy.h"
+#include "last_rows.h"
 #include "row_ops.h"
 
 namespace inflight {
@@ -77,6 +78,7 @@ class DecoderOf final : public Decoder {
         const auto items =
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
+        last_rows_.begin(step, shape_, !adapted_.is_empty(), pool.num_threads());
         while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>(shape_));
         if (step.greedy_ids != nullptr) choice_.begin(step, shape_.vocabulary_columns().count, pool.num_threads());
         pool.run([&](Team& team) {
@@ -123,6 +125,7 @@ class DecoderOf final : public Decoder {
               adapted_(decoder.adapted_),
               exchange_(decoder.exchange_),
               step_(step),
+              num_rows_(step.num_tokens),
               items_(items),
               team_(team),
               scratch_(*decoder.scratch_[team.thread]),
@@ -138,8 +141,12 @@ class DecoderOf final : public Decoder {
                 slots_ = step_.slots[index];
                 norm(layer.input_norm, &kv, layer.qkv);
                 project_qkv(layer, kv, index);
-                attend_all(kv, step_.block_tables[index], decoder_.windows_[index]);
-                gather(activations_.attended, step_.num_tokens, shape_.attention_depth(), 1);
+                const bool is_narrow = index + 1 == shape_.num_layers && decoder_.last_rows_.is_narrow();
+                attend_all(kv, step_.block_tables[index], decoder_.windows_[index],
+                           is_narrow ? decoder_.last_rows_.items() : items_);
+                if (is_narrow) keep_last_rows();
+                if (num_rows_ == 0) break;
+                gather(activations_.attended, num_rows_, shape_.attention_depth(), 1);
                 if constexpr (!std::is_same_v<Element, Factor>) round_attended();
                 add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
                             {OUTPUT_PRODUCT, index, activations_.attended}, ADAPT_OUTPUT,
@@ -151,10 +158,10 @@ class DecoderOf final : public Decoder {
                     continue;
                 }
                 gate_up(layer, index);
-                gather(activations_.hidden, step_.num_tokens, shape_.intermediate_size, PART_INNER_COLUMNS);
+                gather(activations_.hidden, num_rows_, shape_.intermediate_size, PART_INNER_COLUMNS);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (!adapted_.is_empty())
-                        gather(adapted_.hidden, step_.num_tokens, shape_.intermediate_size, PART_INNER_COLUMNS);
+                        gather(adapted_.hidden, num_rows_, shape_.intermediate_size, PART_INNER_COLUMNS);
                 add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm,
                             {DOWN_PRODUCT, index, hidden_elements()}, ADAPT_DOWN,
                             index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
@@ -197,9 +204,16 @@ class DecoderOf final : public Decoder {
         template <class Type, class Finish>
         void product(Part part, const Matrix<Type>& matrix, const Rows<Type>& rows, int64_t num_rows,
                      const Blocks* after, const Finish& finish) {
+            product(part, matrix, rows, num_rows, after, PrepareNothing{}, finish);
+        }
+
+        template <class Type, class Prepare, class Finish>
+        void product(Part part, const Matrix<Type>& matrix, const Rows<Type>& rows, int64_t num_rows,
+                     const Blocks* after, const Prepare& prepare, const Finish& finish) {
             const Product<Type> product(matrix, rows, num_rows, team_.num_threads, decoder_.weights_.stream, after,
                                         prepared(matrix));
-            phase(part, product.num_tasks, [&](int64_t task) { product.compute(task, scratch_.product, finish); });
+            phase(part, product.num_tasks,
+                  [&](int64_t task) { product.compute(task, scratch_.product, prepare, finish); });
         }
 
         // The rows of a product as its matrix reads them.
@@ -246,13 +260,19 @@ class DecoderOf final : public Decoder {
         template <class Finish>
         void adapted_product(Part part, const Change& change, const Matrix<Factor>& matrix, const Rows<Factor>& rows,
                              const Blocks* after, const Finish& finish) {
-            const Product<Factor> product(matrix, rows, step_.num_tokens, team_.num_threads,
-                                          decoder_.weights_.stream, after, prepared(matrix));
+            adapted_product(part, change, matrix, rows, after, PrepareNothing{}, finish);
+        }
+
+        template <class Prepare, class Finish>
+        void adapted_product(Part part, const Change& change, const Matrix<Factor>& matrix, const Rows<Factor>& rows,
+                             const Blocks* after, const Prepare& prepare, const Finish& finish) {
+            const Product<Factor> product(matrix, rows, num_rows_, team_.num_threads, decoder_.weights_.stream, after,
+                                          prepared(matrix));
             const int64_t num_shrinks = adapted_.num_tasks(change.product);
             num_shrinks_ += num_shrinks;
             phase(part, num_shrinks + product.num_tasks, [&](int64_t task) {
                 if (task < num_shrinks) return shrink(change, task);
-                product.compute(task - num_shrinks, scratch_.product,
+                product.compute(task - num_shrinks, scratch_.product, prepare,
                                 [&](int64_t block, int64_t row, int num_rows, float* tile) {
                                     wait_for_shrinks();
                                     finish(block, row, num_rows, tile);
@@ -290,7 +310,7 @@ class DecoderOf final : public Decoder {
 
         void embed() {
             const int64_t half = shape_.rotary_dim / 2, columns = shape_.hidden_columns().count;
-            each_row(EMBED, step_.num_tokens, [&](int64_t row) {
+            each_row(EMBED, num_rows_, [&](int64_t row) {
                 float* to = shape_.num_ranks == 1 ? activations_.residual + row * activations_.width : own_sums(row);
                 const Number* embedding = decoder_.weights_.embedding + step_.token_ids[row] * columns;
                 for (int64_t i = 0; i < columns; ++i) to[i] = Element::get(embedding[i]) * shape_.embedding_scale;
@@ -308,16 +328,16 @@ class DecoderOf final : public Decoder {
         // The sums of a row that this rank has computed, for `gather_sums`.
         float* own_sums(int64_t row) const {
             const int64_t part = shape_.part_of(shape_.hidden_size);
-            return reinterpret_cast<float*>(exchange_.own_part(step_.num_tokens * part * sizeof(float))) + row * part;
+            return reinterpret_cast<float*>(exchange_.own_part(num_rows_ * part * sizeof(float))) + row * part;
         }
 
         // Exchanges columns of rows of the residual's size. Calls `take(row, first, count, sums)` for each rank's.
         template <class Take>
         void gather_sums(const Take& take) {
             if (shape_.num_ranks == 1) return;
-            const int64_t part = shape_.part_of(shape_.hidden_size), num_bytes = step_.num_tokens * part * sizeof(float);
+            const int64_t part = shape_.part_of(shape_.hidden_size), num_bytes = num_rows_ * part * sizeof(float);
             phase(EXCHANGE, 1, [&](int64_t) { exchange_.run(num_bytes); });
-            each_row(EXCHANGE, step_.num_tokens, [&](int64_t row) {
+            each_row(EXCHANGE, num_rows_, [&](int64_t row) {
                 for (int64_t rank = 0; rank < shape_.num_ranks; ++rank) {
                     const auto [first, count] = shape_.columns_of(rank, shape_.hidden_size);
                     take(row, first, count, reinterpret_cast<float*>(exchange_.part(rank, num_bytes)) + row * part);
@@ -382,7 +402,7 @@ class DecoderOf final : public Decoder {
         // Norms the residual, for the product with `next`. Before keys and values are written, clears the groups that
         // begin in this step. Chooses experts if there is a router.
         void norm(const float* weight, const LayerKv* kv, const Matrix<Factor>& next, const float* router = nullptr) {
-            each_row(NORM, step_.num_tokens, [&](int64_t row) {
+            each_row(NORM, num_rows_, [&](int64_t row) {
                 settle(row);
                 norm_residual(activations_.normed, row, weight, row);
                 view_row(next, activations_.normed, row);
@@ -508,7 +528,8 @@ class DecoderOf final : public Decoder {
                 write_value<Element>(kv, slots_[row], value_head, numbers);
         }
 
-        void attend_all(const LayerKv& kv, const int32_t* block_tables, int64_t window) {
+        void attend_all(const LayerKv& kv, const int32_t* block_tables, int64_t window,
+                        const std::vector<Item>& items) {
             const Attention call{kv,
                                  activations_.queries.numbers,
                                  activations_.queries.stride,
@@ -527,17 +548,33 @@ class DecoderOf final : public Decoder {
                                  shape_.attention_scale,
                                  shape_.softcap};
             scratch_.attention.tile_rows = 0;
-            const int64_t num_items = (int64_t)items_.size();
+            const int64_t num_items = (int64_t)items.size();
             phase(ATTENTION, num_items, [&](int64_t task) {
                 const int64_t next = task + team_.num_threads;
-                attend<Element>(call, items_[task], next < num_items ? &items_[next] : nullptr, scratch_.attention);
+                attend<Element>(call, items[task], next < num_items ? &items[next] : nullptr, scratch_.attention);
             });
             const MatrixTiles tiles_again;
         }
 
+        // Moves what the last rows have so far to the first rows.
+        void keep_last_rows() {
+            const auto& rows = decoder_.last_rows_.rows();
+            num_rows_ = (int64_t)rows.size();
+            // One after the other, as a row may move to where a later one was.
+            phase(ATTENTION, 1, [&](int64_t) {
+                for (int64_t i = 0; i < num_rows_; ++i) {
+                    if (rows[i] == i) continue;
+                    activations_.attended.copy_row(i, activations_.attended, rows[i]);
+                    std::memcpy(activations_.residual + i * activations_.width,
+                                activations_.residual + rows[i] * activations_.width,
+                                activations_.width * sizeof *activations_.residual);
+                }
+            });
+        }
+
         void round_attended() {
             const int64_t depth = shape_.attention_depth();
-            each_row(ATTENTION, step_.num_tokens, [&](int64_t row) {
+            each_row(ATTENTION, num_rows_, [&](int64_t row) {
                 const Number* from = activations_.attended.row(row);
                 float* numbers = scratch_.product.tile;
                 for (int64_t i = 0; i < depth; ++i) numbers[i] = Element::get(from[i]);
@@ -548,7 +585,7 @@ class DecoderOf final : public Decoder {
         // residual += (rows · matrix + bias) * scale; or, if it is to be normed, delta = rows · matrix + bias
         void add_product(Part part, const Matrix<Factor>& matrix, const Rows<Factor>& rows, const float* bias,
                          const float* norm, const Change& change, AdaptedMatrix adapted, const Blocks* after) {
-            const int64_t num_tokens = step_.num_tokens;
+            const int64_t num_tokens = num_rows_;
             const float scale = norm == nullptr ? shape_.residual_scale : 1.0f;
             delta_norm_ = norm;
             has_expert_rows_ = false;
@@ -564,7 +601,14 @@ class DecoderOf final : public Decoder {
                     store(to + c, sum);
                 }
             };
-            adapted_product(part, change, matrix, rows, after, [&](int64_t block, int64_t row, int num_rows, float* tile) {
+            // Often another thread wrote these columns last, so they come from its cache while the tile is computed.
+            const auto fetch = [&](int64_t block, int64_t row, int num_rows) {
+                if (norm != nullptr || num_tokens <= TILE_ROWS) return;
+                const float* from = activations_.residual + row * activations_.width + block * BLOCK_COLUMNS;
+                for (int i = 0; i < num_rows; ++i, from += activations_.width)
+                    for (int64_t c = 0; c < BLOCK_COLUMNS; c += LANES) __builtin_prefetch(from + c, 1);
+            };
+            const auto finish = [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;
                 const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
                 for (int i = 0; i < num_rows; ++i) {
@@ -575,7 +619,8 @@ class DecoderOf final : public Decoder {
                     else
                         std::memcpy(own_sums(row + i) + first, sums, BLOCK_COLUMNS * sizeof *sums);
                 }
-            });
+            };
+            adapted_product(part, change, matrix, rows, after, fetch, finish);
             gather_sums([&](int64_t row, int64_t first, int64_t count, const float* sums) {
                 add(row, first, round_up(count, LANES), sums);
             });
@@ -620,15 +665,15 @@ class DecoderOf final : public Decoder {
         void add_experts(const Layer<Factor>& layer) {
             const Routing& routing = activations_.routing;
             phase(GATE_UP, 1,
-                  [&](int64_t) { routing.group(step_.num_tokens, decoder_.groups_, decoder_.next_places_); });
-            each_row(GATE_UP, step_.num_tokens * routing.num_choices, [&](int64_t i) {
+                  [&](int64_t) { routing.group(num_rows_, decoder_.groups_, decoder_.next_places_); });
+            each_row(GATE_UP, num_rows_ * routing.num_choices, [&](int64_t i) {
                 activations_.gathered.copy_row(routing.places[i], activations_.normed, i / routing.num_choices);
             });
             each_expert(GATE_UP, layer, &FeedForward<Factor>::gate_up, activations_.gathered,
                         [&](int64_t block, int64_t row, int num_rows, float* tile) {
                             activate(NO_LAYER, block, row, num_rows, tile);
                         });
-            gather(activations_.hidden, step_.num_tokens * routing.num_choices, shape_.intermediate_size,
+            gather(activations_.hidden, num_rows_ * routing.num_choices, shape_.intermediate_size,
                    PART_INNER_COLUMNS);
             const auto [own_first, own_count] = shape_.hidden_columns();
             each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.hidden,
@@ -642,7 +687,7 @@ class DecoderOf final : public Decoder {
             delta_norm_ = nullptr;
             has_expert_rows_ = shape_.num_ranks == 1;
             if (has_expert_rows_) return;
-            each_row(EXCHANGE, step_.num_tokens, [&, first = own_first, count = own_count](int64_t row) {
+            each_row(EXCHANGE, num_rows_, [&, first = own_first, count = own_count](int64_t row) {
                 float* sums = own_sums(row);
                 std::memcpy(sums, activations_.residual + row * activations_.width + first, count * sizeof *sums);
                 add_expert_rows(row, sums, first, round_up(count, LANES));
@@ -668,7 +713,7 @@ class DecoderOf final : public Decoder {
             phase(part, last_tasks.back(), [&](int64_t task) {
                 const auto index = std::upper_bound(last_tasks.begin(), last_tasks.end(), task) - last_tasks.begin();
                 const int64_t first_task = index == 0 ? 0 : last_tasks[index - 1], first_row = groups[index].first;
-                products[index].compute(task - first_task, scratch_.product,
+                products[index].compute(task - first_task, scratch_.product, PrepareNothing{},
                                         [&](int64_t block, int64_t row, int num_rows, float* tile) {
                                             finish(block, first_row + row, num_rows, tile);
                                         });
@@ -687,9 +732,11 @@ class DecoderOf final : public Decoder {
             GreedyChoice* const choice = step_.greedy_ids == nullptr ? nullptr : &decoder_.choice_;
             // Not with the norms below, because a row may yield more than one row of logits.
             if (delta_norm_ != nullptr || has_expert_rows_)
-                each_row(NORM, step_.num_tokens, [&](int64_t row) { settle(row); });
+                each_row(NORM, num_rows_, [&](int64_t row) { settle(row); });
             each_row(NORM, step_.num_logits, [&](int64_t row) {
-                norm_residual(activations_.last, step_.logit_rows[row], decoder_.weights_.final_norm, row);
+                const int64_t from = decoder_.last_rows_.is_narrow() ? decoder_.last_rows_.place(row)
+                                                                     : step_.logit_rows[row];
+                norm_residual(activations_.last, from, decoder_.weights_.final_norm, row);
                 view_row(decoder_.weights_.head, activations_.last, row);
                 if (choice != nullptr) choice->mark(team_.thread, row);
             });
@@ -726,6 +773,7 @@ class DecoderOf final : public Decoder {
         const AdaptedRows<Element, Factor>& adapted_;
         Exchange& exchange_;
         const DecoderStep& step_;
+        int64_t num_rows_;  // of the activations: those of the step, or in the last layer of `last_rows_`
         const int64_t* slots_ = nullptr;  // of the layer that is computed
         int64_t num_shrinks_ = 0;         // in the step up to the current product
         const std::vector<Item>& items_;
@@ -747,6 +795,7 @@ class DecoderOf final : public Decoder {
     std::atomic<int64_t> num_shrunk_{0};  // shrinks of the step that are done
     ViewedRows<Element> viewed_;
     GreedyChoice choice_;
+    LastRows last_rows_;
     Exchange exchange_;
     std::vector<ExpertRows> groups_;     // experts that have rows in the current layer
     std::vector<int64_t> next_places_;   // of each expert

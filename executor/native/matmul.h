@@ -340,17 +340,24 @@ ALWAYS_INLINE void add_step(const char* const* columns, int64_t unit_bytes, int6
     }
 }
 
-// Adds to `sums[row, 32 columns]`, for the columns of one pass.
+// Computes `out[row, 32 columns]` for the columns of one pass, or with `adds` adds to it.
 template <class Element, int LINES, int ROWS>
 void multiply_by_vectors(const Panels& panels, const char* block, const char* next, int pass, int64_t num_steps,
-                         const Rows<Element>& rows, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+                         const Rows<Element>& rows, bool adds, float* out, int64_t out_stride) {
     constexpr int64_t WHOLE_STEP_BYTES = Matrix<Element>::WHOLE_STEP_BYTES;
-    typename Element::Sum sum[ROWS][PASS_VECTORS];
-    if constexpr (!IS_INT8<Element>) {
+    out += pass * PASS_VECTORS * WIDTH;
+    typename Element::Sum sum[ROWS][PASS_VECTORS] = {};
+    if constexpr (IS_INT8<Element>) {
+        if (!adds)
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                for (int v = 0; v < PASS_VECTORS; ++v) store(out + r * out_stride + v * WIDTH, Floats{});
+    } else if (adds) {
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-            for (int v = 0; v < PASS_VECTORS; ++v) sum[r][v] = sums[r][pass * PASS_VECTORS + v];
+            for (int v = 0; v < PASS_VECTORS; ++v) sum[r][v] = load(out + r * out_stride + v * WIDTH);
     }
     const char* columns[PASS_VECTORS];
     for (int v = 0; v < PASS_VECTORS; ++v) {
@@ -381,8 +388,8 @@ void multiply_by_vectors(const Panels& panels, const char* block, const char* ne
                 const float row_scale = row_scales[r * scale_stride].scale;
 #pragma GCC unroll 2
                 for (int v = 0; v < PASS_VECTORS; ++v) {
-                    Floats& to = sums[r][pass * PASS_VECTORS + v];
-                    to = add_scaled(to, sum[r][v], column_scales[v], row_scale);
+                    float* const to = out + r * out_stride + v * WIDTH;
+                    store(to, add_scaled(load(to), sum[r][v], column_scales[v], row_scale));
                 }
             }
         }
@@ -391,18 +398,19 @@ void multiply_by_vectors(const Panels& panels, const char* block, const char* ne
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-            for (int v = 0; v < PASS_VECTORS; ++v) sums[r][pass * PASS_VECTORS + v] = sum[r][v];
+            for (int v = 0; v < PASS_VECTORS; ++v) store(out + r * out_stride + v * WIDTH, sum[r][v]);
     }
 }
 
 // Calls `multiply_by_vectors` with the number of rows as a constant.
 template <class Element, int LINES, int ROWS = REGISTER_ROWS>
 void multiply_some(int num_rows, const Panels& panels, const char* block, const char* next, int pass, int64_t num_steps,
-                   const Rows<Element>& rows, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+                   const Rows<Element>& rows, bool adds, float* out, int64_t out_stride) {
     if constexpr (ROWS > 1)
         if (num_rows < ROWS)
-            return multiply_some<Element, LINES, ROWS - 1>(num_rows, panels, block, next, pass, num_steps, rows, sums);
-    multiply_by_vectors<Element, LINES, ROWS>(panels, block, next, pass, num_steps, rows, sums);
+            return multiply_some<Element, LINES, ROWS - 1>(num_rows, panels, block, next, pass, num_steps, rows, adds,
+                                                           out, out_stride);
+    multiply_by_vectors<Element, LINES, ROWS>(panels, block, next, pass, num_steps, rows, adds, out, out_stride);
 }
 
 // Splits rows into groups of about the same size, as each reads the block once.
@@ -426,9 +434,6 @@ void multiply(const Panels& panels, const char* block, const char* next, int64_t
         return;
     }
 #endif
-    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
-    for (int row = 0; adds && row < num_rows; ++row)
-        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) sums[row][v] = load(out + row * out_stride + v * WIDTH);
     const int group_rows = rows_of_group(num_rows), num_groups = (num_rows + group_rows - 1) / group_rows;
     // The last two turns prefetch, half of the lines each: the block itself is in cache by then.
     int turns_left = NUM_PASSES * num_groups;
@@ -436,16 +441,15 @@ void multiply(const Panels& panels, const char* block, const char* next, int64_t
         for (int row = 0; row < num_rows; row += group_rows, --turns_left) {
             const int count = std::min(group_rows, num_rows - row);
             const Rows<Element> some = rows.from(row, 0);
+            float* const to = out + row * out_stride;
             if (next == nullptr || turns_left > 2)
-                multiply_some<Element, 0>(count, panels, block, nullptr, pass, num_steps, some, sums + row);
+                multiply_some<Element, 0>(count, panels, block, nullptr, pass, num_steps, some, adds, to, out_stride);
             else if (NUM_PASSES * num_groups > 1)
                 multiply_some<Element, 1>(count, panels, block, next + 64 * (turns_left - 1), pass, num_steps, some,
-                                          sums + row);
+                                          adds, to, out_stride);
             else
-                multiply_some<Element, 2>(count, panels, block, next, pass, num_steps, some, sums + row);
+                multiply_some<Element, 2>(count, panels, block, next, pass, num_steps, some, adds, to, out_stride);
         }
-    for (int row = 0; row < num_rows; ++row)
-        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
 }
 
 }  // namespace inflight

@@ -63,6 +63,11 @@ Rows<Element> take_rows(Cursor& cursor, int64_t num_rows, int64_t depth) {
     return rows;
 }
 
+// What a product does before it computes a tile whose results need no memory that other threads wrote.
+struct PrepareNothing {
+    void operator()(int64_t, int64_t, int) const {}
+};
+
 // rows · matrix, in passes over the columns. A pass has as many rows as stay in the second-level cache meanwhile. A task
 // has some blocks of columns and some rows of a pass: so few that all threads end a product at about the same time. The
 // tasks of a column are neighbours, so that its blocks come from memory once.
@@ -92,9 +97,10 @@ class Product {
           after_(after),
           num_tasks(num_rows == 0 ? 0 : num_passes_ * num_columns_ * tasks_of_column_) {}
 
-    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns.
-    template <class Finish>
-    void compute(int64_t task, ProductScratch& scratch, const Finish& finish) const {
+    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns. Before a tile is
+    // computed, calls `prepare(first_block, first_row, num_rows)`.
+    template <class Prepare, class Finish>
+    void compute(int64_t task, ProductScratch& scratch, const Prepare& prepare, const Finish& finish) const {
         const int64_t first_block = column_of(task) * blocks_at_once_;
         const int64_t first_row = task / (num_columns_ * tasks_of_column_) * rows_of_pass_;
         const int64_t start = first_row + task % tasks_of_column_ * rows_of_task_;
@@ -102,6 +108,7 @@ class Product {
         const char* const next_task = probably_next(task);
         for (int64_t row = start; row < end; row += TILE_ROWS) {
             const int num_rows = (int)std::min<int64_t>(TILE_ROWS, end - row);
+            prepare(first_block, row, num_rows);
             for (int64_t i = 0; i < blocks_at_once_; ++i) {
                 const CodeFormat* const format = format_of(first_block + i);
                 const char* next = nullptr;

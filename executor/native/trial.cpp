@@ -48,7 +48,7 @@ class TrialOf final : public Trial {
                                   &matrices_[(i + 1) % matrices_.size()], prepared(i));
         const int64_t num_tasks = products[0].num_tasks, num_all = num_tasks * (int64_t)products.size();
         return processor_seconds(pool, num_all, [&](int64_t task, int thread) {
-            products[task / num_tasks].compute(task % num_tasks, *scratch_[thread],
+            products[task / num_tasks].compute(task % num_tasks, *scratch_[thread], PrepareNothing{},
                                                [](int64_t, int64_t, int, const float*) {});
         });
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,25 @@ def test_logits_do_not_depend_on_how_weights_are_read(
         logits = [logits_of(model, case) for case in cases]
         expected = expected or logits
         assert all(torch.equal(found, wanted) for found, wanted in zip(logits, expected, strict=True)), stream
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_logits_do_not_depend_on_which_rows_have_some(folder: Path, kind: str) -> None:
+    """Bit by bit, in any order and twice; and so does KV of steps in which no row has any."""
+    options = {"weight_dtype": "int8", "dtype_name": "bfloat16"} if kind == "int8" else {"dtype_name": kind}
+    model, case = load(folder, **options), filled_case()
+    num_rows = len(case.batch.token_ids)
+    whole = replace(case, batch=replace(case.batch, logit_rows=torch.arange(num_rows)))
+    expected = logits_of(model, whole)
+    for rows in ([num_rows - 1, 3, 40, 3], [num_rows - 70], list(range(1, num_rows))):
+        logits = model.forward(replace(case.batch, logit_rows=torch.tensor(rows)))
+        assert torch.equal(logits, expected[rows])
+
+    for kv in model.kv:
+        kv.keys.zero_()
+        kv.values.zero_()
+    assert len(model.forward(replace(case.history, logit_rows=torch.zeros(0, dtype=torch.int64)))) == 0
+    assert torch.equal(model.forward(whole.batch), expected)
 
 
 def test_tokens_are_those_of_transformers(folder: Path) -> None:

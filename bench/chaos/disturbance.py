@@ -11,6 +11,7 @@ from typing import Protocol
 
 from rich.console import Console
 
+from bench.chaos.adapters import ServedAdapters
 from bench.chaos.gaps import Window
 from bench.chaos.inject import inject
 from bench.chaos.options import ChaosOptions
@@ -52,11 +53,12 @@ class ChaosRun:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The processes, a client of their routers, and what asks for their health."""
+    """The processes, a client of their routers, what asks for their health, and the adapters, if there are any."""
 
     fleet: Fleet
     client: AsyncClient
     observer: Observer
+    adapters: ServedAdapters | None = None
 
 
 @asynccontextmanager
@@ -71,7 +73,10 @@ async def running_system(run: ChaosRun) -> AsyncIterator[System]:
         Observer(fleet, run.setting.pool) as observer,
     ):
         await observer.wait_until_whole(options.recovery_timeout_s)
-        yield System(fleet, client, observer)
+        files, adapters = run.setting.adapters, None
+        if files is not None:
+            adapters = ServedAdapters(files, observer, await observer.adapter_hashes())
+        yield System(fleet, client, observer, adapters)
 
 
 @asynccontextmanager
@@ -89,7 +94,7 @@ async def disturb(run: ChaosRun, system: System, streams: Streams) -> None:
     """Injects faults until the time is over and the system is whole again."""
     options = run.options
     ends_s = time.monotonic() + options.seconds
-    schedule = faults(options.seed, options.kinds, options.routers, options.executors)
+    schedule = faults(options.seed, options.kinds, options.routers, options.executors, options.adapters)
 
     async def one_at_a_time() -> None:
         for fault in schedule:
@@ -112,12 +117,13 @@ async def _one_fault(run: ChaosRun, system: System, streams: Streams, fault: Fau
     window = Window(fault, began_s, began_s, None)
     run.windows.append(window)
     at = len(run.windows) - 1
-    await inject(system.fleet, fault)
-    over_s = time.monotonic()
+    over_s = began_s
     try:
+        await inject(system.fleet, fault, system.adapters)
+        over_s = time.monotonic()
         await system.observer.wait_until_whole(run.options.recovery_timeout_s)
     except TimeoutError:
-        run.say(f"{fault.number:3d}. not whole after {run.options.recovery_timeout_s:g} s")
+        run.say(f"{fault.number:3d}. not whole after {time.monotonic() - began_s:.1f} s")
         run.windows[at] = Window(fault, began_s, over_s, None)
         return
     run.windows[at] = Window(fault, began_s, over_s, time.monotonic())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
+from bench.chaos.adapters import ServedAdapters
 from bench.chaos.schedule import Fault, FaultKind
 from bench.fleet.fleet import Fleet, Member
 from bench.fleet.proxy import Proxy, Weather
@@ -20,9 +21,14 @@ from router.store.settings import StoreSettings
 KEYS, KEPT = "inflight:*", "kept:"
 
 
-async def inject(fleet: Fleet, fault: Fault) -> None:
-    """Returns when the fault is over; the system need not have recovered by then."""
-    await _INJECTIONS[fault.kind](fleet, fault)
+async def inject(fleet: Fleet, fault: Fault, adapters: ServedAdapters | None = None) -> None:
+    """Returns when the fault is over; the system need not have recovered by then. Faults of adapters need
+    `adapters`."""
+    if adapters is not None and fault.kind in _ADAPTER_INJECTIONS:
+        async with adapters.turn:
+            await _ADAPTER_INJECTIONS[fault.kind](adapters, fault)
+    else:
+        await _INJECTIONS[fault.kind](fleet, fault)
 
 
 async def _kill(member: Member) -> None:
@@ -76,6 +82,27 @@ def _store(weather: Weather) -> Callable[[Fleet, Fault], Coroutine[Any, Any, Non
     return lambda fleet, fault: _disturb(fleet.stores[fault.router], fault, weather)
 
 
+async def _replace(adapters: ServedAdapters, fault: Fault) -> None:
+    await adapters.replace(fault.adapter)
+
+
+async def _remove(adapters: ServedAdapters, fault: Fault) -> None:
+    await adapters.remove(fault.adapter)
+    await asyncio.sleep(fault.lasts_s)
+    await adapters.replace(fault.adapter)
+
+
+async def _truncate(adapters: ServedAdapters, fault: Fault) -> None:
+    await adapters.truncate(fault.adapter)
+    await asyncio.sleep(fault.lasts_s)
+    await adapters.replace(fault.adapter)
+
+
+_ADAPTER_INJECTIONS = {
+    FaultKind.ADAPTER_REPLACE: _replace,
+    FaultKind.ADAPTER_REMOVE: _remove,
+    FaultKind.ADAPTER_TRUNCATE: _truncate,
+}
 _INJECTIONS: dict[FaultKind, Callable[[Fleet, Fault], Coroutine[Any, Any, None]]] = {
     FaultKind.EXECUTOR_KILL: lambda fleet, fault: _kill(fleet.executors[fault.executor]),
     FaultKind.EXECUTOR_HANG: lambda fleet, fault: _hang(fleet.executors[fault.executor], fault.lasts_s),

@@ -16,6 +16,7 @@ from enum import Enum
 
 import grpc
 
+from bench.chaos.adapters import AdapterHistory
 from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.requests import Expected, SampleRequest
 from common.errors import Reason
@@ -29,6 +30,10 @@ REPEAT_WITHIN_S = 20
 MAX_REPEAT_PAUSE_S = 1.0
 # Waits where a refusal says when to try again, but not longer than this.
 MAX_RETRY_S = 2.0
+# Of requests, where there are adapters.
+ADAPTER_SHARE = 0.6
+# What each version of an adapter brings.
+Versions = Mapping[int, Expected]
 
 
 class Manner(Enum):
@@ -53,6 +58,26 @@ class Sent:
     failed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSamples:
+    """Requests with adapters, what each version brings, and which version a request got at a time."""
+
+    expected: Mapping[SampleRequest, Versions]
+    history: AdapterHistory
+
+    def versions(self, sample: SampleRequest, since_s: float, until_s: float) -> frozenset[int | None]:
+        """Returns the versions that a request got that was admitted in this time; None: it was refused."""
+        return self.history.versions(_adapter_of(sample), since_s, until_s)
+
+    def has_changed(self, sample: SampleRequest, since_s: float, until_s: float) -> bool:
+        """Returns whether the version of a request may have been replaced or removed in this time."""
+        return self.history.has_changed(_adapter_of(sample), since_s, until_s)
+
+
+def _adapter_of(sample: SampleRequest) -> str:
+    return sample.model.rpartition(":")[2]
+
+
 @dataclass(slots=True)
 class Load:
     """Everything that was sent. `stop` ends it: requests under way are read to their end."""
@@ -62,6 +87,7 @@ class Load:
     seed: int
     manners: Sequence[Manner]
     on_end: Callable[[Sent], None] = lambda sent: None
+    adapted: AdapterSamples | None = None
     sent: list[Sent] = field(default_factory=list)
     under_way: set[int] = field(default_factory=set)
     num_begun: int = 0
@@ -89,8 +115,10 @@ class Load:
         self.is_stopping = True
 
     async def _send_on(self, rng: random.Random) -> None:
-        choices = list(self.expected)
+        plain = list(self.expected)
+        adapted = [] if self.adapted is None else list(self.adapted.expected)
         while not self.is_stopping:
+            choices = adapted if adapted and rng.random() < ADAPTER_SHARE else plain
             sample, manner = rng.choice(choices), rng.choice(list(self.manners))
             sent = await self._send(sample, manner, rng)
             if sent.refused:
@@ -113,7 +141,8 @@ class Load:
                 if first.refused:
                     return first
                 await asyncio.sleep(rng.uniform(0, MAX_REPEAT_PAUSE_S))
-                return await self._read(sample, manner, request)
+                # Where the ledger knows the request, it is the version of the first one.
+                return await self._read(sample, manner, request, since_s=first.observed.began_s)
             case Manner.READ:
                 return await self._read(sample, manner, sample.request())
 
@@ -123,8 +152,9 @@ class Load:
         manner: Manner,
         request: inference_pb2.GenerateRequest,
         leave_after: int | None = None,
+        since_s: float | None = None,
     ) -> Sent:
-        """Sends and reads to the end, or until so many tokens have come."""
+        """Sends and reads to the end, or until so many tokens have come. `since_s`: when the request was first sent."""
         self.num_begun += 1
         number = self.num_begun
         self.under_way.add(number)
@@ -139,7 +169,7 @@ class Load:
         finally:
             observed.ended_s = time.monotonic()
             self.under_way.discard(number)
-        sent = self._judged(number, manner, observed)
+        sent = self.judged(number, manner, observed, observed.began_s if since_s is None else since_s)
         self.sent.append(sent)
         self.on_end(sent)
         return sent
@@ -155,16 +185,49 @@ class Load:
                     observed.was_left = True
                     return
 
-    def _judged(self, number: int, manner: Manner, observed: Observed) -> Sent:
+    def judged(self, number: int, manner: Manner, observed: Observed, since_s: float) -> Sent:
+        """Judges a stream that has ended. `since_s`: when its request was first sent."""
         if observed.error is None and not observed.has_timed_out:
-            verdict = judge(observed, self.expected[observed.sample])
+            verdict = self._verdict(observed, since_s)
             return Sent(number, manner, observed, verdict, refused=False, failed=not verdict.is_right)
         if observed.error is not None and is_promised_refusal(observed, manner):
             return Sent(number, manner, observed, Verdict(), refused=True, failed=False)
+        is_due = self.adapted is not None and is_adapter_gone(observed, self.adapted, since_s)
         # What came before it broke must be right all the same.
         observed.was_left = True
-        verdict = judge(observed, self.expected[observed.sample])
-        return Sent(number, manner, observed, verdict, refused=False, failed=True)
+        verdict = self._verdict(observed, since_s) if observed.offsets else Verdict()
+        return Sent(number, manner, observed, verdict, refused=is_due, failed=not (is_due and verdict.is_right))
+
+    def _verdict(self, observed: Observed, since_s: float) -> Verdict:
+        """Holds a stream against what its sample brings; with an adapter, against the versions that it can have got."""
+        sample = observed.sample
+        if self.adapted is None or sample not in self.adapted.expected:
+            return judge(observed, self.expected[sample])
+        until_s = observed.accepted_s if observed.accepted_s is not None else observed.ended_s
+        due = self.adapted.versions(sample, since_s, until_s)
+        verdicts = {version: judge(observed, expected) for version, expected in self.adapted.expected[sample].items()}
+        if any(verdict.is_right for version, verdict in verdicts.items() if version in due):
+            return Verdict()
+        for version, verdict in verdicts.items():
+            if verdict.is_right:
+                what = f"its tokens are of version {version} of the adapter, and due was one of {list(due)}"
+                return Verdict(problem=what)
+        return min(verdicts.values(), key=lambda verdict: verdict.lost + verdict.duplicated)
+
+
+def is_adapter_gone(observed: Observed, adapted: AdapterSamples, since_s: float) -> bool:
+    """Returns whether a request ended as promised because its adapter was not there, or no longer.
+
+    A new request is told that the name is not known. One that waits, or loses its executor, is told that no executor
+    serves the version that it was accepted for.
+    """
+    error, sample = observed.error, observed.sample
+    if error is None or sample not in adapted.expected:
+        return False
+    if error.reason == Reason.UNKNOWN_ADAPTER.value:
+        was_absent = None in adapted.versions(sample, since_s, observed.ended_s)
+        return was_absent and not observed.was_accepted and not observed.offsets
+    return error.reason == Reason.NEVER_FITS.value and adapted.has_changed(sample, since_s, observed.ended_s)
 
 
 def is_promised_refusal(observed: Observed, manner: Manner) -> bool:

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from bench.chaos.adapters import NUM_VERSIONS, ServedAdapters, version_name
 from bench.chaos.disturbance import ChaosRun, System, disturb, running_system
-from bench.chaos.load import Load, Sent
+from bench.chaos.load import AdapterSamples, Load, Sent, Versions
 from bench.chaos.options import ChaosOptions, parse_options
 from bench.chaos.reference import Reference, load_or_make
 from bench.chaos.report import fill, page, values_of
-from bench.chaos.requests import sample_requests
-from bench.chaos.setting import setting_of
+from bench.chaos.requests import SampleRequest, sample_requests
+from bench.chaos.setting import NUM_ADAPTER_SAMPLES, setting_of
 from bench.chaos.tally import Tally, tally
 from bench.fleet.health import Leak
 from bench.report.page import write_report
@@ -57,7 +58,13 @@ async def _run(run: ChaosRun) -> Tally:
     options = run.options
     async with running_system(run) as system:
         reference = await _reference(run, system.client)
-        load = Load(system.client, reference.expected, options.seed, options.manners, lambda sent: _tell(run, sent))
+        adapted = None
+        if system.adapters is not None:
+            adapted = await _adapter_samples(run, system.client, system.adapters)
+            await system.adapters.begin()
+        load = Load(
+            *(system.client, reference.expected, options.seed, options.manners, lambda sent: _tell(run, sent), adapted)
+        )
         run.began_s = time.monotonic()
         leak: Leak | None = None
         try:
@@ -78,6 +85,35 @@ async def _reference(run: ChaosRun, client: AsyncClient) -> Reference:
     left_out = f", {reference.num_left_out} left out for a tie" if reference.num_left_out else ""
     run.say(f"{len(reference.expected)} requests to choose from{left_out}")
     return reference
+
+
+async def _adapter_samples(run: ChaosRun, client: AsyncClient, adapters: ServedAdapters) -> AdapterSamples:
+    """What requests with adapters bring with each version: generated with every version, served under a name of its
+    own."""
+    setting, names = run.setting, adapters.files.names
+
+    def samples(name: str) -> list[SampleRequest]:
+        model = f"{setting.pool}:{name}"
+        lengths = setting.adapter_lengths
+        return list(sample_requests(NUM_ADAPTER_SAMPLES, lengths, setting.vocabulary_size, model))
+
+    of_versions = {
+        (name, version): samples(version_name(name, version)) for name in names for version in range(NUM_VERSIONS)
+    }
+    wanted = [sample for found in of_versions.values() for sample in found]
+    run.say(f"what {len(wanted)} requests with adapters bring undisturbed")
+    hashes = ", ".join(f"{name} {content}" for name, content in sorted(adapters.hashes.items()))
+    known = (await load_or_make(client, wanted, f"{setting.system} with {hashes}")).expected
+    expected: dict[SampleRequest, Versions] = {}
+    for name in names:
+        for index, sample in enumerate(samples(name)):
+            found = [known.get(of_versions[name, version][index]) for version in range(NUM_VERSIONS)]
+            versions = {version: one for version, one in enumerate(found) if one is not None}
+            # A request with a tie is left out, and one that does not tell the versions apart.
+            if len({one.token_ids for one in versions.values()}) == NUM_VERSIONS:
+                expected[sample] = versions
+    run.say(f"{len(expected)} requests with adapters to choose from")
+    return AdapterSamples(expected, adapters.history)
 
 
 async def _disturbed(run: ChaosRun, system: System, load: Load) -> None:
@@ -101,13 +137,17 @@ def _tell(run: ChaosRun, sent: Sent) -> None:
 
 def _circumstances(run: ChaosRun, reference: Reference) -> dict[str, str]:
     options = run.options
+    arguments = " ".join(
+        [f"--model {options.model}"] * bool(options.model) + [f"--adapters {options.adapters}"] * bool(options.adapters)
+    )
     return {
         "command": f"make chaos SECONDS={options.seconds:g} SEED={options.seed}"
-        + (f' ARGS="--model {options.model}"' if options.model else ""),
+        + (f' ARGS="{arguments}"' if arguments else ""),
         "executor options": " ".join(options.executor_args) or "none",
         "model": run.setting.system,
         "system": f"{options.routers} routers, {options.executors} executors of {options.seats} seats, one Redis",
         "load": f"{options.clients} clients, each with one request after the other out of {len(reference.expected)}",
+        "adapters": f"{options.adapters} in {options.adapter_slots} slots" if options.adapters else "none",
         "faults": ", ".join(kind.value for kind in options.kinds),
         "at a time": str(options.overlap),
         "machine": f"{os.cpu_count()} cores",

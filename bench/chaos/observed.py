@@ -27,6 +27,7 @@ class Observed:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     was_accepted: bool = False
+    accepted_s: float | None = None
     finish_reason: str | None = None
     counted_tokens: int | None = None
     migrated_s: list[float] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Observed:
         match event:
             case Accepted():
                 self.was_accepted = True
+                self.accepted_s = self.accepted_s or at_s
                 self.request_id = event.request_id
             case Delta():
                 if event.num_tokens:

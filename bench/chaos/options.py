@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.chaos.load import Manner
-from bench.chaos.schedule import FaultKind
+from bench.chaos.schedule import ADAPTER_KINDS, FaultKind
 from bench.fleet.tiny_model import NAME as TINY
 
 
@@ -25,6 +25,7 @@ class ChaosOptions:
     executors: int
     seats: int
     clients: int
+    adapters: int
     kinds: tuple[FaultKind, ...]
     manners: tuple[Manner, ...]
     overlap: int
@@ -36,6 +37,11 @@ class ChaosOptions:
     executor_args: tuple[str, ...]
 
     @property
+    def adapter_slots(self) -> int:
+        """Slots of an executor: fewer than there are adapters, so that some are evicted."""
+        return (self.adapters + 1) // 2
+
+    @property
     def is_tiny(self) -> bool:
         """Whether it is the model that is made for this."""
         return self.model == TINY
@@ -43,7 +49,13 @@ class ChaosOptions:
 
 def parse_options(argv: Sequence[str]) -> ChaosOptions:
     """Reads the command line; exits 2 with the option's name where it is wrong."""
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given = parser.parse_args(argv)
+    kinds = given.faults or tuple(kind for kind in FaultKind if given.adapters or kind not in ADAPTER_KINDS)
+    if given.adapters < 0:
+        parser.error("--adapters must be at least 0")
+    if not given.adapters and ADAPTER_KINDS.intersection(kinds):
+        parser.error("--faults of adapters need --adapters")
     return ChaosOptions(
         seconds=given.seconds,
         seed=secrets.randbelow(1_000_000) if given.seed is None else given.seed,
@@ -52,7 +64,8 @@ def parse_options(argv: Sequence[str]) -> ChaosOptions:
         executors=given.executors,
         seats=given.seats,
         clients=given.clients or round(1.5 * given.seats * given.executors),
-        kinds=tuple(given.faults),
+        adapters=given.adapters,
+        kinds=tuple(kinds),
         manners=tuple(given.manners),
         overlap=given.overlap,
         recovery_timeout_s=given.recovery_timeout,
@@ -80,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--executors", type=int, default=2, metavar="N", help="default: 2")
     add("--seats", type=int, default=4, metavar="N", help="of each executor; default: 4")
     add("--clients", type=int, metavar="N", help="requests under way; default: half more than there are seats")
-    add("--faults", type=_kinds, default=tuple(FaultKind), metavar="KIND,…", help=_names(FaultKind))
+    add("--adapters", type=int, default=0, metavar="N", help="LoRA adapters, in half as many slots; default: none")
+    add("--faults", type=_kinds, metavar="KIND,…", help=_names(FaultKind))
     add("--manners", type=_manners, default=tuple(Manner), metavar="MANNER,…", help=f"of reading: {_names(Manner)}")
     add("--overlap", type=int, default=1, metavar="N", help="faults at a time; nothing is promised for more than 1")
     add("--recovery-timeout", type=float, default=90.0, metavar="S", help="until a fault counts as fatal; default: 90")

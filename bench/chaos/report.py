@@ -58,6 +58,8 @@ def page(tally: Tally) -> Page:
     ]
     if tally.refusals:
         note = "New requests that were told to try again later, which is allowed while Redis is away."
+        if tally.num_adapted:
+            note += " Requests whose adapter was removed, or replaced while they waited."
         parts.append(Part("Refused", note, table=_sorted("status", tally.refusals)))
     if tally.failures:
         parts.append(Part("Failures", problems=tally.failures[:MAX_FAILURES]))
@@ -96,6 +98,13 @@ def _counts(tally: Tally) -> dict[str, int]:
             "blocks that executors still hold": tally.leak.used_blocks,
             "blocks that the ledger still promises": tally.leak.reserved_blocks,
             "requests left in the ledger": tally.leak.num_requests,
+        }
+    if tally.num_adapted:
+        counts |= {"requests with an adapter": tally.num_adapted}
+    if tally.num_adapted and tally.leak is not None:
+        counts |= {
+            "placements that pin an adapter in the ledger": tally.leak.num_pins,
+            "adapters that executors still hold": tally.leak.num_held_adapters,
         }
     return counts
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -31,7 +31,8 @@ class SampleKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One request, apart from its id and key. Exactly one of `prompt` and `prompt_ids` is set."""
+    """One request, apart from its id and key. Exactly one of `prompt` and `prompt_ids` is set. `model` may name an
+    adapter, as `MODEL:ADAPTER`; empty: the only model."""
 
     name: str
     kind: SampleKind
@@ -40,6 +41,7 @@ class SampleRequest:
     prompt_ids: tuple[int, ...] | None = None
     stop: str | None = None
     seed: int | None = None
+    model: str = ""
 
     @property
     def wants_ids(self) -> bool:
@@ -51,6 +53,7 @@ class SampleRequest:
         if self.seed is not None:
             sampling = {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "seed": self.seed}
         given = {
+            "model": self.model,
             "max_tokens": self.max_tokens,
             "ignore_eos": True,
             "want_token_ids": self.wants_ids,
@@ -78,8 +81,10 @@ class LengthRanges:
     output: tuple[int, int]
 
 
-def sample_requests(number: int, lengths: LengthRanges, vocabulary_size: int) -> Iterator[SampleRequest]:
-    """So many requests without a stop text, of every kind in turn; always the same."""
+def sample_requests(
+    number: int, lengths: LengthRanges, vocabulary_size: int, model: str = ""
+) -> Iterator[SampleRequest]:
+    """So many requests without a stop text, of every kind in turn; always the same, for every model."""
     rng = random.Random("samples")
     words = TEXT.split()
     for index in range(number):
@@ -90,12 +95,11 @@ def sample_requests(number: int, lengths: LengthRanges, vocabulary_size: int) ->
         name = f"{kind.value}-{index}"
         if kind is SampleKind.TEXT:
             prompt = " ".join(rng.choice(words) for _ in range(max(1, num_prompt_tokens // 4)))
-            yield SampleRequest(name, kind, max_tokens, prompt=prompt)
+            yield SampleRequest(name, kind, max_tokens, prompt=prompt, model=model)
         else:
             ids = tuple(rng.randrange(vocabulary_size - 1) for _ in range(num_prompt_tokens))
-            yield SampleRequest(
-                name, kind, max_tokens, prompt_ids=ids, seed=seed if kind is SampleKind.SAMPLED else None
-            )
+            given_seed = seed if kind is SampleKind.SAMPLED else None
+            yield SampleRequest(name, kind, max_tokens, prompt_ids=ids, seed=given_seed, model=model)
 
 
 def with_stop(sample: SampleRequest, expected: Expected) -> SampleRequest | None:
@@ -107,15 +111,7 @@ def with_stop(sample: SampleRequest, expected: Expected) -> SampleRequest | None
     for at in range(len(text) // 2, len(text) - 3):
         stop = text[at : at + 3]
         if "\N{REPLACEMENT CHARACTER}" not in stop and text.index(stop) == at:
-            return SampleRequest(
-                f"stop-{sample.name}",
-                SampleKind.STOP,
-                sample.max_tokens,
-                sample.prompt,
-                sample.prompt_ids,
-                stop,
-                sample.seed,
-            )
+            return replace(sample, name=f"stop-{sample.name}", kind=SampleKind.STOP, stop=stop)
     return None
 
 
@@ -127,4 +123,5 @@ def continued(sample: SampleRequest, expected: Expected, num_tokens: int) -> Sam
         SampleKind.IDS,
         len(expected.token_ids) - num_tokens,
         prompt_ids=sample.prompt_ids + expected.token_ids[:num_tokens],
+        model=sample.model,
     )

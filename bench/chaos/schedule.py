@@ -31,7 +31,13 @@ class FaultKind(Enum):
     STORE_BLACK_HOLE = "store-black-hole"
     STORE_DELAY = "store-delay"
     STORE_STALE = "store-stale"
+    ADAPTER_REPLACE = "adapter-replace"
+    ADAPTER_REMOVE = "adapter-remove"
+    ADAPTER_TRUNCATE = "adapter-truncate"
 
+
+ADAPTER_KINDS = frozenset({FaultKind.ADAPTER_REPLACE, FaultKind.ADAPTER_REMOVE, FaultKind.ADAPTER_TRUNCATE})
+"""Kinds that change the files of an adapter."""
 
 DEADLY = frozenset(
     {
@@ -58,6 +64,8 @@ LASTS_S: dict[FaultKind, tuple[float, float]] = {
     FaultKind.STORE_BLACK_HOLE: (3.0, 8.0),
     FaultKind.STORE_DELAY: (2.0, 4.0),
     FaultKind.STORE_STALE: (1.5, 2.5),
+    FaultKind.ADAPTER_REMOVE: (0.5, 3.0),
+    FaultKind.ADAPTER_TRUNCATE: (0.5, 3.0),
 }
 CALM_S = (0.5, 2.0)
 DELAY_S = (0.02, 0.2)
@@ -67,7 +75,8 @@ DELAY_S = (0.02, 0.2)
 class Fault:
     """One fault: `calm_s` after the system has recovered from the one before it happens, and lasts `lasts_s`.
 
-    `router` and `executor` are indices; which of them count is the kind's affair. `delay_s` is for a slow network.
+    `router`, `executor` and `adapter` are indices; which of them count is the kind's affair. `delay_s` is for a slow
+    network.
     """
 
     number: int
@@ -77,6 +86,7 @@ class Fault:
     executor: int
     lasts_s: float = 0.0
     delay_s: float = 0.0
+    adapter: int = 0
 
     @property
     def target(self) -> str:
@@ -90,13 +100,17 @@ class Fault:
                 return f"router-{self.router} – executor-{self.executor}"
             case "store" if self.kind is not FaultKind.STORE_STALE:
                 return f"router-{self.router} – redis"
+            case "adapter":
+                return f"lora-{self.adapter}"
             case _:
                 return "redis"
 
 
-def faults(seed: int, kinds: Sequence[FaultKind], num_routers: int, num_executors: int) -> Iterator[Fault]:
+def faults(
+    seed: int, kinds: Sequence[FaultKind], num_routers: int, num_executors: int, num_adapters: int = 0
+) -> Iterator[Fault]:
     """Yields the faults of a seed, without end."""
-    rng = random.Random(f"faults/{seed}")
+    rng, of_adapters = random.Random(f"faults/{seed}"), random.Random(f"adapters/{seed}")
     number = 0
     while True:
         for kind in rng.sample(list(kinds), len(kinds)):
@@ -109,4 +123,5 @@ def faults(seed: int, kinds: Sequence[FaultKind], num_routers: int, num_executor
                 executor=rng.randrange(num_executors),
                 lasts_s=round(rng.uniform(*LASTS_S.get(kind, (0.0, 0.0))), 3),
                 delay_s=round(rng.uniform(*DELAY_S), 3),
+                adapter=of_adapters.randrange(max(1, num_adapters)),
             )

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.chaos.adapters import AdapterFiles
 from bench.chaos.options import ChaosOptions
 from bench.chaos.requests import LengthRanges
+from bench.fleet.random_adapters import RANK
 from bench.fleet.tiny_model import write_tiny_model
 from bench.targets.model import local_model
 from common.model_source import resolve_model
@@ -24,11 +26,15 @@ TINY_LENGTHS = LengthRanges(prompt=(8, 60), output=(20, 180))
 LENGTHS = LengthRanges(prompt=(8, 120), output=(12, 72))
 NUM_TINY_SAMPLES = 24
 NUM_SAMPLES = 32
+# Of each version of each adapter. Their outputs are at most so long.
+NUM_ADAPTER_SAMPLES = 4
+MAX_ADAPTER_OUTPUT = 90
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The processes, what the ledger calls their pool, and the requests. `system` names model and arithmetic."""
+    """The processes, what the ledger calls their pool, and the requests. `system` names model and arithmetic. Without
+    `adapters` there are none."""
 
     stack: StackOptions
     pool: str
@@ -36,6 +42,13 @@ class Setting:
     vocabulary_size: int
     lengths: LengthRanges
     num_samples: int
+    adapters: AdapterFiles | None
+
+    @property
+    def adapter_lengths(self) -> LengthRanges:
+        """Of requests with an adapter."""
+        least, most = self.lengths.output
+        return LengthRanges(self.lengths.prompt, (least, min(most, MAX_ADAPTER_OUTPUT)))
 
 
 @contextmanager
@@ -49,17 +62,22 @@ def setting_of(options: ChaosOptions) -> Iterator[Setting]:
         model = str(write_tiny_model(Path(folder))) if options.is_tiny else options.model
         source = resolve_model(model)
         lengths = TINY_LENGTHS if options.is_tiny else LENGTHS
+        local = local_model(model)
+        adapters = None
+        if options.adapters:
+            adapters = AdapterFiles.write(Path(folder) / "adapters", local.folder, options.adapters)
         yield Setting(
-            stack=_stack(options, model, lengths),
+            stack=_stack(options, model, lengths, adapters),
             pool=source.name,
             system=f"{source.name} ({source.revision}) in {DTYPE}",
-            vocabulary_size=local_model(model).vocabulary_size,
+            vocabulary_size=local.vocabulary_size,
             lengths=lengths,
             num_samples=NUM_TINY_SAMPLES if options.is_tiny else NUM_SAMPLES,
+            adapters=adapters,
         )
 
 
-def _stack(options: ChaosOptions, model: str, lengths: LengthRanges) -> StackOptions:
+def _stack(options: ChaosOptions, model: str, lengths: LengthRanges, adapters: AdapterFiles | None) -> StackOptions:
     inflight = (sys.executable, "-m", "inflight.cli.main")
     paced = (sys.executable, "-m", "bench.fleet.paced", str(TINY_STEP_MS))
     return StackOptions(
@@ -72,8 +90,17 @@ def _stack(options: ChaosOptions, model: str, lengths: LengthRanges) -> StackOpt
             *("--dtype", DTYPE),
             *("--max-num-sequences", str(options.seats)),
             *("--max-tokens-in-paged-kv-cache", str(_num_kv_tokens(options.seats, lengths))),
+            *(() if adapters is None else _adapter_args(options, adapters)),
             *options.executor_args,
         ),
+    )
+
+
+def _adapter_args(options: ChaosOptions, adapters: AdapterFiles) -> tuple[str, ...]:
+    return (
+        *("--adapter-folder", str(adapters.served)),
+        *("--max-adapters", str(options.adapter_slots)),
+        *("--max-adapter-rank", str(RANK)),
     )
 
 

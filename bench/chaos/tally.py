@@ -32,6 +32,7 @@ class Tally:
     leak: Leak | None
     gaps: tuple[Gaps, ...]
     was_interrupted: bool
+    num_adapted: int = 0
 
     @property
     def is_right(self) -> bool:
@@ -62,6 +63,7 @@ def tally(
         circumstances=circumstances,
         num_requests=len(sent),
         num_tokens=sum(stream.num_tokens for stream in streams),
+        num_adapted=sum(bool(stream.sample.model) for stream in streams),
         manners=_counted(one.manner.value for one in sent),
         deaths=_counted(_death(ended) for ended in exits),
         faults=_counted(window.fault.kind.value for window in windows),

@@ -44,12 +44,14 @@ Begin = Callable[[str, str, str, Sequence[str], Path, Mapping[str, str]], Awaita
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A place in the system, and the process that is there now. `start` starts its n-th."""
+    """A place in the system, and the process that is there now. `start` starts its n-th. An executor has metrics at
+    `http_address`."""
 
     name: str
     role: str
     address: str
     start: Start
+    http_address: str = ""
     process: ChildProcess | None = None
     num_starts: int = 0
     started_s: float = 0.0
@@ -179,7 +181,7 @@ def _words_of(error: BaseException | None) -> str:
 
 def _laid_out(options: StackOptions, begin: Begin) -> Fleet:
     """Returns every member and every proxy, not started yet."""
-    num_ports = 1 + options.executors + options.routers * (2 + options.executors)
+    num_ports = 1 + 2 * options.executors + options.routers * (2 + options.executors)
     ports = iter(free_ports(HOST, num_ports))
 
     def address() -> str:
@@ -190,7 +192,7 @@ def _laid_out(options: StackOptions, begin: Begin) -> Fleet:
         options, redis_process, Member(REDIS, REDIS, redis_process.address, lambda number: redis_process.start())
     )
     for index in range(options.executors):
-        fleet.executors.append(_executor(options, f"executor-{index}", address(), begin))
+        fleet.executors.append(_executor(options, f"executor-{index}", address(), address(), begin))
     for index in range(options.routers):
         name = f"router-{index}"
         fleet.stores.append(Proxy(f"{name} – {REDIS}", address(), redis_process.address))
@@ -202,12 +204,14 @@ def _laid_out(options: StackOptions, begin: Begin) -> Fleet:
     return fleet
 
 
-def _executor(options: StackOptions, name: str, address: str, begin: Begin) -> Member:
+def _executor(options: StackOptions, name: str, address: str, http_address: str, begin: Begin) -> Member:
+    command = executor_command(options, name, address, http_address)
+
     async def start(number: int) -> ChildProcess:
         log_file = options.run_dir / f"{name}.{number}.log"
-        return await begin(name, "executor", address, executor_command(options, name, address), log_file, {})
+        return await begin(name, "executor", address, command, log_file, {})
 
-    return Member(name, "executor", address, start)
+    return Member(name, "executor", address, start, http_address)
 
 
 def _router(

@@ -4,30 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import time
+import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.fleet.fleet import Fleet
 from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.keys import PoolKeys
+from router.store.lua import compose, shared_source
 from router.store.settings import StoreSettings
 
 LOOK_EVERY_S = 0.1
 CALL_TIMEOUT_S = 3.0
 # The calls of the check at the end fail the run, so a machine that stands still for some seconds does not end them.
 LAST_CALL_TIMEOUT_S = 60.0
+COUNT_PINS = """
+local num_pins = 0
+for _, text in ipairs(redis.call('HVALS', EXECUTORS)) do
+  for _, count in pairs(pins_of(unpack_executor(text))) do
+    num_pins = num_pins + count
+  end
+end
+return num_pins
+"""
+HELD_ADAPTERS = "inflight_adapter_slots_held"
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """What is left after all requests have ended."""
+    """What is left after all requests have ended. `num_pins` are placements that pin an adapter in the ledger,
+    `num_held_adapters` adapters that sequences of executors hold."""
 
     used_blocks: int
     reserved_blocks: int
     num_requests: int
+    num_pins: int = 0
+    num_held_adapters: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -35,7 +53,7 @@ class Leak:
         return self.used_blocks + self.reserved_blocks
 
     def __bool__(self) -> bool:
-        return bool(self.num_blocks or self.num_requests)
+        return bool(self.num_blocks or self.num_requests or self.num_pins or self.num_held_adapters)
 
 
 class Observer:
@@ -66,7 +84,23 @@ class Observer:
 
     async def leak(self, timeout_s: float) -> Leak:
         """What is left, once nothing is or after `timeout_s` seconds."""
-        return await leak_of(self._clients[0], self._fleet.redis_process.url(), self._pool, timeout_s)
+        metrics = [executor.http_address for executor in self._fleet.executors]
+        return await leak_of(self._clients[0], self._fleet.redis_process.url(), self._pool, timeout_s, metrics)
+
+    async def adapter_hashes(self) -> dict[str, str]:
+        """The content hashes of all adapters by name."""
+        (model,) = await self._clients[0].list_models(timeout=LAST_CALL_TIMEOUT_S)
+        return {adapter.name: adapter.hash for adapter in model.adapters}
+
+    async def wait_until_listed(self, hashes: Mapping[str, str], timeout_s: float) -> None:
+        """Returns when every router lists these adapters and no others, each on every executor. Raises
+        `TimeoutError`."""
+        due = {(name, content, len(self._fleet.executors)) for name, content in hashes.items()}
+        async with asyncio.timeout(timeout_s):
+            for client in self._clients:
+                # Another process's state sets no event here.
+                while await _listed(client) != due:  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_EVERY_S)
 
     async def _sees_all_executors(self, client: AsyncClient) -> bool:
         num_executors = len(self._fleet.executors)
@@ -79,23 +113,48 @@ class Observer:
         return len(accepting) == num_executors and all(model.num_executors == num_executors for model in models)
 
 
-async def leak_of(client: AsyncClient, redis_url: str, pool: str, timeout_s: float) -> Leak:
-    """What is left in a pool, once nothing is or after `timeout_s` seconds."""
+async def _listed(client: AsyncClient) -> set[tuple[str, str, int]] | None:
+    """Name and hash of the adapters that a router lists, and how many executors serve them; None if it is not there."""
+    try:
+        models = await client.list_models(timeout=CALL_TIMEOUT_S)
+    except InflightError:
+        return None
+    return {(one.name, one.hash, one.num_executors) for model in models for one in model.adapters}
+
+
+async def leak_of(
+    client: AsyncClient, redis_url: str, pool: str, timeout_s: float, metrics_addresses: Sequence[str] = ()
+) -> Leak:
+    """What is left in a pool, once nothing is or after `timeout_s` seconds. The adapters that executors hold are looked
+    up in their metrics."""
     redis = connect(redis_url, StoreSettings(call_timeout_ms=round(LAST_CALL_TIMEOUT_S * 1000)))
     try:
         ends_s = time.monotonic() + timeout_s
-        # Another process's state sets no event here.
-        while (leak := await _look(client, redis, pool)) and time.monotonic() < ends_s:  # noqa: ASYNC110
+        while True:
+            leak = await _look(client, redis, pool, metrics_addresses)
+            if not leak or time.monotonic() >= ends_s:
+                return leak
             await asyncio.sleep(LOOK_EVERY_S)
-        return leak
     finally:
         await redis.aclose()
 
 
-async def _look(client: AsyncClient, redis: Any, pool: str) -> Leak:
+async def _look(client: AsyncClient, redis: Any, pool: str, metrics_addresses: Sequence[str]) -> Leak:
     executors = (await client.capacity(timeout=LAST_CALL_TIMEOUT_S)).executors
+    keys = PoolKeys(pool)
+    pool_keys = keys.for_script(())
+    held = await asyncio.gather(*(asyncio.to_thread(_held_adapters, address) for address in metrics_addresses))
     return Leak(
         sum(executor.blocks_used for executor in executors),
         sum(executor.blocks_reserved for executor in executors),
-        int(await redis.hlen(PoolKeys(pool).key("requests"))),
+        int(await redis.hlen(keys.key("requests"))),
+        int(await redis.eval(compose(shared_source(), COUNT_PINS), len(pool_keys), *pool_keys)),
+        sum(held),
     )
+
+
+def _held_adapters(address: str) -> int:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=LAST_CALL_TIMEOUT_S) as response:
+        text = response.read().decode()
+    families = text_string_to_metric_families(text)
+    return sum(int(sample.value) for family in families for sample in family.samples if sample.name == HELD_ADAPTERS)

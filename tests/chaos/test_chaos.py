@@ -1,7 +1,9 @@
-"""A short `make chaos` on the tiny model: real processes die under load, and no token is lost or comes twice."""
+"""A short `make chaos` on the tiny model: real processes die under load, and no token is lost or comes twice; adapters
+change under load, and no request gets the tokens of another version."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,18 +12,31 @@ from pathlib import Path
 LAST_LINE = re.compile(r"chaos: requests=(\d+) deaths=(\d+) resumed=(\d+) lost=0 duplicated=0 leaked_blocks=0")
 
 
-def test_no_token_is_lost_or_comes_twice_whatever_dies(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.chaos", "--model", "tiny", "--seconds", "16", "--seed", "5", "--copies"]
-    faults = ("--faults", "executor-kill,router-kill,redis-empty,link-cut")
-    folders = ("--run-dir", str(tmp_path), "--out", str(tmp_path))
-    # The undisturbed streams that it compares with are made without drafts.
-    drafts = ("--executor-args=--speculation=ngram",)
-    ended = subprocess.run(
-        [*command, *faults, *drafts, *folders], capture_output=True, text=True, timeout=250, check=False
-    )
+def run_chaos(folder: Path, *options: str) -> tuple[int, int]:
+    """Runs it, and returns the numbers of requests and deaths."""
+    command = [sys.executable, "-m", "bench.chaos", "--model", "tiny", "--seed", "5", "--copies"]
+    folders = ("--run-dir", str(folder), "--out", str(folder))
+    ended = subprocess.run([*command, *options, *folders], capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = LAST_LINE.fullmatch(ended.stdout.splitlines()[-1])
     assert found is not None, ended.stdout
     num_requests, num_deaths, _ = map(int, found.groups())
+    return num_requests, num_deaths
+
+
+def test_no_token_is_lost_or_comes_twice_whatever_dies(tmp_path: Path) -> None:
+    faults = ("--faults", "executor-kill,router-kill,redis-empty,link-cut")
+    # The undisturbed streams that it compares with are made without drafts.
+    num_requests, num_deaths = run_chaos(tmp_path, "--seconds", "16", *faults, "--executor-args=--speculation=ngram")
     assert num_requests > 20
     assert num_deaths >= 1
+
+
+def test_adapters_change_under_chaos_and_no_request_gets_another_version(tmp_path: Path) -> None:
+    faults = ("--faults", "executor-kill,redis-empty,adapter-replace,adapter-remove,adapter-truncate")
+    num_requests, num_deaths = run_chaos(tmp_path, "--seconds", "14", "--adapters", "3", *faults)
+    assert num_requests > 20
+    assert num_deaths >= 1
+    report = json.loads((tmp_path / "chaos.json").read_text(encoding="utf-8"))
+    assert report["num_adapted"] > 10
+    assert sum(number for kind, number in report["faults"].items() if kind.startswith("adapter-")) >= 2

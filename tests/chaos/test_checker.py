@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
 
+from bench.chaos.adapters import AdapterHistory
 from bench.chaos.gaps import Window, gaps_by_kind
-from bench.chaos.load import Manner, Sent, is_promised_refusal
+from bench.chaos.load import AdapterSamples, Load, Manner, Sent, is_adapter_gone, is_promised_refusal
 from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.report import BEGIN, END, fill, page
 from bench.chaos.requests import Expected, SampleKind, SampleRequest
 from bench.chaos.schedule import Fault, FaultKind, faults
 from bench.chaos.tally import Tally, tally
 from bench.fleet.health import Leak
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Timing, Usage
 
 IDS = SampleRequest("ids-0", SampleKind.IDS, 6, prompt_ids=(1, 2))
 TEXT = SampleRequest("text-1", SampleKind.TEXT, 6, prompt="a b")
+ADAPTED = SampleRequest("ids-0", SampleKind.IDS, 6, prompt_ids=(1, 2), model="m:a")
+NO_CLIENT = cast(AsyncClient, None)
 DUE = Expected((10, 11, 12, 13, 14, 15), "abcdéf", "length")
 WHOLE = [(0, (10, 11), "ab"), (2, (12,), "c"), (3, (13, 14, 15), "déf")]
 
@@ -132,6 +137,55 @@ def test_only_new_work_may_be_told_to_come_again() -> None:
         replace(fresh, error=InflightError(grpc.StatusCode.INTERNAL, "broken", retry_after_s=1.0)),
     ):
         assert not is_promised_refusal(other, Manner.READ)
+
+
+def adapted_samples() -> AdapterSamples:
+    """A sample with an adapter that meant version 0 until all routers knew of version 1, at 3 s, and nothing since 6 s;
+    the changes began at 2 s and 5 s."""
+    history = AdapterHistory()
+    history.change("a", 0, 0.0)
+    for version, began_s, known_s in ((1, 2.0, 3.0), (None, 5.0, 6.0)):
+        history.change("a", version, began_s)
+        history.settle("a", known_s)
+    return AdapterSamples({ADAPTED: {0: DUE, 1: replace(DUE, token_ids=(10, 11, 12, 13, 14, 99))}}, history)
+
+
+def test_tokens_are_those_of_a_version_that_the_name_stood_for_at_the_admission() -> None:
+    adapted = adapted_samples()
+    assert [adapted.versions(ADAPTED, since, since + 0.5) for since in (1.0, 2.0, 3.0, 4.6, 6.0)] == [
+        {0}, {0, 1}, {1}, {1, None}, {None},
+    ]  # fmt: skip
+
+    def failure_of(began_s: float, accepted_s: float) -> str | None:
+        seen = observed(WHOLE, ADAPTED)
+        seen.began_s, seen.accepted_s = began_s, accepted_s
+        load = Load(NO_CLIENT, {}, 0, (Manner.READ,), adapted=adapted)
+        return load.judged(1, Manner.READ, seen, began_s).verdict.problem
+
+    assert failure_of(0.5, 0.6) is None
+    assert failure_of(1.9, 2.9) is None
+    assert failure_of(0.5, 5.5) is None
+    assert failure_of(3.1, 3.2) == "its tokens are of version 0 of the adapter, and due was one of [1]"
+    assert failure_of(6.1, 6.2) == "its tokens are of version 0 of the adapter, and due was one of [None]"
+
+
+def test_request_may_fail_for_its_adapter_only_while_that_is_absent_or_changes() -> None:
+    adapted = adapted_samples()
+    unknown = InflightError(grpc.StatusCode.NOT_FOUND, "no such adapter", reason="UNKNOWN_ADAPTER")
+    gone = InflightError(grpc.StatusCode.FAILED_PRECONDITION, "none serves it", reason="NEVER_FITS")
+
+    def is_due(error: InflightError, began_s: float, ended_s: float, sample: SampleRequest = ADAPTED) -> bool:
+        return is_adapter_gone(Observed(sample, began_s, error=error, ended_s=ended_s), adapted, began_s)
+
+    assert is_due(unknown, 6.1, 6.2)
+    assert is_due(unknown, 4.0, 5.1)
+    assert not is_due(unknown, 3.0, 4.0)
+    assert not is_due(unknown, 6.1, 6.2, IDS)
+    assert is_due(gone, 1.0, 2.5)
+    assert is_due(gone, 3.5, 7.0)
+    assert not is_due(gone, 3.1, 4.9)
+    accepted = Observed(ADAPTED, 6.1, error=unknown, ended_s=6.2, was_accepted=True)
+    assert not is_adapter_gone(accepted, adapted, 6.1)
 
 
 def test_gap_is_the_longest_pause_around_a_fault() -> None:

@@ -81,8 +81,7 @@ class AdapterFolder:
             return known
         adapter = self._examine(folder)
         if _versions_of(folder) != versions:
-            # They changed meanwhile, so one file may be of the old adapter and one of the new. The next look reads
-            # both.
+            # One file may be of the old adapter and one of the new. The next look reads both.
             return known or ((), None)
         return versions, adapter
 

@@ -143,8 +143,9 @@ class AdapterStore:
             self._slots[adapter_hash] = self._slots.pop(adapter_hash)
 
     async def load(self, sequence: Sequence) -> None:
-        """Loads the adapter of a sequence that holds it, and sets the slot. Raises `AdapterError`; `AdapterGoneError`
-        if its files were replaced or removed, which the states say then."""
+        """Loads the adapter of a sequence that holds it, and sets the slot. Raises `AdapterError`.
+
+        It is an `AdapterGoneError` if the files were replaced or removed; the states say so by then."""
         adapter_hash = sequence.adapter_hash.hex()
         loading = self._loading.get(adapter_hash)
         if loading is None:

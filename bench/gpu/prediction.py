@@ -121,8 +121,8 @@ def page_of(values: Mapping[str, Any]) -> Page:
     steps = steps_of(values)
     note = (
         f"{values['model']}, contexts of {CONTEXT} tokens, blocks of 16, greedy, CUDA graphs; in bfloat16, and with "
-        "`--weight-dtype fp8 --kv-cache-dtype fp8`. **Nothing here was measured.** Launches and bytes are counted on the "
-        "code; the rates are the assumptions below."
+        "`--weight-dtype fp8 --kv-cache-dtype fp8`. **Nothing here was measured.** Launches and bytes are counted on "
+        "the code; the rates are the assumptions below."
     )
     parts = [
         Part(

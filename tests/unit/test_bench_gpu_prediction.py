@@ -47,5 +47,6 @@ def test_committed_counts_contain_the_bytes_of_the_limit_and_little_more() -> No
     for step in steps:
         num_bytes = sum(count * (launch.bytes_loaded + launch.bytes_stored) for launch, count in step.launches)
         least = decode_bytes(LLAMA_3_8B, step.num_sequences, step.context, is_fp8=step.is_fp8)
-        assert least <= num_bytes <= 1.1 * least
+        # Activations, which are not in the limit, stay in bfloat16 and are a larger share of FP8's.
+        assert least <= num_bytes <= (1.15 if step.is_fp8 else 1.1) * least
     assert page_of(values).markdown() == (REPORTS / f"{KIND}.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
@@ -105,6 +105,7 @@ def main(capability: int) -> int:
     for variant in VARIANTS:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))
+        launch_attention(variant, replace(batch_of(BATCHES[-1]), num_decodes=33, is_padded=True))
     launch_layers()
     for shape in (LLAMA_8B_SHAPE, SMOLLM2_SHAPE):
         launch_adapters(shape)

@@ -24,7 +24,7 @@ from executor.formats.awq import read_awq
 from executor.formats.compressed_tensors import read_compressed_tensors
 from executor.formats.gptq import read_gptq
 from executor.formats.layer_tensors import LayerTensors
-from executor.formats.network import empty_network, fill, linear_layers
+from executor.formats.network import empty_network, fill, linear_layers, placed
 
 # Buffers that older checkpoints contain and that follow from the configuration.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -72,16 +72,21 @@ def format_of(quantization: Mapping[str, Any]) -> Format:
 
 
 def load_folder(
-    folder: Path, config: PretrainedConfig, quantization: Mapping[str, Any], dtype: torch.dtype
+    folder: Path,
+    config: PretrainedConfig,
+    quantization: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> PreTrainedModel:
-    """Loads a quantized checkpoint. Raises `ModelError` for what is not supported, damaged or missing in it."""
+    """Loads a quantized checkpoint; see `placed`. Raises `ModelError` for what is not supported, damaged or missing."""
     form = format_of(quantization)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     network = empty_network(config, dtype)
     with ExitStack() as files:
         opened = [files.enter_context(safe_open(folder / name, framework="pt")) for name in weight_files(folder)]
-        fill(network, _weights(network, form, {name: file for file in opened for name in file.keys()}))  # noqa: SIM118 -- no mapping
+        file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 -- no mapping
+        fill(network, placed(_weights(network, form, file_of), dtype, device))
     return network
 
 

@@ -15,7 +15,7 @@ from common.gguf_header import GgufHeader, GgufTensor
 from common.model_source import ModelError
 from executor.checkpoint.quantized_weight import Matrix
 from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
-from executor.formats.network import empty_network, fill
+from executor.formats.network import empty_network, fill, placed
 
 # Types that are not quantized, by their number in the file.
 DENSE_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -55,12 +55,14 @@ def unsupported_reason(header: GgufHeader) -> str | None:
     return None
 
 
-def load_gguf(path: Path, header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads a file for which there is no `unsupported_reason`."""
+def load_gguf(
+    path: Path, header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Loads a file for which there is no `unsupported_reason`; see `placed`."""
     network = empty_network(config, dtype)
     # Copy on write, since torch warns of memory that cannot be written.
     content = torch.from_numpy(np.memmap(path, mode="c", dtype=np.uint8))
-    fill(network, _weights(header, config, content))
+    fill(network, placed(_weights(header, config, content), dtype, device))
     for tensor in header.tensors:
         if tensor.name == ROPE_DIVISORS:
             _divide_frequencies(network, _dense(tensor, _bytes(tensor, content)))

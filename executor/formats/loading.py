@@ -1,6 +1,7 @@
 """Networks of transformers from a model on disk, in each format.
 
-A quantized checkpoint is read by `executor.formats`, everything else by transformers.
+A quantized checkpoint is read by `executor.formats`, everything else by transformers. For any device but a CPU, weights
+are copied there one after the other, so that host memory never holds the whole model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from common.model_source import ModelError, ModelSource, model_errors, read_gguf
 from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
-from executor.checkpoint.quantized_linear import make_dense
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.support import check_configuration, check_network
 from executor.formats.folder import format_of, load_folder, quantization_of
@@ -28,12 +28,10 @@ def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) 
     """Returns the network, and the folder with its configuration. Raises `ModelError` with the reason if it cannot be
     loaded."""
     if source.gguf_file is not None:
-        network, folder = _load_gguf(source, source.gguf_file, dtype)
+        network, folder = _load_gguf(source, source.gguf_file, dtype, device)
     else:
-        network, folder = _load_folder(source.folder, dtype), source.folder
+        network, folder = _load_folder(source.folder, dtype, device), source.folder
     check_network(network)
-    if device.type != "cpu":
-        make_dense(network, dtype)
     network.eval().requires_grad_(False).to(device)
     return network, folder
 
@@ -49,28 +47,31 @@ def describe_weights(source: ModelSource) -> str:
     return f"GGUF, {', '.join(header.type_names)}; {how}"
 
 
-def _load_gguf(source: ModelSource, path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Path]:
+def _load_gguf(
+    source: ModelSource, path: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, Path]:
     header = read_gguf(path)
     if reason := unsupported_reason(header):
         log.warning("%s is imported as a dense model, because %s", path.name, reason)
         folder = import_gguf(source)
-        return _load_folder(folder, dtype), folder
+        return _load_folder(folder, dtype, device), folder
     folder = import_configuration(source)
     with quiet_transformers(), model_errors(f"GGUF file {path} cannot be loaded"):
-        return load_gguf(path, header, _configuration(folder), dtype), folder
+        return load_gguf(path, header, _configuration(folder), dtype, device), folder
 
 
-def _load_folder(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
         config = _configuration(folder)
         check_weights(folder)
         if quantization := quantization_of(folder):
-            return load_folder(folder, config, quantization, dtype)
+            return load_folder(folder, config, quantization, dtype, device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
             dtype=dtype,
             attn_implementation="eager",
+            device_map=None if device.type == "cpu" else {"": device},
             local_files_only=True,
             output_loading_info=True,
         )

@@ -39,6 +39,18 @@ def fill(network: PreTrainedModel, weights: Iterable[tuple[str, Matrix]]) -> Non
         raise ModelError(f"the checkpoint lacks {len(missing)} weights, such as {missing[0]}")
 
 
+def placed(
+    weights: Iterable[tuple[str, Matrix]], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Matrix]]:
+    """Yields weights on a device. Quantized ones stay so on a CPU, and become dense for any other device."""
+    for name, weight in weights:
+        if device.type == "cpu":
+            yield name, weight
+        else:
+            dense = weight.to_dense(dtype) if isinstance(weight, QuantizedWeight) else weight
+            yield name, dense.to(device)
+
+
 def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
     """Returns the layers that may be quantized, by name. Subclasses may compute something else."""
     return {name: module for name, module in network.named_modules() if type(module) is nn.Linear}

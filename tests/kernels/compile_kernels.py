@@ -113,6 +113,7 @@ def main(capability: int) -> int:
     for variant in VARIANTS:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))
+        launch_attention(variant, replace(batch_of(BATCHES[-1]), num_decodes=33, is_padded=True))
     if capability >= MIN_FP8_CAPABILITY:
         launch_attention(FP8_VARIANT, batch_of(BATCHES[-1]))
         for size in (4096, 14336):

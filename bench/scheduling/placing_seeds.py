@@ -23,7 +23,7 @@ from bench.scheduling.lab import Lab
 from bench.scheduling.placing import BUSIEST, CACHED, P90, TRACES, WAYS
 from bench.scheduling.placing import run_way as run_in
 
-Job = tuple[int, str, str, str]
+RunKey = tuple[int, str, str, str]
 HEADER = (
     "trace, load", "placement", "TTFT p50, ms", "p90", "p90 by seed", "p90 / oracle's", "by seed", "cached",
     "busiest / mean",
@@ -36,26 +36,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = [int(seed) for seed in options.seeds.split(",")]
     ways = options.ways.split(",") if options.ways else [way.name for way in WAYS]
     loads = [(options.trace, load) for load in options.loads.split(",")]
-    jobs = [(seed, trace, load, way) for seed in seeds for trace, load in loads for way in ways]
-    figures: dict[Job, Figures] = {}
+    keys = [(seed, trace, load, way) for seed in seeds for trace, load in loads for way in ways]
+    figures: dict[RunKey, Figures] = {}
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as processes:
-        for job, found in zip(jobs, processes.map(partial(run, scale=options.scale), jobs), strict=True):
-            figures[job] = found
-            print(*job, " ".join(f"{found.extra[name]:.2f}" for name in (P90, CACHED, BUSIEST)), flush=True)
+        for key, found in zip(keys, processes.map(partial(run, scale=options.scale), keys), strict=True):
+            figures[key] = found
+            print(*key, " ".join(f"{found.extra[name]:.2f}" for name in (P90, CACHED, BUSIEST)), flush=True)
     rows = [_row(figures, seeds, trace, load, way) for trace, load in loads for way in ways]
     print(Table(HEADER, rows).markdown())
     return 0
 
 
-def run(job: Job, scale: float) -> Figures:
+def run(key: RunKey, scale: float) -> Figures:
     """One run, on a Redis of its own."""
-    seed, trace, load, name = job
+    seed, trace, load, name = key
     way = next(way for way in WAYS if way.name == name)
     with tempfile.TemporaryDirectory() as folder, private_redis(Path(folder)) as redis:
         return run_in(Lab(redis.admin_url, seed, scale), TRACES[trace], load, way)
 
 
-def _row(figures: dict[Job, Figures], seeds: Sequence[int], trace: str, load: str, way: str) -> list[str]:
+def _row(figures: dict[RunKey, Figures], seeds: Sequence[int], trace: str, load: str, way: str) -> list[str]:
     runs = [figures[seed, trace, load, way] for seed in seeds]
     p90s = [one.extra[P90] for one in runs]
     oracles = [figures.get((seed, trace, load, "oracle")) for seed in seeds]

@@ -14,11 +14,14 @@ if id ~= '' and (load_request(id) or ended_ms(id)) then
   return finish({'WITHIN'})
 end
 local tenant = load_tenant(name)
+local request_ms, token_ms = tenant.request_ms, tenant.token_ms
 local limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
 if limit then
   return finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
 end
 if takes then
   save_tenant(name, tenant)
+else
+  tenant.request_ms, tenant.token_ms = request_ms, token_ms -- the next call finds this table
 end
 return finish({'WITHIN'})

@@ -5,34 +5,37 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 `inflight:<FORMAT>:{pool}:` there are, records packed, times in milliseconds of the ledger's clock
 (`shared/records.lua`):
 
-| key | type | content |
-| --- | --- | --- |
-| `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks,
-reserved_sequences, has_suspect, accepting, quantile that it reserves for, speed of prefill, prefilled_ms (when it
-will have computed the prompts that it was given), whether it ends placements at their reservations, suspended
-(until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due, adapter slots,
-how many placements pin each adapter | | `room` |
-zset | executor that is not claimed → −available blocks; a silent executor may linger | | `sizes` | zset | executor
-→ total blocks | | `reports` | zset | executor → time of its last report |
-| `requests` | hash | request → owner, tenant, state, class, what it asks for and
-the digest of it, its order, attempt, strikes and whom those blame that are undecided, times passed; what its latest
-placement reserved and charged, and whether it was adopted | | `waiting:1` `waiting:2` `waiting:3` | zset by name |
-lines of a class: `tenant\\0deadline arrival request`; at most a minute ahead counts as deadline | | `active:1`
-`active:2` `active:3` | zset | tenant with waiting requests below its running limit → its virtual counter | |
-`placements` | zset by name | `executor\\0attempt\\0request` of all that are placed, to find an executor's | | `lost` |
-zset | request taken back from an executor → when; its owner was notified | | `ended` | zset | recently ended request →
-when: a late report must not add it again | | `endings` | hash | request among `ended` that was placed → executor,
-generation, attempt, digest, whether it was cancelled | | `routers` | zset | router → end of its lease; 0 while it is
-being reaped | | `attended` | hash | last_ms, since_ms: since when `reap` has been called without a gap | | `state` |
-string | the pool's own state: arrivals, floor of the counters, sums over waiting requests, speed of the queue, quality
-of estimates, claims, options of the newest submit, the ledger's clock and how far it is ahead of Redis', version | | `tenants` |
-hash | tenant → counter, weight, its waiting and running requests, when its rate buckets are full again | | `ageing` |
-zset | waiting request below the first class → when it moves up | | `lengths` | hash | `tenant\\0size`, and `\\0size`
-for all → histogram of output lengths; a tenant's go with it | | `preemptible` | zset | placed request below the first
-class → class and time; only if the first class may preempt | | `prefixes` `prefixes:old` | hash | prefix hash →
-executor that last got a prompt with it | | `adapters` | hash | executor with adapter slots → the hashes of the adapters
-that it serves, and which are resident | | `mailbox:<router>` | stream | events of the router's requests, about 10,000
-entries |
+- `executors` (hash): executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks,
+  reserved_sequences, has_suspect, accepting, quantile that it reserves for, speed of prefill, prefilled_ms (when it
+  will have computed the prompts that it was given), whether it ends placements at their reservations, suspended (until
+  its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due, adapter slots, how
+  many placements pin each adapter
+- `room` (zset): executor that is not claimed → −available blocks; a silent executor may linger
+- `sizes` (zset): executor → total blocks
+- `reports` (zset): executor → time of its last report
+- `requests` (hash): request → owner, tenant, state, class, what it asks for and the digest of it, its order, attempt,
+  strikes and whom those blame that are undecided, times passed; what its latest placement reserved and charged, and
+  whether it was adopted
+- `waiting:1` `waiting:2` `waiting:3` (zset by name): lines of a class: `tenant\\0deadline arrival request`; at most a
+  minute ahead counts as deadline
+- `active:1` `active:2` `active:3` (zset): tenant with waiting requests below its running limit → its virtual counter
+- `placements` (zset by name): `executor\\0attempt\\0request` of all that are placed, to find an executor's
+- `lost` (zset): request taken back from an executor → when; its owner was notified
+- `ended` (zset): recently ended request → when: a late report must not add it again
+- `endings` (hash): request among `ended` that was placed → executor, generation, attempt, digest, whether it was
+  cancelled
+- `routers` (zset): router → end of its lease; 0 while it is being reaped
+- `attended` (hash): last_ms, since_ms: since when `reap` has been called without a gap
+- `state` (string): the pool's own state: arrivals, floor of the counters, sums over waiting requests, speed of the
+  queue, quality of estimates, claims, options of the newest submit, the ledger's clock and how far it is ahead of
+  Redis', version
+- `tenants` (hash): tenant → counter, weight, its waiting and running requests, when its rate buckets are full again
+- `ageing` (zset): waiting request below the first class → when it moves up
+- `lengths` (hash): `tenant\\0size`, and `\\0size` for all → histogram of output lengths; a tenant's go with it
+- `preemptible` (zset): placed request below the first class → class and time; only if the first class may preempt
+- `prefixes` `prefixes:old` (hash): prefix hash → executor that last got a prompt with it
+- `adapters` (hash): executor with adapter slots → the hashes of the adapters that it serves, and which are resident
+- `mailbox:<router>` (stream): events of the router's requests, about 10,000 entries
 
 Beside the pools there is `inflight:secret`, which all routers share (`secret`). Where a model has several sub-pools,
 each is a pool `model#k`, and a string `claim:<request>` beside its keys says which sub-pool has a request

@@ -71,7 +71,7 @@ class GpuDecoder:
         tables = [_rotations(rope, context_length, self._head.device) for rope in shape.ropes]
         scorings = [Scoring(shape.attention_scale, window, shape.softcap) for window in shape.sliding_windows]
         rotations = [tables[rope] for rope in shape.layer_ropes]
-        fuse = _round if has_fp8_weights else _fused
+        fuse: Callable[[Sequence[Tensor]], Tensor | Fp8Weight] = _round if has_fp8_weights else _fused
         self._layers = tuple(
             _fuse(layer, scoring, table, fuse)
             for layer, scoring, table in zip(weights.layers, scorings, rotations, strict=True)

@@ -53,10 +53,7 @@ def attend_kernel(
     else:
         sequence, first, first_token, num_new = locate(query_starts, tile, first_sequence, num_sequences, TILE_QUERIES)
     if IS_PADDED:
-        if IS_DECODE:
-            num_new = tl.where(is_decode(query_starts, sequence), 1, 0)
-        else:
-            num_new = tl.where(is_decode(query_starts, sequence), 0, num_new)
+        num_new = tl.where(is_decode(query_starts, sequence) == IS_DECODE, num_new, 0)
     if first >= num_new:
         return
     context = tl.load(context_lengths + sequence)

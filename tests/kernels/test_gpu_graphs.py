@@ -108,7 +108,12 @@ def test_replayed_steps_yield_the_tokens_of_the_generic_runner(
     assert captured.replays == dict.fromkeys(DECODES + MIXED, 1), "each graph is checked once"
     forms: list[StepForm] = []
     compute = runner._graphed.compute
-    monkeypatch.setattr(runner._graphed, "compute", lambda form: (forms.append(form), compute(form)))
+
+    def recorded(form: StepForm) -> None:
+        forms.append(form)
+        compute(form)
+
+    monkeypatch.setattr(runner._graphed, "compute", recorded)
     # Given steps of decodes, steps with chunks that fit a graph, and larger ones
     outputs(runner, ours)
     assert_same_sequences(ours, expected)

@@ -124,7 +124,9 @@ def test_padding_of_a_step_with_chunks_belongs_to_no_sequence() -> None:
 
 
 def test_what_is_captured_lies_at_the_same_place_whatever_the_step_yields() -> None:
-    captured, layout = (StepLayout(7, 3, *yields, num_adapters=2, is_padded=True) for yields in ((0,), (5, 4)))
+    captured, layout = (
+        StepLayout(7, 3, num_logits, num_scored, 2, is_padded=True) for num_logits, num_scored in ((0, 0), (5, 4))
+    )
     names = list(captured.fields)
     for name in names[: names.index("logit_rows")]:
         assert layout.fields[name] == captured.fields[name]

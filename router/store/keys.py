@@ -28,7 +28,8 @@ string | the pool's own state: arrivals, floor of the counters, sums over waitin
 of estimates, claims, options of the newest submit, the ledger's clock and how far it is ahead of Redis', version |
 | `tenants` | hash | tenant → counter, weight, its waiting and running requests, when its rate buckets are full again |
 | `ageing` | zset | waiting request below the first class → when it moves up |
-| `lengths` | hash | `tenant\\0size`, and `\\0size` for all → histogram of output lengths; a tenant's go with it | | `preemptible` | zset | placed request below the first
+| `lengths` | hash | `tenant\\0size`, and `\\0size` for all → histogram of output lengths; a tenant's go with it | |
+`preemptible` | zset | placed request below the first
 class → class and time; only if the first class may preempt | | `prefixes` `prefixes:old` | hash | prefix hash →
 executor that last got a prompt with it | | `adapters` | hash | executor with adapter slots → the hashes of the adapters
 that it serves, and which are resident | | `mailbox:<router>` | stream | events of the router's requests, about 10,000

@@ -34,8 +34,7 @@ from bench.ledger.figures import (
 )
 from bench.ledger.loop import Loop
 from bench.ledger.scale import PoolScale
-from bench.ledger.server import NOTHING, SCRIPT, Server, Usage, difference
-from bench.ledger.slowest import Slowest
+from bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference
 from bench.ledger.traffic import Traffic, TrafficError
 from router.store.lua import load_scripts
 

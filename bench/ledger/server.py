@@ -1,4 +1,4 @@
-"""Redis' own figures: calls and microseconds by command, processor time, memory."""
+"""Redis' own figures: calls and microseconds by command, the worst call, processor time, memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bench.redis.wire import WireError
 SCRIPT = "evalsha"  # in figures, also what was called by fcall
 SCRIPT_COMMANDS = (SCRIPT, "fcall")
 MAX_SLOW_CALLS = 1024
+LEAST_SLOW_US = 100
 # Of the slow log's entries: id, time, microseconds, number of arguments, command and its first argument.
 SLOW_CALL = re.compile(rb"\*6\r\n:(\d+)\r\n:\d+\r\n:(\d+)\r\n\*\d+\r\n\$\d+\r\n(\w+)\r\n\$\d+\r\n(\w*)")
 
@@ -132,3 +133,35 @@ def difference(after: Usages, before: Usages) -> dict[str, Usage]:
     """What was used in between, by command."""
     used = {name: usage - before.get(name, NOTHING) for name, usage in after.items()}
     return {name: usage for name, usage in used.items() if usage.calls}
+
+
+class Slowest:
+    """Keeps the worst call of a script so far and lets Redis log only what could be worse.
+
+    So the log, which forgets, never holds many. On leaving, Redis' options are what they were.
+    """
+
+    def __init__(self, server: Server, names: Mapping[str, str]) -> None:
+        self._server = server
+        self._names = names
+        self._logged = max((call.number for call in server.slow_calls()), default=-1)
+        self._max_former = server.set_option("slowlog-max-len", str(MAX_SLOW_CALLS))
+        self._threshold_former = server.set_option("slowlog-log-slower-than", str(LEAST_SLOW_US))
+        self.us = 0.0
+        self.script = ""
+
+    def look(self) -> None:
+        """Takes what was logged since the last look."""
+        new = [call for call in self._server.slow_calls() if call.number > self._logged and call.sha in self._names]
+        if not new:
+            return
+        worst = max(new, key=lambda call: call.us)
+        self._logged = max(call.number for call in new)
+        if worst.us > self.us:
+            self.us, self.script = worst.us, self._names[worst.sha]
+            self._server.set_option("slowlog-log-slower-than", str(int(worst.us)))
+
+    def close(self) -> None:
+        """Puts the options back."""
+        self._server.set_option("slowlog-log-slower-than", self._threshold_former)
+        self._server.set_option("slowlog-max-len", self._max_former)

@@ -30,7 +30,7 @@ class CpuAttention:
     """Calls the kernels on the threads of `pool`."""
 
     name = "cpu"
-    quantized_kv_dtypes = (torch.int8,)
+    quantized_kv_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
 
     def __init__(self, library: NativeLibrary, pool: NativePool) -> None:
         calls = library.calls

@@ -22,7 +22,7 @@ class ReferenceAttention:
     """Gathers the context of each sequence and attends over it. The decodes of a step are one padded batch."""
 
     name = "reference"
-    quantized_kv_dtypes = (torch.int8,)
+    quantized_kv_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

@@ -32,7 +32,7 @@ class TritonAttention:
     """Launches the kernels: first the decodes of a step, then its chunks."""
 
     name = "triton"
-    quantized_kv_dtypes = (torch.float8_e4m3fn,)
+    quantized_kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

@@ -61,10 +61,8 @@ def attend_kernel(
     num_queries = tl.minimum(num_new - first, TILE_QUERIES)
     table = block_tables + tl.load(table_rows + sequence).to(tl.int64) * table_stride
 
-    rows = tl.arange(0, TILE_ROWS)
-    dims = tl.arange(0, PADDED_DIM)
-    tokens = first_token + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
+    rows, dims = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_DIM)
+    tokens, heads = first_token + rows // GROUP, kv_head * GROUP + rows % GROUP
     is_row = rows < num_queries * GROUP
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     first_span, num_tiles = 0, 0
@@ -263,11 +261,7 @@ def attend_to(
         if IS_CAPPED:
             scores = softcap * tanh(scores * scale / softcap)
         if IS_MASKED:
-            distance = positions[:, None] - slots[None, :]
-            is_visible = distance >= 0
-            if WINDOW > 0:
-                is_visible = is_visible & (distance < WINDOW)
-            scores = tl.where(is_visible, scores, float("-inf"))
+            scores = tl.where(sees(positions, slots, WINDOW), scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
         # A row that has not seen a key yet: -inf minus -inf would be NaN.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -281,6 +275,16 @@ def attend_to(
         result = result * decay[:, None] + products
         largest, slots, blocks = new_largest, next_slots, next_blocks
     return largest, total, result
+
+
+@triton.jit
+def sees(positions, slots, WINDOW: tl.constexpr):
+    """Returns whether the token at each position sees the key in each slot."""
+    distance = positions[:, None] - slots[None, :]
+    is_visible = distance >= 0
+    if WINDOW > 0:
+        is_visible = is_visible & (distance < WINDOW)
+    return is_visible
 
 
 @triton.jit

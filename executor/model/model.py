@@ -157,9 +157,7 @@ class PagedModel:
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
         choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
-        check_backend(layer_kv_dtypes, choice.backend, device)
-        if choice.is_fallback:
-            log.warning("attention backend %s", choice.reason)
+        _check_choice(choice, layer_kv_dtypes, device)
         sampler = _native_sampler(choice.backend, device, instructions)
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
@@ -335,6 +333,12 @@ class NativeForward:
     gpu: GpuDecoder | None = None
     native: NativeDecoder | None = None
     same_on_all_ranks: Mapping[str, str] = field(default_factory=dict)
+
+
+def _check_choice(choice: BackendChoice, kv_dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    check_backend(kv_dtypes, choice.backend, device)
+    if choice.is_fallback:
+        log.warning("attention backend %s", choice.reason)
 
 
 def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:

@@ -248,6 +248,10 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         metavar="GIB",
         help=f"memory that steps need; default: {GPU_WORKING_GIB:g} on a GPU",
     )
+    _add_pool_flags(group)
+
+
+def _add_pool_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tokens-per-block", type=_whole, default=16, metavar="N", help="default: 16")
     group.add_argument(
         "--max-tokens-in-paged-kv-cache", type=_whole, default=0, metavar="N", help="size of the pool; default: all"

@@ -20,8 +20,7 @@ from bench.ledger.figures import Saturation, durations_text, percentiles_ms
 from bench.ledger.main import cells
 from bench.ledger.queueing import SETTLE, SUBMIT, UPKEEP, served_s
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
-from bench.ledger.server import Server
-from bench.ledger.slowest import Slowest
+from bench.ledger.server import Server, Slowest
 from bench.ledger.traffic import Traffic, TrafficError, shares
 from bench.ledger.upkeep import Relay, Upkeep
 from bench.ledger.wire import Connection, Template, bulk_text

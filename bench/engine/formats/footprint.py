@@ -89,7 +89,8 @@ def write_checkpoint(folder: Path, sizes: Mapping[str, int]) -> int:
     quantization |= {"desc_act": False, "sym": True}
     (folder / "config.json").write_text(json.dumps({**COMMON, **sizes, "quantization_config": quantization}))
     generator = torch.Generator().manual_seed(0)
-    hidden, files = sizes["hidden_size"], {}
+    hidden = sizes["hidden_size"]
+    files: dict[str, str] = {}
     outer = {
         "model.embed_tokens.weight": torch.randn(COMMON["vocab_size"], hidden, generator=generator).bfloat16(),
         "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),

@@ -178,7 +178,7 @@ async def test_higher_class_preempts_what_frees_a_slot_for_it(store_pool: StoreP
     await a.place_demand(demand("newest"))  # the first to be asked, but it pins no adapter
 
     await a.queue(demand("urgent", B, priority_class=1))
-    await a.store.report(serving(store_pool))
+    await a.store.reap()
 
     assert await a.told() == [PreemptAsked("adapted", 1)]
     await a.store.hand_back("adapted", 1, 3, rejected=False, preempted=True, output_tokens=1)

@@ -154,7 +154,7 @@ async def test_lower_classes_are_asked_to_give_way_the_newest_first(store_pool: 
     await a.place("standard", 4)
     await a.queue(Demand("urgent", 1, blocks=2))
 
-    await a.store.report(store_pool.next_report(blocks=10))
+    await a.store.reap()
 
     assert await b.told() == [PreemptAsked("newer", 1)]
     assert await a.told() == []
@@ -169,7 +169,7 @@ async def test_others_give_way_where_every_seat_is_taken(store_pool: StorePool) 
     await a.place("running")
     await a.queue(Demand("urgent", 1, blocks=1))
 
-    await a.store.report(store_pool.next_report(sequences=1))
+    await a.store.reap()
 
     assert await a.told() == [PreemptAsked("running", 1)]
 
@@ -183,7 +183,7 @@ async def test_no_request_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_
     await a.queue(Demand("peer", 3, blocks=3))
     await a.queue(Demand("too large", 1, blocks=6))
 
-    await a.store.report(store_pool.next_report(blocks=10))
+    await a.store.reap()
 
     assert await a.told() == []
 
@@ -192,7 +192,7 @@ async def test_no_request_gives_way_where_the_room_is_kept_for_another(store_poo
     a = await pass_twice(store_pool, dataclasses.replace(TWO_PASS, preempt_for_priority=True), class_=3)
 
     await a.queue(Demand("urgent", 1, blocks=12))
-    await a.store.report(store_pool.next_report("x", blocks=16))
+    await a.store.reap()
 
     assert await a.told() == []
 
@@ -204,14 +204,14 @@ async def test_who_asked_waits_before_it_asks_again(store_pool: StorePool) -> No
     await a.place("first", priority_class=3)
     await a.place("second", priority_class=3)
     await a.queue(Demand("urgent", 1, blocks=1))
-    await a.store.report(store_pool.next_report(sequences=2))
+    await a.store.reap()
     assert await a.told() == [PreemptAsked("second", 1)]
 
     await store_pool.wait(1999)
-    await a.store.report(store_pool.next_report(sequences=2))
+    await a.store.reap()
     assert await a.told() == []
     await store_pool.wait(1)
-    await a.store.report(store_pool.next_report(sequences=2))
+    await a.store.reap()
     assert PreemptAsked("first", 1) in await a.told()
 
 
@@ -223,7 +223,7 @@ async def test_who_asked_and_was_dropped_asks_no_more(store_pool: StorePool) -> 
     await a.queue(Demand("urgent", 1, blocks=1, deadline_ms=100))
     await store_pool.wait(101)
 
-    await a.store.report(store_pool.next_report(sequences=1))
+    await a.store.reap()
 
     assert await a.told() == [Dropped("urgent", DropReason.EXPIRED)]
 
@@ -235,7 +235,7 @@ async def test_those_that_come_back_to_the_line_do_not_hold_up_whom_room_is_kept
     for number in range(5):
         await a.place(f"r{number}", 2, priority_class=1)
     await a.queue(Demand("large", 1, blocks=9))
-    await a.store.report(store_pool.next_report())
+    await a.store.reap()
     for number in range(5):
         await a.store.hand_back(f"r{number}", 1, max_attempts=2, rejected=True)
     await a.store.report(store_pool.next_report())

@@ -141,7 +141,7 @@ async def test_raised_limit_counts_even_where_the_request_that_brings_it_fits_no
     await a.queue(asked("t1", "t", TenantLimits(max_running=1)))
 
     await a.store.submit(Demand("huge", 2, blocks=11, tenant="t", limits=NO_LIMITS))
-    await a.store.report(store_pool.next_report())
+    await a.store.reap()
 
     assert await a.placed() == ["t1"]
 

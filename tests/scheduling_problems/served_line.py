@@ -91,6 +91,7 @@ class ServedLine:
         await self.pool.wait(STEP_MS)
         await self._settle(finished)
         await self.router.store.report(self._report())
+        await self.router.store.reap()  # which also does what only time makes possible
         await self._obey(await self.router.told())
         return plan
 

@@ -603,7 +603,7 @@ class DecoderOf final : public Decoder {
             };
             // Often another thread wrote these columns last, so they come from its cache while the tile is computed.
             const auto fetch = [&](int64_t block, int64_t row, int num_rows) {
-                if (norm != nullptr || num_tokens <= TILE_ROWS) return;
+                if (norm != nullptr || num_tokens <= TILE_ROWS || shape_.num_ranks > 1) return;
                 const float* from = activations_.residual + row * activations_.width + block * BLOCK_COLUMNS;
                 for (int i = 0; i < num_rows; ++i, from += activations_.width)
                     for (int64_t c = 0; c < BLOCK_COLUMNS; c += LANES) __builtin_prefetch(from + c, 1);

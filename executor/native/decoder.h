@@ -10,7 +10,8 @@
 //
 // Of several ranks each has a part of the columns of every matrix, and of the heads. A product needs whole rows, so the
 // ranks exchange what they have computed before the next one: after the embedding, attention, both projections into the
-// residual stream, and the activation; and queries and keys before norms that cover all heads. No sum is split between ranks, so every number has the same bits as with one.
+// residual stream, and the activation; and queries and keys before norms that cover all heads. No sum is split between
+// ranks, so every number has the same bits as with one.
 
 #pragma once
 

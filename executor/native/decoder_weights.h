@@ -171,7 +171,8 @@ class PackedWeights {
             layer.attention_output_norm = vector(shape_.has_output_norms, width);
             layer.post_attention_norm = vector(shape_.has_input_norms, width);
             layer.feed_forward_output_norm = vector(shape_.has_output_norms, width);
-            layer.query_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_ranks * shape_.num_heads));
+            layer.query_norm =
+                vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_ranks * shape_.num_heads));
             layer.key_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.all_kv_heads));
             layer.qkv_bias = vector(shape_.has_qkv_bias, heads * dim);
             layer.output_bias = vector(shape_.has_output_bias, width);

@@ -142,6 +142,7 @@ class WorkerGroup:
                 self.fail(f"a rank has not loaded an adapter in {ADAPTER_TIMEOUT_S:.0f} s")
                 reply = None
             if reply is None:
+                self._adapter_replies.put(None)  # also the next call finds it
                 return [f"a rank has failed: {self._failure or 'the executor ends'}"]
             replies.append(reply)
         return sorted(reply for reply in replies if reply)

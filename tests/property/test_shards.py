@@ -181,6 +181,10 @@ def test_shards_compute_every_bit_of_the_whole(tmp_path: Path, family: str, kind
         ranks.logits(case.history)
         logits.append(ranks.logits(case.batch))
         largest.append(ranks.largest(case.batch))
+        # The last layer leaves out rows without logits, and ends early in a step that has none
+        of_all_rows = ranks.logits(replace(case.batch, logit_rows=torch.arange(case.batch.num_tokens)))
+        assert torch.equal(of_all_rows[case.batch.logit_rows], logits[-1])
+        assert len(ranks.logits(replace(case.batch, logit_rows=torch.zeros(0, dtype=torch.int64)))) == 0
 
     assert torch.equal(logits[1], logits[0])
     assert torch.equal(logits[2], logits[0])

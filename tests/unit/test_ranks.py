@@ -191,6 +191,9 @@ def test_failure_of_a_rank_ends_the_wait_for_an_adapter(group: WorkerGroup) -> N
         waiting = threads.submit(group.wait_for_adapter)
         group.fail("rank 1: its process was ended by signal 9")
         assert waiting.result(30) == ["a rank has failed: rank 1: its process was ended by signal 9"]
+        # And that for another one, which begins before the executor has ended
+        later = threads.submit(group.wait_for_adapter)
+        assert later.result(30) == waiting.result()
     group._connections = {}
 
 

@@ -51,7 +51,7 @@ async def test_no_request_gives_way_to_its_own_class(store_pool: StorePool) -> N
     assert await a.told() == []
 
     assert await a.store.submit(Demand("higher", 1, blocks=1)) == Queued(0)
-    await a.store.report(store_pool.next_report(sequences=1))
+    await a.store.reap()
     assert await a.told() == [PreemptAsked("running", 1)]
     # The seat is the higher one's, not its who came before
     await a.store.hand_back("running", 1, 3, preempted=True, output_tokens=2)

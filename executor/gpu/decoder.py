@@ -251,5 +251,5 @@ def _round(parts: Sequence[Tensor]) -> Fp8Weight:
     rounded = []
     for part in parts:
         rounded.append(fp8_weight.round_rows(part))
-        part.untyped_storage().resize_(0)
+        part.set_(part.new_empty(0))  # not by its storage, which files and other tensors may share
     return fp8_weight.stacked(rounded)

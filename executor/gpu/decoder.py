@@ -251,5 +251,6 @@ def _round(parts: Sequence[Tensor]) -> Fp8Weight:
     rounded = []
     for part in parts:
         rounded.append(fp8_weight.round_rows(part))
+        # Its storage is left alone, which files and other tensors may share.
         part.set_(part.new_empty(0).untyped_storage(), 0, (0,), (0,))
     return fp8_weight.stacked(rounded)

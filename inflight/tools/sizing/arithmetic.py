@@ -233,7 +233,7 @@ def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: in
     if weight_dtype == "fp8":
         if not machine.is_gpu:
             raise SettingError("--weight-dtype fp8 needs a GPU: give --gpu")
-        return fp8_weight_bytes(shape, dtype)
+        return -(-fp8_weight_bytes(shape, dtype) // num_ranks)
     if machine.is_gpu or not shape.weights:
         if weight_dtype in ("int8", "int4"):
             raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")

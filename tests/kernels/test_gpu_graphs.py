@@ -70,9 +70,15 @@ class Captured:
         return {bucket: StandIn(bucket, self.fault(compute), self.replays) for bucket in buckets}
 
 
-def load(folder: Path, backend_name: str, **options: str) -> PagedModel:
-    source = resolve_model(str(folder))
-    return PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu", **options)
+def load(folder: Path, backend_name: str, *, weight_dtype: str = "auto", kv_cache_dtype: str = "auto") -> PagedModel:
+    return PagedModel.load(
+        resolve_model(str(folder)),
+        dtype_name="float32",
+        backend_name=backend_name,
+        device_name="cpu",
+        weight_dtype=weight_dtype,
+        kv_cache_dtype=kv_cache_dtype,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,7 @@ class OwnEngine:
             "engine": "inflight, the executor's engine alone",
             "backend": loaded.model.backend_name,
             "dtype": loaded.model.dtype_name,
+            "weights": loaded.model.weight_dtype_name,
         }
 
     def describe(self) -> dict[str, str]:

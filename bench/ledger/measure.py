@@ -233,7 +233,7 @@ class _Measurement:
         cpu_s = self.server.cpu_s() - cpu_s
         used = difference(self.server.usages(), before)
         # Repeated calls, and those that board what a call has left, are part of it.
-        used[SCRIPT] = Usage(len(calls), used[SCRIPT].us)
+        used[SCRIPT] = Usage(len(calls), used.get(SCRIPT, NOTHING).us)
         costs.setdefault(name, ScriptCost()).add(used, cpu_s)
         if refresh:
             self._refresh_if_due()

@@ -44,11 +44,12 @@ void compute(const CodedPart* parts, int64_t num_parts, const typename Element::
     const auto scratch = std::make_unique<ProductScratch>();
     const Product<Element> product(matrix, rows, num_rows, 1, stream, nullptr, {&viewed, &mixture.views()});
     for (int64_t task = 0; task < product.num_tasks; ++task)
-        product.compute(task, *scratch, [&](int64_t block, int64_t first_row, int count, const float* tile) {
-            for (int row = 0; row < count; ++row)
-                std::memcpy(out + (first_row + row) * columns + block * BLOCK_COLUMNS, tile + row * BLOCK_COLUMNS,
-                            BLOCK_COLUMNS * sizeof(float));
-        });
+        product.compute(task, *scratch, PrepareNothing{},
+                        [&](int64_t block, int64_t first_row, int count, const float* tile) {
+                            for (int row = 0; row < count; ++row)
+                                std::memcpy(out + (first_row + row) * columns + block * BLOCK_COLUMNS,
+                                            tile + row * BLOCK_COLUMNS, BLOCK_COLUMNS * sizeof(float));
+                        });
 }
 
 }  // namespace

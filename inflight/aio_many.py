@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace as copied
 from typing import Any, Self
 
@@ -36,6 +36,10 @@ MAX_REQUEST_BYTES = 1024 * 1024
 HOLD_EVENTS, GO_ON_EVENTS = 64, 16
 # How long a router that does not know the call is not asked again.
 UNIMPLEMENTED_S = 60.0
+# Details of the status that gRPC gives to a call if it could not send a message.
+UNSENT_MESSAGE = "Internal error from Core"
+# How often to look for the server's status, and the time between.
+STATUS_POLLS, STATUS_POLL_S = 1000, 0.001
 
 TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 
@@ -144,6 +148,52 @@ class SharedStream:
             self._inbox.call.drop(self._inbox)
 
 
+class CallEnd:
+    """The status with which the server ends a call.
+
+    A message that crosses the end of its call cannot be sent. `grpc.aio` then gives the call a status INTERNAL of its
+    own: before that of the server, which replaces it, or afterwards.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._first: InflightError | None = None
+        call.add_done_callback(self._set_first)
+
+    async def error(self, raised: InflightError) -> InflightError:
+        """Returns the error of the server's status, or else `raised`, the error that the call has raised."""
+        if not is_unsent_message(raised):
+            return raised
+        for _ in range(STATUS_POLLS):
+            for error in (self._first, self._current()):
+                if error is not None and not is_unsent_message(error):
+                    return error
+            await asyncio.sleep(STATUS_POLL_S)
+        return raised
+
+    def _set_first(self, _: Any) -> None:
+        self._first = self._current()
+
+    def _current(self) -> InflightError:
+        call = self._call
+        code, details, trailing = map(result_at_once, (call.code(), call.details(), call.trailing_metadata()))
+        return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
+
+
+def is_unsent_message(error: InflightError) -> bool:
+    """Returns whether the error is gRPC's for a message that it could not send."""
+    return error.code is grpc.StatusCode.INTERNAL and error.description == UNSENT_MESSAGE
+
+
+def result_at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine that does not wait, such as that for the status of a call that has ended."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("the coroutine waits")
+
+
 class SharedCall:
     """One call and its streams."""
 
@@ -157,6 +207,7 @@ class SharedCall:
         # Ended, or about to: it takes no stream.
         self._is_closing = False
         self._call = stub.GenerateMany(self._outgoing(), metadata=metadata)
+        self._end = CallEnd(self._call)
         self.reading = asyncio.create_task(self._read(), name="shared call")
 
     @property
@@ -207,8 +258,8 @@ class SharedCall:
             async for response in self._call:
                 for update in response.updates:
                     self._receive(update)
-        except grpc.RpcError as failure:
-            error = from_rpc_error(failure)
+        except grpc.aio.AioRpcError as failure:
+            error = await self._end.error(from_rpc_error(failure))
         except asyncio.CancelledError:
             # gRPC also raises it if the channel is closed.
             self._end_all(client_closed())

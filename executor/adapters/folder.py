@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.followed import FileVersion, version_of
-from executor.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError, parse, read_files
+from executor.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError, AdapterGoneError, parse, read_files
 from executor.adapters.weights import AdapterLimits, AdapterWeights
 
 log = logging.getLogger(__name__)
@@ -60,18 +60,18 @@ class AdapterFolder:
         return tuple(adapter for _, adapter in self._known.values() if adapter is not None)
 
     def read(self, adapter: KnownAdapter) -> AdapterWeights:
-        """Reads the weights of an adapter. Raises `AdapterError`, also if its files have changed since."""
-        return self._read(adapter.folder, adapter.hash, "its files have changed")
+        """Reads the weights of an adapter. Raises `AdapterError`, an `AdapterGoneError` if its files have changed."""
+        return self._read(adapter.folder, adapter.hash, AdapterGoneError("its files have changed"))
 
     def read_same(self, name: str, adapter_hash: str) -> AdapterWeights:
         """Reads the weights of an adapter that another process has chosen. Raises `AdapterError`, also if its files are
         not the same here."""
-        return self._read(self._folder / name, adapter_hash, "its files differ from those of the leader")
+        return self._read(self._folder / name, adapter_hash, AdapterError("its files differ from those of the leader"))
 
-    def _read(self, folder: Path, adapter_hash: str, difference: str) -> AdapterWeights:
+    def _read(self, folder: Path, adapter_hash: str, difference: AdapterError) -> AdapterWeights:
         files = read_files(folder)
         if files.hash != adapter_hash:
-            raise AdapterError(difference)
+            raise difference
         return parse(files, self._limits)
 
     def _look_at(self, folder: Path) -> tuple[Versions, KnownAdapter | None]:

@@ -170,9 +170,9 @@ class AdapterStore:
                 except AdapterError as error:
                     self._free.append(slot)
                     self._know(await asyncio.to_thread(self._folder.look))
-                    if self._find(adapter_hash) is None:
-                        raise AdapterGoneError(str(error)) from error
-                    raise
+                    is_gone = isinstance(error, AdapterGoneError) or self._find(adapter_hash) is None
+                    kind = AdapterGoneError if is_gone else AdapterError
+                    raise kind(f"adapter {adapter.name} cannot be loaded: {error}") from error
                 except BaseException:
                     self._free.append(slot)
                     raise
@@ -186,10 +186,7 @@ class AdapterStore:
         return slot
 
     def _fill(self, slot: int, adapter: KnownAdapter) -> None:
-        try:
-            self._load_slot(slot, adapter, self._folder.read(adapter))
-        except AdapterError as error:
-            raise AdapterError(f"adapter {adapter.name} cannot be loaded: {error}") from error
+        self._load_slot(slot, adapter, self._folder.read(adapter))
 
     async def _take_slot(self) -> int:
         """Takes a slot for an adapter that is held and not loaded. At most `num_slots - 1` others are held, so there is

@@ -165,6 +165,30 @@ async def test_failed_load_is_told_to_all_that_wait_and_leaves_the_slot_free(tmp
     assert (await loaded(store, "b")).adapter_slot == 0
 
 
+async def test_files_that_change_for_a_moment_send_their_requests_back(
+    tmp_path: Path, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_adapter(tmp_path / "a")
+    folder = AdapterFolder(tmp_path, LIMITS)
+    store = AdapterStore(folder, 1, slots.load)
+    first = holder(store, "a")
+    read = folder.read
+
+    def read_others(adapter: KnownAdapter) -> AdapterWeights:
+        save_adapter(tmp_path / "a", seed=1)
+        try:
+            return read(adapter)
+        finally:
+            save_adapter(tmp_path / "a")
+
+    monkeypatch.setattr(folder, "read", read_others)
+    with pytest.raises(AdapterGoneError, match="its files have changed"):
+        await store.load(first)
+    store.release([first])
+    monkeypatch.undo()
+    assert (await loaded(store, "a")).adapter_slot == 0
+
+
 async def test_files_that_change_while_they_are_read_are_never_combined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,7 @@
 """A compiler of all kernels for a GPU that is not present: `python -m tests.kernels.compile_kernels 90`.
 
+With `--digest` it compiles nothing and prints a digest of all that determines the code, apart from Triton's version.
+
 The launchers run on tensors without storage. In place of a launch, the kernel is compiled for the arguments it was
 given, specialised as Triton does it: for integers that are 1 and for what 16 divides. Prints a line of JSON each.
 Runs in a process of its own, for this one has the interpreter.
@@ -7,6 +9,7 @@ Runs in a process of its own, for this one has the interpreter.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -84,9 +87,10 @@ FP8_VARIANT, MIN_FP8_CAPABILITY = replace(LLAMA_8B, kv_dtype=torch.float8_e4m3fn
 BATCHES = ([1] * 128, [4] * 8, [1] * 4, [1] * 32 + [480])
 
 
-def main(capability: int) -> int:
-    """Compiles everything; returns the exit code."""
+def main(capability: int, *, is_digest: bool = False) -> int:
+    """Compiles everything, or prints the digest; returns the exit code."""
     seen: set[str] = set()
+    digest = hashlib.sha256(str(capability).encode())
 
     def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         names = [param.name for param in kernel.params]
@@ -96,6 +100,9 @@ def main(capability: int) -> int:
         if key in seen:
             return
         seen.add(key)
+        digest.update(f"{kernel.cache_key} {key}".encode())
+        if is_digest:
+            return
         log = StringIO()
         with redirect_stdout(log):
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -121,6 +128,8 @@ def main(capability: int) -> int:
     launch_layers()
     for shape in (LLAMA_8B_SHAPE, SMOLLM2_SHAPE):
         launch_adapters(shape)
+    if is_digest:
+        print(digest.hexdigest())
     return 0
 
 
@@ -228,4 +237,4 @@ def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), is_digest="--digest" in sys.argv))

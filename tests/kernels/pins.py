@@ -1,7 +1,8 @@
 """What the compiled kernels need on each kind of GPU, as it is committed: `python -m tests.kernels.pins` renews it.
 
 Registers of a thread, bytes that it spills, bytes of shared memory of a program, and the stages of the buffers into
-which loops load ahead. The figures are those of one version of Triton.
+which loops load ahead. They follow from the version of Triton and a digest of the kernels and their launches, which are
+committed with them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,20 @@ MAX_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 10
 FIGURES = ("registers", "spill_bytes", "shared_bytes", "buffers")
 
 
-def compile_for(capability: int, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Compiles every kernel in a process of its own; a line of JSON each."""
+def compile_for(capability: int, cache: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs `compile_kernels` in a process of its own."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     return subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_kernels", str(capability)],
+        [sys.executable, "-m", "tests.kernels.compile_kernels", str(capability), *options],
         cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=590, check=False,
     )  # fmt: skip
+
+
+def digest_for(capability: int, cache: Path) -> str:
+    """Returns the digest of what determines the code of every kernel."""
+    result = compile_for(capability, cache, "--digest")
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def figures_of(compiled: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -46,25 +54,28 @@ def figures_of(compiled: list[dict[str, Any]]) -> dict[str, list[Any]]:
 def main() -> int:
     """Compiles for every kind of GPU and writes the file; returns the exit code."""
     pinned: dict[str, dict[str, list[Any]]] = {}
+    digests: dict[str, str] = {}
     for capability in MAX_SHARED_BYTES:
         with tempfile.TemporaryDirectory() as cache:
+            digests[str(capability)] = digest_for(capability, Path(cache))
             result = compile_for(capability, Path(cache))
         if result.returncode != 0:
             print(result.stderr, file=sys.stderr)
             return 1
         pinned[str(capability)] = figures_of([json.loads(line) for line in result.stdout.splitlines()])
-    write(pinned)
+    write(digests, pinned)
     return 0
 
 
-def write(pinned: dict[str, dict[str, list[Any]]]) -> None:
+def write(digests: dict[str, str], pinned: dict[str, dict[str, list[Any]]]) -> None:
     """Writes the file, a line for each kernel."""
     parts = []
     for capability, figures in pinned.items():
         lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(values)}" for key, values in figures.items())
         parts.append(f'  "{capability}": {{\n{lines}\n  }}')
-    text = ",\n".join(parts)
-    PINS.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{text}\n }}\n}}\n', encoding="utf-8")
+    kernels = ",\n".join(parts)
+    head = f' "triton": "{triton.__version__}",\n "digests": {json.dumps(digests)}'
+    PINS.write_text(f'{{\n{head},\n "kernels": {{\n{kernels}\n }}\n}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

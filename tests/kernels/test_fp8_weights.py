@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,10 @@ from tests.kernels.fp8_kv import rounded
 from tests.paged_cases import Spec, make_case
 from tests.quantized_checkpoints import compressed, compressed_config, save_quantized
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+
+pytestmark = pytest.mark.usefixtures("one_seed_and_thread")
 
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_seed_and_thread() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), torch_threads(1):
-        torch.manual_seed(0)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
 
 
 def load(folder: Path, weight_dtype: str = "fp8", **changes: Any) -> PagedModel:

@@ -88,8 +88,9 @@ def test_logits_are_near_those_of_the_unrounded_model(folder: Path) -> None:
     batch.token_ids.copy_(ids)
     plain, fp8 = (logits_of(load(folder, weight_dtype), batch) for weight_dtype in ("auto", "fp8"))
     distance = relative_distance(fp8, plain)
-    # Rounding changes each number by up to 1/16. The distance is 0 if nothing is rounded.
-    assert 0.005 < distance < 0.15
+    # Rounding changes each number by up to 1/16: 0.14 to 0.30 for eight seeds. It is 0 if nothing is rounded, and more
+    # than 1 for unrelated logits.
+    assert 0.005 < distance < 0.5
 
 
 def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(folder: Path) -> None:

@@ -129,6 +129,18 @@ def redis_admin_url(redis_server: PrivateRedis) -> str:
 
 
 @pytest.fixture
+def one_seed_and_thread() -> Iterator[None]:
+    """One thread and the random numbers of seed 0 for torch."""
+    import torch  # few tests need it, and it takes seconds to import
+
+    from tests.torch_threads import torch_threads
+
+    with torch.random.fork_rng(devices=[]), torch_threads(1):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
 def pool() -> str:
     """A pool that no other test of the session has used."""
     return f"pool-{next(_pool_numbers)}"

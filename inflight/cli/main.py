@@ -44,8 +44,8 @@ COMMANDS = (
     Command("stats", "print the statistics of `top` as JSON lines", "inflight.cli.top.main:stats"),
     Command("explain", "show the state of a request and why it waits", "inflight.cli.explain:main"),
     Command("cancel", "cancel a request by its id", "inflight.cli.cancel:main"),
-    Command("key", "create an API key", "inflight.cli.key:main"),
-    Command("healthcheck", "check once whether a process serves", "inflight.cli.healthcheck:main"),
+    Command("key", "create an API key", "inflight.cli.deploy.key:main"),
+    Command("healthcheck", "check once whether a process serves", "inflight.cli.deploy.healthcheck:main"),
     Command("doctor", "check this machine for what serving needs", "inflight.cli.doctor:main"),
     Command("up", "start a local stack: Redis, executors, routers", "inflight.cli.up:main", SERVE),
     Command("demo", "compare in-flight with static batching, live", "inflight.cli.demo.main:main", SERVE),
@@ -56,10 +56,12 @@ COMMANDS = (
     Command(
         "size", "estimate blocks, seats and executors for a model and its traffic", "inflight.cli.size:main", SERVE
     ),
-    Command("fetch", "download a model into a folder", "inflight.cli.fetch:main", SERVE),
-    Command("certs", "create certificates for development", "inflight.cli.certs:main", SERVE),
-    Command("kube-secrets", "create the Kubernetes secrets of a deployment", "inflight.cli.kube_secrets:main", SERVE),
-    Command("pod-costs", "set the deletion cost of executor pods", "inflight.cli.pod_costs:main", SERVE),
+    Command("fetch", "download a model into a folder", "inflight.cli.deploy.fetch:main", SERVE),
+    Command("certs", "create certificates for development", "inflight.cli.deploy.certs:main", SERVE),
+    Command(
+        "kube-secrets", "create the Kubernetes secrets of a deployment", "inflight.cli.deploy.kube_secrets:main", SERVE
+    ),
+    Command("pod-costs", "set the deletion cost of executor pods", "inflight.cli.deploy.pod_costs:main", SERVE),
 )
 OURS = frozenset({"bench", "common", "executor", "gateway", "inflight", "router"})
 ALIASES = {"capacity": "status"}

@@ -15,19 +15,22 @@ from bench.fleet.health import Observer
 from bench.fleet.tiny_model import NAME, write_tiny_model
 from inflight import AsyncClient
 from inflight.local.options import StackOptions
-from tests.chaos.system import PATIENCE_S, System
+from tests.braked import ProcessBrake
+from tests.chaos.system import BRAKED_FROM, PATIENCE_S, System
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
     """The running system, whole and idle."""
     folder = tmp_path_factory.mktemp("chaos")
+    brake = ProcessBrake(folder / "brake")
+    poisoned = (sys.executable, "-m", "tests.chaos.poisoned", str(brake.path))
     options = StackOptions(
         executors=2,
         routers=2,
         model=str(write_tiny_model(folder)),
         run_dir=folder / "run",
-        program=(sys.executable, "-m", "tests.chaos.poisoned", str(TINY_STEP_MS)),
+        program=(*poisoned, str(BRAKED_FROM), str(TINY_STEP_MS)),
         executor_args=(
             *("--dtype", "float32"),
             *("--max-num-sequences", "4"),
@@ -44,4 +47,4 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
         Observer(fleet, NAME) as observer,
     ):
         await observer.wait_until_whole(PATIENCE_S)
-        yield System(fleet, client, observer)
+        yield System(fleet, client, observer, brake)

@@ -1,7 +1,7 @@
-"""`inflight` with executors that die of a certain prompt: `python -m tests.chaos.poisoned 12 executor --listen …`.
+"""`inflight` with executors that die of a certain prompt: `python -m tests.chaos.poisoned PIPE 20 12 executor …`.
 
 A sequence whose prompt begins with `POISON` kills the process that boards it, as a bug of a kernel would. Otherwise as
-`bench.fleet.paced`.
+`tests.braked` and `bench.fleet.paced`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bench.fleet.paced import main as run_paced
+from tests.braked import brake
 
 if TYPE_CHECKING:
     from executor.engine.runner import PendingStep, StepRunner
@@ -42,9 +43,11 @@ class PoisonedRunner:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line and returns the exit code."""
-    if argv[1] == "executor":
+    pipe, num_tokens, *paced = argv
+    if paced[1] == "executor":
         _poison()
-    return run_paced(argv)
+        brake(pipe, int(num_tokens))
+    return run_paced(paced)
 
 
 def _poison() -> None:

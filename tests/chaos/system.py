@@ -16,9 +16,14 @@ from bench.fleet.fleet import Fleet, Member
 from bench.fleet.health import Leak, Observer
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
+from tests.braked import ProcessBrake
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0
+
+# A sequence with so many output tokens waits for the brake, while it is held.
+BRAKED_FROM = 20
+STEP_INTERVAL_S = 0.02
 
 LONG = SampleRequest("long", SampleKind.IDS, 220, prompt_ids=tuple(range(40, 60)))
 SHORT = SampleRequest("short", SampleKind.IDS, 24, prompt_ids=(7, 8, 9, 10, 11, 12, 13, 14))
@@ -60,6 +65,7 @@ class System:
     fleet: Fleet
     client: AsyncClient
     observer: Observer
+    brake: ProcessBrake
     expected: dict[SampleRequest, Expected] = field(default_factory=dict)
 
     async def learn(self, *samples: SampleRequest) -> None:
@@ -86,15 +92,20 @@ class System:
         return reading
 
     async def read_running(self, samples: list[SampleRequest], num_tokens: int = 10) -> list[Reading]:
-        """Begins to read requests, and returns when each has brought so many tokens."""
+        """Begins to read requests, and returns when each has brought so many tokens. The brake is held: no step is made
+        but for one of them to begin, so none ends before its test has done something to it."""
         await self.learn(*samples)
+        self.brake.hold()
         readings = [self.read(sample) for sample in samples]
-        for reading in readings:
-            await reading.until(lambda observed: observed.num_tokens >= num_tokens)
+        async with asyncio.timeout(PATIENCE_S):
+            while any(reading.observed.num_tokens < num_tokens for reading in readings):
+                self.brake.permit(1)
+                await asyncio.sleep(STEP_INTERVAL_S)
         return readings
 
     async def finish(self, readings: list[Reading]) -> float:
-        """Reads to the end, checks every token, and returns the longest pause."""
+        """Releases the brake, reads to the end, checks every token, and returns the longest pause."""
+        self.brake.release()
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(reading.ended for reading in readings))
         for reading in readings:

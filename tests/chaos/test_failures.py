@@ -71,6 +71,7 @@ async def test_client_goes_on_by_itself_when_a_router_is_killed(system: System, 
         if any(reading.stream.num_resumes for reading in readings):
             break
         router.send(signal.SIGKILL)
+        system.brake.release()
         await asyncio.gather(*(reading.until(lambda o: o.num_tokens > 60) for reading in readings))
     record_property("longest_pause_s", await system.finish(readings))
     assert any(reading.stream.num_resumes for reading in readings)
@@ -92,9 +93,9 @@ async def test_streams_and_waiting_requests_outlive_a_restart_of_redis(
     system: System, record_property: Record, keeps: bool
 ) -> None:
     # Eight on the seats, four in line
-    readings = await system.read_running([numbered(LONG, number) for number in range(8)])
     waiting = [numbered(SHORT, number) for number in range(4)]
     await system.learn(*waiting)
+    readings = await system.read_running([numbered(LONG, number) for number in range(8)])
     queued = [system.read(sample) for sample in waiting]
     if not keeps:
         system.fleet.redis_process.forget()
@@ -185,6 +186,7 @@ async def test_blocks_are_free_when_a_client_disconnects(system: System, record_
     left_s = time.monotonic()
     for stream in leaving:
         stream.cancel()
+    system.brake.release()
     await system.until_left(len(others))
     record_property("free_after_s", time.monotonic() - left_s)
     if others:
@@ -195,6 +197,7 @@ async def test_blocks_are_free_when_a_client_disconnects(system: System, record_
 async def test_poison_prompt_convicts_only_itself(system: System) -> None:
     before = len(system.fleet.exits)
     others = await system.read_running([numbered(LONG, 1), numbered(LONG, 2)])
+    system.brake.release()
     poison = SampleRequest("poison", SampleKind.IDS, 8, prompt_ids=POISON)
     with pytest.raises(InflightError) as caught:
         async with asyncio.timeout(PATIENCE_S):

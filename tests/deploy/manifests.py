@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from inflight.cli.kube_secrets import api_key_secrets, certificate_secrets, random_secrets
+from inflight.cli.deploy.kube_secrets import api_key_secrets, certificate_secrets, random_secrets
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 OVERLAYS = tuple(sorted(path.name for path in (FOLDER / "overlays").iterdir()))

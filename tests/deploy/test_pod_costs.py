@@ -17,7 +17,7 @@ import pytest
 
 from inflight import Client
 from inflight.catalogue import Capacity, ExecutorCapacity
-from inflight.cli.pod_costs import DEFAULT_SELECTOR
+from inflight.cli.deploy.pod_costs import DEFAULT_SELECTOR
 from inflight.errors import InflightError
 from inflight.local.certificates import make_certificates
 from inflight.tools.pod_costs.costs import ANNOTATION, changed_costs, deletion_cost

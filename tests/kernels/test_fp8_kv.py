@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from common.model_source import ModelError, resolve_model
 from executor.attention.backend import KvShape, Scoring
@@ -22,20 +20,8 @@ from tests.greedy import generate_together
 from tests.kernels.fp8_kv import assert_attends_to_fp8, poisoned, rounded, stored
 from tests.paged_cases import Spec, make_case
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_seed_and_thread() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), torch_threads(1):
-        torch.manual_seed(0)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
+pytestmark = pytest.mark.usefixtures("one_seed_and_thread")
 
 
 def load(folder: Path, kv_cache_dtype: str = "fp8", skip_layers: tuple[int, ...] = ()) -> PagedModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,19 +16,13 @@ from tests.kernels.comparison import (
     filled,
 )
 from tests.paged_cases import Spec, make_case
-from tests.torch_threads import torch_threads
+
+pytestmark = pytest.mark.usefixtures("one_seed_and_thread")
 
 CPU = torch.device("cpu")
 DECODES = (Spec(1, 1), Spec(1, 65), Spec(1, 40))
 CHUNKS = (Spec(9, 9), Spec(5, 70))
 VERIFICATION = (Spec(3, 90), Spec(4, 17), Spec(2, 2))
-
-
-@pytest.fixture(autouse=True)
-def _one_seed_and_thread() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), torch_threads(1):
-        torch.manual_seed(0)
-        yield
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,10 +19,9 @@ from executor.native.pool import NativePool
 from tests.examples import examples
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.paged_cases import PagedCase, Spec, make_case
-from tests.torch_threads import torch_threads
 
 # The first test of a build may have to wait for the compiler.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_seed_and_thread")]
 
 CPU = torch.device("cpu")
 # bfloat16 has 8 bits; outputs are averages of values around 1.
@@ -51,13 +49,6 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
 @pytest.fixture(scope="module")
 def cpu_attention(library: NativeLibrary) -> CpuAttention:
     return CpuAttention(library, NativePool(library, 1))
-
-
-@pytest.fixture(autouse=True)
-def _one_seed_and_thread() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), torch_threads(1):
-        torch.manual_seed(0)
-        yield
 
 
 def filled(

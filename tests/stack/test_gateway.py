@@ -13,12 +13,13 @@ import pytest
 from inflight.local.options import StackOptions
 from inflight.local.process import ChildProcess
 from inflight.local.stack import LocalStack
+from tests.braked import ProcessBrake
 from tests.gateways import ServerSentEvent, events_of, run_gateway, text_of
-from tests.stack.conftest import EXECUTOR_ARGS
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 32}
+FOUR_SEATS = ("--dtype", "float32", "--max-num-sequences", "4", "--num-threads", "1")
 
 
 async def test_openais_client_chats_whole_in_pieces_and_synchronously(stack: LocalStack) -> None:
@@ -125,8 +126,10 @@ async def end(child: ChildProcess) -> None:
 async def test_streams_outlive_a_router_unseen_and_their_gateway_by_the_last_events_id(
     tmp_path: Path, tiny_model: Path
 ) -> None:
+    brake = ProcessBrake(tmp_path / "brake")
     options = StackOptions(
-        model=str(tiny_model), routers=2, gateways=2, tls=True, executor_args=EXECUTOR_ARGS, run_dir=tmp_path
+        model=str(tiny_model), routers=2, gateways=2, tls=True, executor_args=FOUR_SEATS, run_dir=tmp_path,
+        program=brake.program(10),
     )  # fmt: skip
     async with LocalStack(options) as stack:
         first, second = (f"http://{address}/v1/completions" for address in stack.gateway_addresses)
@@ -137,18 +140,24 @@ async def test_streams_outlive_a_router_unseen_and_their_gateway_by_the_last_eve
             }
             for number in range(4)
         ]  # fmt: skip
-        # Given streams of one gateway, which spreads them over both routers
+        # Given streams of one gateway, which spreads them over both routers; no step is made but for one to begin
+        brake.hold()
         seen: list[list[ServerSentEvent]] = [[] for _ in bodies]
         begun = [asyncio.Event() for _ in bodies]
         readers = [
             asyncio.create_task(read_into(into, first, body, event))
             for into, body, event in zip(seen, bodies, begun, strict=True)
         ]
-        await asyncio.wait([asyncio.ensure_future(event.wait()) for event in begun], timeout=60)
+        async with asyncio.timeout(60):
+            while not all(event.is_set() for event in begun):
+                brake.permit(1)
+                await asyncio.sleep(0.02)
         # When a router dies, and then the gateway
         await end(stack.routers[0])
         await end(stack.gateways[0])
+        brake.release()
         await asyncio.gather(*readers)
+        assert not any("usage" in event.value and event.value["usage"] for events in seen for event in events)
         # Then all go on behind what has been seen, at the other gateway
         await asyncio.gather(
             *(read_into(into, second, body, asyncio.Event()) for into, body in zip(seen, bodies, strict=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from inflight.aio_stream import AsyncStream
 from inflight.local.options import StackOptions
 from inflight.local.process import ChildProcess
 from inflight.local.stack import LocalStack
+from tests.braked import ProcessBrake
 
 NUM_STREAMS = 40  # more than a call carries
 NUM_TOKENS = 150
@@ -38,11 +37,15 @@ async def serving(stack: LocalStack, streams: Sequence[AsyncStream]) -> ChildPro
 
 
 async def test_router_killed_under_shared_calls_costs_no_token(tmp_path: Path, tiny_model: Path) -> None:
-    options = StackOptions(model=str(tiny_model), routers=2, executor_args=EXECUTOR_ARGS, run_dir=tmp_path)
+    brake = ProcessBrake(tmp_path / "brake")
+    options = StackOptions(
+        model=str(tiny_model), routers=2, executor_args=EXECUTOR_ARGS, run_dir=tmp_path, program=brake.program(20)
+    )
     async with LocalStack(options) as stack, asyncio.timeout(240):
         async with AsyncClient(*stack.router_addresses) as client:
             alone = [await stream.result() for stream in start_all(client)]
         async with AsyncClient(*stack.router_addresses, share_calls=True) as client:
+            brake.hold()  # no stream ends before its router does
             streams = start_all(client)
             has_begun = asyncio.Event()
 
@@ -54,13 +57,8 @@ async def test_router_killed_under_shared_calls_costs_no_token(tmp_path: Path, t
                 for stream in streams:
                     tasks.create_task(read(stream))
                 await has_begun.wait()
-                # At the first token, so that streams do not end before their router does.
-                (executor,) = stack.executors
-                os.kill(executor.pid, signal.SIGSTOP)
-                try:
-                    (await serving(stack, streams)).kill()
-                finally:
-                    os.kill(executor.pid, signal.SIGCONT)
+                (await serving(stack, streams)).kill()
+                brake.release()
     shared = [stream.transcript.result() for stream in streams]
     assert [one.token_ids for one in shared] == [one.token_ids for one in alone]
     assert [one.text for one in shared] == [one.text for one in alone]

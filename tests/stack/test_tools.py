@@ -17,6 +17,7 @@ from inflight import AsyncClient, FinishReason, InflightError, ToolCallPart
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
+from tests.braked import ProcessBrake
 from tests.executors_linked import wait_for_executors
 from tests.gateways import run_gateway
 from tests.stack.conftest import EXECUTOR_ARGS
@@ -145,9 +146,12 @@ async def test_killed_executor_in_the_middle_of_arguments_changes_nothing(stack:
     }  # fmt: skip
     async with AsyncClient(*stack.router_addresses) as client:
         whole = await client.complete(**asked)
-    options = StackOptions(executors=2, executor_args=EXECUTOR_ARGS, run_dir=tmp_path / "run")
+    brake = ProcessBrake(tmp_path / "brake")
+    middle = brake.program(whole.usage.output_tokens - 5)
+    options = StackOptions(executors=2, executor_args=EXECUTOR_ARGS, run_dir=tmp_path / "run", program=middle)
     async with LocalStack(options) as failing, AsyncClient(*failing.router_addresses) as client:
         await wait_for_executors(failing.address, options.executors)
+        brake.hold()
         stream = client.generate(**asked)
         has_killed = False
         async for delta in stream:
@@ -156,6 +160,7 @@ async def test_killed_executor_in_the_middle_of_arguments_changes_nothing(stack:
                 assert state is not None
                 killed = next(one for one in state.processes if one.name == stream.transcript.executor_id)
                 os.kill(killed.pid, signal.SIGKILL)
+                brake.release()
                 has_killed = True
         assert has_killed
         assert stream.timing is not None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from bench.engine.formats.process_memory import memory_bytes
 from common.model_source import resolve_model
 from executor.checkpoint.quantized_weight import Matrix
 from executor.formats.loading import load_network
@@ -20,19 +21,13 @@ from tests.tiny_models import save_model, sizes
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def peak_host_bytes() -> int:
-    """The largest resident memory of the process since the last call of `forget_peak`."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
-
-
 def forget_peak() -> int:
     """Resets the peak to the memory that is resident now, and returns it."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         pytest.skip("the kernel does not let this process reset its peak memory")
-    return peak_host_bytes()
+    return memory_bytes("VmHWM")
 
 
 def test_host_memory_never_holds_the_model(tmp_path: Path) -> None:
@@ -46,10 +41,10 @@ def test_host_memory_never_holds_the_model(tmp_path: Path) -> None:
 
     before = forget_peak()
     network, _ = load_network(source, torch.bfloat16, META)
-    on_device = peak_host_bytes() - before
+    on_device = memory_bytes("VmHWM") - before
     before = forget_peak()
     load_network(source, torch.bfloat16, CPU)
-    on_host = peak_host_bytes() - before
+    on_host = memory_bytes("VmHWM") - before
 
     assert {parameter.device for parameter in network.parameters()} == {META}
     assert on_device < 0.2 * num_bytes

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bench.engine.formats.process_memory import memory_bytes
 from bench.engine.model_steps import allocate_kv, load_native_models
 from bench.engine.native_step import StepShape, blocks_of
 from bench.engine.streams import times_of
@@ -145,7 +146,7 @@ def _measure(folder: str, rounds: int) -> list[str]:
     seconds = time.perf_counter() - began
     if models is None or models[0].native is None:
         raise RuntimeError("the model has no native forward pass")
-    peak, resident = _memory("VmHWM"), _memory("VmRSS")
+    peak, resident = memory_bytes("VmHWM"), memory_bytes("VmRSS")
     allocate_kv(models[0], max(shape.num_sequences * blocks_of(shape) for shape in SHAPES))
     rates = []
     for shape in SHAPES:
@@ -153,13 +154,6 @@ def _measure(folder: str, rounds: int) -> list[str]:
         rates.append(f"{shape.num_sequences * shape.num_new / wall_ms[0] * 1e3:,.1f}")
     gigabytes = [f"{number / 1e9:.2f}" for number in (peak, resident, models[0].native.num_matrix_bytes)]
     return [f"{seconds:.1f}", *gigabytes, *rates]
-
-
-def _memory(field: str) -> int:
-    """Returns a field of the process' status, in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

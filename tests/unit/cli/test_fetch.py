@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.cli.fetch import ORIGIN, digest_of
+from inflight.cli.deploy.fetch import ORIGIN, digest_of
 from inflight.cli.main import main
 from inflight.tools.fetching.s3 import Credentials, canonical_query, signed
 

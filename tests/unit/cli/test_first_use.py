@@ -267,7 +267,7 @@ def test_blanks_within_a_line_stay_however_it_is_written(capsys: pytest.CaptureF
 def test_key_for_a_model_that_the_local_stack_does_not_serve_is_warned_about(
     address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight.cli.key.LOOK_S", 60.0)
+    monkeypatch.setattr("inflight.cli.deploy.key.LOOK_S", 60.0)
     run_stack_here(address)
     assert main(["key", "new", "--tenant", "acme", "--models", "smol,Smoll"]) == 0
     output = capsys.readouterr()

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from common.http.port import HttpPort
 from common.rpc.server import LIVE_SERVICE, GrpcServer
-from inflight.cli.healthcheck import address_to_ask
+from inflight.cli.deploy.healthcheck import address_to_ask
 from inflight.cli.main import main
 
 SERVICE = "inflight.v1.ExecutorService"

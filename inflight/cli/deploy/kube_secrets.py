@@ -16,8 +16,8 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from inflight.cli import key
 from inflight.cli.console import EXIT_USAGE, CommandError
+from inflight.cli.deploy import key
 from inflight.cli.parser import CommandParser
 from inflight.local.certificates import DEFAULT_DAYS, LOCAL_NAMES, CertificateFolder, make_certificates
 from inflight.local.redis_server import ACL_RULES, USER

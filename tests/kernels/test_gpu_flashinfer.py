@@ -1,0 +1,153 @@
+"""Chunks by FlashInfer in the GPU runner, through a stand-in, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from common.model_source import ModelError, resolve_model
+from executor.attention.backend import KvShape
+from executor.attention.flashinfer import FlashInfer, Heads
+from executor.attention.triton import TritonAttention
+from executor.gpu import graph_check
+from executor.gpu.graph_check import TrialRows
+from executor.gpu.runner import GpuRunner
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler
+from tests.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper as StandIn
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
+from tests.tiny_models import save_model, sizes
+from tests.torch_threads import torch_threads
+
+# Few steps: the interpreter takes a second for some.
+SMALL = replace(LIMITS, context_length=24, max_num_tokens=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> PagedModel:
+    return PagedModel.load(
+        resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu"
+    )
+
+
+@pytest.fixture
+def model(loaded: PagedModel) -> PagedModel:
+    loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes that warm up compile nothing in the interpreter."""
+    monkeypatch.setattr("executor.gpu.runner.warm_up_lengths", lambda *_: [])
+    monkeypatch.setattr(StandIn, "num_runs", 0)
+    monkeypatch.setattr(StandIn, "scale_error", 1.0)
+    monkeypatch.setattr(graph_check, "REPETITIONS", 1)
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, with_it_s: float, without_s: float) -> None:
+    """Gives steps with and without FlashInfer these times."""
+
+    def time_s(device: torch.device, compute: Callable[[], None]) -> float:
+        before = StandIn.num_runs
+        compute()
+        return with_it_s if StandIn.num_runs > before else without_s
+
+    monkeypatch.setattr(graph_check, "_time_s", time_s)
+
+
+def runner_of(model: PagedModel, *, is_required: bool = False) -> GpuRunner:
+    decoder = model.gpu_decoder
+    assert decoder is not None
+    shape = decoder.shape
+    heads = Heads(shape.num_heads, KvShape(shape.num_kv_heads, shape.head_dim), decoder.scorings)
+    chosen = FlashInfer(StandIn, heads, torch.float32, model.device, TritonAttention(), is_required=is_required)
+    return GpuRunner(decoder, model.kv, SMALL, BLOCK_SIZE, flashinfer=chosen)
+
+
+def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
+    folder: Path, model: PagedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timed(monkeypatch, 1.0, 2.0)
+    runner = runner_of(model)
+    with caplog.at_level(logging.INFO, "executor.gpu.runner"):
+        runner.prepare()
+    assert runner.uses_flashinfer
+    times = "1000.00 ms for 8 tokens of 8, 2000.00 ms with triton; 1000.00 ms for 8 tokens of 24, 2000.00 ms"
+    assert f"prompt chunks use flashinfer: {times}" in caplog.text
+    assert all(not kv.keys.any() and not kv.values.any() for kv in model.kv), "nothing of the trial is left"
+    StandIn.num_runs = 0
+    reference = PagedModel.load(
+        resolve_model(str(folder)), dtype_name="float32", backend_name="reference", device_name="cpu"
+    )
+    reference.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    expected = _outputs(ModelRunner(reference, SMALL, BLOCK_SIZE))
+    assert _outputs(runner) == expected
+    assert StandIn.num_runs > 0, "steps with chunks are computed by it"
+
+
+def _outputs(runner: ModelRunner | GpuRunner) -> list[list[int]]:
+    return outputs(runner, requests()[:3], Scheduler(SMALL, BlockPool(NUM_BLOCKS, BLOCK_SIZE)))
+
+
+def test_slower_one_is_not_used_unless_it_is_required(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, 2.0, 1.0)
+    for is_required in (False, True):
+        runner = runner_of(model, is_required=is_required)
+        runner.prepare()
+        assert runner.uses_flashinfer is is_required
+
+
+def test_wrong_results_leave_triton_with_a_warning(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(StandIn, "scale_error", 1.3)
+    runner = runner_of(model)
+    with caplog.at_level(logging.INFO, "executor.gpu.runner"):
+        runner.prepare()
+    assert not runner.uses_flashinfer
+    (record,) = [record for record in caplog.records if "flashinfer" in record.message]
+    assert record.levelno == logging.WARNING
+    assert "its logits differ by" in record.message
+    with pytest.raises(ModelError, match="'flashinfer' cannot be used: .* its logits differ by"):
+        runner_of(model, is_required=True).prepare()
+
+
+def test_failing_one_leaves_triton(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FileNotFoundError("nvcc")
+
+    monkeypatch.setattr(StandIn, "plan", fail)
+    runner = runner_of(model)
+    runner.prepare()
+    assert not runner.uses_flashinfer
+    with pytest.raises(ModelError, match="cannot be used: FileNotFoundError: nvcc"):
+        runner_of(model, is_required=True).prepare()
+
+
+def test_row_of_one_sequence_has_blocks_for_all_tokens() -> None:
+    rows = TrialRows.of_one(33, 16, 96)
+    assert rows.sequences[0].block_table == [1, 2, 3]
+    trial = rows.chunk(25, 8)
+    assert (trial.plan.starts[0], trial.plan.lengths[0]) == (25, 8)

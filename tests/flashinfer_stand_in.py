@@ -7,6 +7,7 @@ is used. Calls are bound to them, so a wrong name or place is an error here as i
 from __future__ import annotations
 
 from inspect import Parameter, Signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ _PLAN = (
 SIGNATURES = {
     "__init__": Signature([Parameter(name, _PLACES) for name in ("float_workspace_buffer", "kv_layout")]),
     # The last parameters, from `head_dim_vo` on, have defaults.
-    "plan": Signature([Parameter(name, _PLACES, default=None if i > 7 else Parameter.empty)
-                       for i, name in enumerate(_PLAN)]),  # fmt: skip
-    "run": Signature([Parameter("q", _PLACES), Parameter("paged_kv_cache", _PLACES),
-                      Parameter("out", _NAMES, default=None)]),  # fmt: skip
+    "plan": Signature(
+        [Parameter(name, _PLACES, default=None if i > 7 else Parameter.empty) for i, name in enumerate(_PLAN)]
+    ),  # fmt: skip
+    "run": Signature(
+        [Parameter("q", _PLACES), Parameter("paged_kv_cache", _PLACES), Parameter("out", _NAMES, default=None)]
+    ),  # fmt: skip
 }
 
 
@@ -39,7 +42,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         bound = SIGNATURES["__init__"].bind(*args, **options).arguments
         assert bound["kv_layout"] == "HND"
         assert bound["float_workspace_buffer"].dtype == torch.uint8
-        self._plan: dict[str, object] | None = None
+        self._plan: dict[str, Any] = {}
 
     def plan(self, *args: object, **options: object) -> None:
         plan = SIGNATURES["plan"].bind(*args, **options).arguments
@@ -52,7 +55,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert starts[0] == page_starts[0] == 0
         assert len(starts) == len(page_starts) == len(last) + 1
         assert len(pages) == page_starts[-1]
-        assert bool((starts.diff() >= 0).all()) and bool((num_pages >= 0).all())
+        assert bool((starts.diff() >= 0).all())
+        assert bool((num_pages >= 0).all())
         is_used = num_pages > 0
         assert bool(((last >= 1) & (last <= plan["page_size"]))[is_used].all())
         assert plan["causal"]
@@ -62,7 +66,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         type(self).num_runs += 1
         bound = SIGNATURES["run"].bind(*args, **options).arguments
         plan, queries, (keys, values), out = self._plan, bound["q"], bound["paged_kv_cache"], bound["out"]
-        assert plan is not None, "run before plan"
+        assert plan, "run before plan"
         starts, page_starts = plan["qo_indptr"].tolist(), plan["paged_kv_indptr"].tolist()
         size = plan["page_size"]
         assert queries.shape == (starts[-1], plan["num_qo_heads"], plan["head_dim_qk"]) == out.shape

@@ -74,9 +74,7 @@ class TritonAttention:
             call.launch(tiling, num_row_tiles(work, tiling.rows), tokens, is_decode=False)
         return outputs
 
-    def attend_decodes(
-        self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, outputs: Tensor
-    ) -> None:
+    def attend_decodes(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, outputs: Tensor) -> None:
         """Computes the decodes of a step alone, into their rows of `outputs`."""
         num_decodes = batch.num_decodes
         if num_decodes:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from common.model_source import ModelError, resolve_model
+from common.model_source import resolve_model
 from executor.attention.backend import KvShape
 from executor.attention.flashinfer import FlashInfer, Heads
 from executor.attention.triton import TritonAttention
 from executor.gpu import graph_check
-from executor.gpu.graph_check import TrialRows
+from executor.gpu.graph_check import AttentionCheck, TrialRows
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
@@ -28,7 +28,7 @@ from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 
 # Few steps: the interpreter takes a second for some.
-SMALL = replace(LIMITS, context_length=24, max_num_tokens=8)
+SMALL = replace(LIMITS, max_num_sequences=2, context_length=24, max_num_tokens=8)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,9 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> PagedModel:
-    return PagedModel.load(
-        resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu"
-    )
+    return PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu")
 
 
 @pytest.fixture
@@ -75,13 +73,16 @@ def timed(monkeypatch: pytest.MonkeyPatch, with_it_s: float, without_s: float) -
     monkeypatch.setattr(graph_check, "_time_s", time_s)
 
 
-def runner_of(model: PagedModel, *, is_required: bool = False) -> GpuRunner:
-    decoder = model.gpu_decoder
-    assert decoder is not None
-    shape = decoder.shape
-    heads = Heads(shape.num_heads, KvShape(shape.num_kv_heads, shape.head_dim), decoder.scorings)
-    chosen = FlashInfer(StandIn, heads, torch.float32, model.device, TritonAttention(), is_required=is_required)
-    return GpuRunner(decoder, model.kv, SMALL, BLOCK_SIZE, flashinfer=chosen)
+def flashinfer_of(model: PagedModel) -> FlashInfer:
+    assert model.gpu_decoder is not None
+    shape, scorings = model.gpu_decoder.shape, model.gpu_decoder.scorings
+    heads = Heads(shape.num_heads, KvShape(shape.num_kv_heads, shape.head_dim), scorings)
+    return FlashInfer(StandIn, heads, torch.float32, model.device, TritonAttention())
+
+
+def runner_of(model: PagedModel) -> GpuRunner:
+    assert model.gpu_decoder is not None
+    return GpuRunner(model.gpu_decoder, model.kv, SMALL, BLOCK_SIZE, flashinfer=flashinfer_of(model))
 
 
 def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
@@ -106,44 +107,29 @@ def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
 
 
 def _outputs(runner: ModelRunner | GpuRunner) -> list[list[int]]:
-    return outputs(runner, requests()[:3], Scheduler(SMALL, BlockPool(NUM_BLOCKS, BLOCK_SIZE)))
+    return outputs(runner, requests()[1:3], Scheduler(SMALL, BlockPool(NUM_BLOCKS, BLOCK_SIZE)))
 
 
-def test_slower_one_is_not_used_unless_it_is_required(
-    model: PagedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed(monkeypatch, 2.0, 1.0)
-    for is_required in (False, True):
-        runner = runner_of(model, is_required=is_required)
-        runner.prepare()
-        assert runner.uses_flashinfer is is_required
-
-
-def test_wrong_results_leave_triton_with_a_warning(
-    model: PagedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(StandIn, "scale_error", 1.3)
+def failure_of(model: PagedModel) -> str:
+    """Returns the warning of a runner that does not use it."""
     runner = runner_of(model)
-    with caplog.at_level(logging.INFO, "executor.gpu.runner"):
-        runner.prepare()
-    assert not runner.uses_flashinfer
-    (record,) = [record for record in caplog.records if "flashinfer" in record.message]
-    assert record.levelno == logging.WARNING
-    assert "its logits differ by" in record.message
-    with pytest.raises(ModelError, match="'flashinfer' cannot be used: .* its logits differ by"):
-        runner_of(model, is_required=True).prepare()
+    verdict = AttentionCheck(runner._step, SMALL).run(flashinfer_of(model))
+    assert not verdict.is_used
+    assert verdict.is_warning
+    return verdict.reason
 
 
-def test_failing_one_leaves_triton(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_results_leave_triton_with_a_warning(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandIn, "scale_error", 1.3)
+    assert "2 sequences its logits differ by" in failure_of(model)
+
+
+def test_failing_one_leaves_triton_with_a_warning(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise FileNotFoundError("nvcc")
 
     monkeypatch.setattr(StandIn, "plan", fail)
-    runner = runner_of(model)
-    runner.prepare()
-    assert not runner.uses_flashinfer
-    with pytest.raises(ModelError, match="cannot be used: FileNotFoundError: nvcc"):
-        runner_of(model, is_required=True).prepare()
+    assert "cannot be used: FileNotFoundError: nvcc" in failure_of(model)
 
 
 def test_row_of_one_sequence_has_blocks_for_all_tokens() -> None:

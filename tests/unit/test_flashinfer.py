@@ -43,9 +43,7 @@ class ReferenceDecodes:
 
     kv: LayerKv
 
-    def attend_decodes(
-        self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, outputs: Tensor
-    ) -> None:
+    def attend_decodes(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, outputs: Tensor) -> None:
         attended = ReferenceAttention().attend(queries, self.kv, batch, scoring)
         outputs[: batch.num_decodes] = attended[: batch.num_decodes]
 
@@ -57,9 +55,7 @@ class NoDecodes:
 
 def filled(kv: LayerKv, block_size: int) -> LayerKv:
     """The reference's KV in the layout of the Triton kernels."""
-    keys, values = (
-        part.unflatten(0, (-1, block_size)).transpose(1, 2).contiguous() for part in (kv.keys, kv.values)
-    )
+    keys, values = (part.unflatten(0, (-1, block_size)).transpose(1, 2).contiguous() for part in (kv.keys, kv.values))
     return LayerKv(kv.shape, keys, values, kv.num_blocks)
 
 

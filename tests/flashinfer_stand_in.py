@@ -25,10 +25,10 @@ SIGNATURES = {
     # The last parameters, from `head_dim_vo` on, have defaults.
     "plan": Signature(
         [Parameter(name, _PLACES, default=None if i > 7 else Parameter.empty) for i, name in enumerate(_PLAN)]
-    ),  # fmt: skip
+    ),
     "run": Signature(
         [Parameter("q", _PLACES), Parameter("paged_kv_cache", _PLACES), Parameter("out", _NAMES, default=None)]
-    ),  # fmt: skip
+    ),
 }
 
 

@@ -18,17 +18,19 @@ from executor.attention.triton import TritonAttention
 from executor.gpu import graph_check
 from executor.gpu.graph_check import AttentionCheck, TrialRows
 from executor.gpu.runner import GpuRunner
+from executor.kernels import tiling
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Sampling
 from tests.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper as StandIn
-from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, sequence
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 
-# Few steps: the interpreter takes a second for some.
-SMALL = replace(LIMITS, max_num_sequences=2, context_length=24, max_num_tokens=8)
+# Few and small steps, since the interpreter is slow.
+SMALL = replace(LIMITS, max_num_sequences=2, context_length=24)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +57,8 @@ def model(loaded: PagedModel) -> PagedModel:
 
 @pytest.fixture(autouse=True)
 def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes that warm up compile nothing in the interpreter."""
+    """The sizes that warm up compile nothing in the interpreter, and splits of decodes are tested elsewhere."""
+    monkeypatch.setattr(tiling, "MAX_SPLITS", 1)
     monkeypatch.setattr("executor.gpu.runner.warm_up_lengths", lambda *_: [])
     monkeypatch.setattr(StandIn, "num_runs", 0)
     monkeypatch.setattr(StandIn, "scale_error", 1.0)
@@ -93,7 +96,7 @@ def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
     with caplog.at_level(logging.INFO, "executor.gpu.runner"):
         runner.prepare()
     assert runner.uses_flashinfer
-    times = "1000.00 ms for 8 tokens of 8, 2000.00 ms with triton; 1000.00 ms for 8 tokens of 24, 2000.00 ms"
+    times = "1000.00 ms for 16 tokens of 16, 2000.00 ms with triton; 1000.00 ms for 16 tokens of 24, 2000.00 ms"
     assert f"prompt chunks use flashinfer: {times}" in caplog.text
     assert all(not kv.keys.any() and not kv.values.any() for kv in model.kv), "nothing of the trial is left"
     StandIn.num_runs = 0
@@ -107,7 +110,9 @@ def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
 
 
 def _outputs(runner: ModelRunner | GpuRunner) -> list[list[int]]:
-    return outputs(runner, requests()[1:3], Scheduler(SMALL, BlockPool(NUM_BLOCKS, BLOCK_SIZE)))
+    return outputs(
+        runner, [sequence(0, 14, Sampling(0.0, 0, 1.0, 0))], Scheduler(SMALL, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+    )
 
 
 def failure_of(model: PagedModel) -> str:

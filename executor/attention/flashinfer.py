@@ -42,24 +42,10 @@ Words = npt.NDArray[np.int32]
 class Wrapper(Protocol):
     """The methods of `BatchPrefillWithPagedKVCacheWrapper` that are used."""
 
-    def plan(
-        self,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        *,
-        causal: bool,
-        sm_scale: float,
-        window_left: int,
-        logits_soft_cap: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None: ...
+    def plan(self, *arguments: Tensor | int, **options: object) -> None:
+        """Takes the tensors of `ChunkIndices`, numbers of heads and KV heads, head size and block size; by name how
+        scores are made, and types."""
+        ...
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor: ...
 
@@ -184,8 +170,9 @@ class FlashInfer:
                 kv_data_type=self._dtype,
             )
         if self._is_cuda:
-            self._copied[place] = torch.cuda.Event(blocking=True)
-            self._copied[place].record()
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+            self._copied[place] = copied
         return PlannedAttention(wrappers, self._decodes)
 
 

@@ -69,7 +69,8 @@ def test_planned_attention_equals_the_reference(block_size: int, group: int) -> 
     # What no token was written to must not be read.
     kv.keys.fill_(float("nan"))
     kv.values.fill_(float("nan"))
-    reference.write(kv, *torch.randn(2, case.history.num_tokens, 2, 64), case.history)
+    keys, values = torch.randn(2, case.history.num_tokens, 2, 64)
+    reference.write(kv, keys, values, case.history)
     queries = torch.randn(case.batch.num_tokens, 2 * group, 64)
     heads = Heads(2 * group, shape, SCORINGS)
     chosen = FlashInfer(BatchPrefillWithPagedKVCacheWrapper, heads, torch.float32, CPU, ReferenceDecodes(kv))

@@ -35,6 +35,7 @@ from common.telemetry.tracing import Tracing, open_tracing
 from executor.adapters.folder import AdapterFolder
 from executor.adapters.store import AdapterStore
 from executor.adapters.weights import AdapterLimits
+from executor.attention.flashinfer import NAME as FLASHINFER
 from executor.attention.gpu_host_tier import staging_bytes
 from executor.checkpoint.files import GenerationDefaults
 from executor.checkpoint.shards import WHOLE
@@ -134,6 +135,7 @@ def _load_model(settings: ExecutorSettings, group: WorkerGroup | None) -> Loaded
     began = time.monotonic()
     source = resolve_model(settings.model)
     model = load_shard(settings, source, WHOLE if group is None else group.shard, group)
+    model.open_flashinfer(settings.attention_backend)
     adapters = _adapters(settings, model, group)
     limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(
@@ -469,8 +471,13 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
         settings.tokens_per_block,
         uses_graphs=settings.enable_cuda_graphs,
         max_graph_tokens=settings.cuda_graph_max_tokens,
+        flashinfer=model.flashinfer,
     )
     runner.prepare()
+    if runner.uses_flashinfer:
+        model.backend_name = FLASHINFER
+    else:
+        model.flashinfer = None
     return runner
 
 

@@ -55,8 +55,11 @@ class ExecutorSettings(ProcessSettings):
         description="forward pass; auto: the fused implementation if there is one for the model family, else "
         "that of transformers",
     )
-    attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
-        "auto", description="attention implementation; auto: the fastest one that supports device and model"
+    attention_backend: Literal["auto", "reference", "cpu", "triton", "flashinfer"] = Field(
+        "auto",
+        description="attention implementation; auto: the fastest one that supports device and model; flashinfer: "
+        "prompt chunks of steps without a CUDA graph by the package flashinfer-python, else triton; auto measures both "
+        "at the start where the package is installed",
     )
     cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "native"] = Field(
         "auto", description="instruction set of the CPU kernels; auto: the best that the processor supports"

@@ -33,6 +33,16 @@ class AttentionPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkAttentionPoint:
+    """Attention of one layer for a prompt chunk that ends a context, by one backend."""
+
+    backend: str
+    num_tokens: int
+    context: int
+    kernel_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServedRun:
     """One engine serving one workload; times in seconds from the arrival or, between tokens, from the token before.
 
@@ -69,5 +79,6 @@ class GpuFigures:
     penalised_decodes: list[DecodePoint] = field(default_factory=list)
     prefills: list[PrefillPoint] = field(default_factory=list)
     attention: list[AttentionPoint] = field(default_factory=list)
+    chunk_attention: list[ChunkAttentionPoint] = field(default_factory=list)
     served: list[ServedRun] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)

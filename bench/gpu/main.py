@@ -16,7 +16,15 @@ from typing import TypeVar
 
 from bench.gpu.engine import session as gpu
 from bench.gpu.engine.serving import Served, TimedRequest
-from bench.gpu.figures import AttentionPoint, DecodePoint, GpuFigures, Missing, PrefillPoint, ServedRun
+from bench.gpu.figures import (
+    AttentionPoint,
+    ChunkAttentionPoint,
+    DecodePoint,
+    GpuFigures,
+    Missing,
+    PrefillPoint,
+    ServedRun,
+)
 from bench.gpu.report import OWN_ENGINE, page, values_of
 from bench.gpu.roofline import SHAPES, ModelShape
 from bench.report.page import write_report
@@ -27,6 +35,9 @@ DECODE_COUNTS = (1, 8, 32, 64, 128, 256)
 CONTEXT = 1000
 PROMPT_TOKENS = (512, 2048, 8192)
 ATTENTION_COUNTS = (1, 32, 128)
+CHUNK_TOKENS = 1024
+CHUNK_CONTEXTS = (1024, 8192)
+CHUNK_BACKENDS = ("triton", "flashinfer")
 WORKLOADS = ("mixed", "short", "long", "chat")
 REPORTS = Path("bench/reports")
 
@@ -81,6 +92,16 @@ def _measure_steps(figures: GpuFigures, session: gpu.GpuSession, *, has_penaltie
         kernel_s = attempt(figures, f"attention, {count} sequences", partial(session.attention_s, count, CONTEXT))
         if kernel_s is not None:
             figures.attention.append(AttentionPoint(count, CONTEXT, kernel_s))
+    _measure_chunks(figures, session)
+
+
+def _measure_chunks(figures: GpuFigures, session: gpu.GpuSession) -> None:
+    for context in CHUNK_CONTEXTS:
+        for backend in CHUNK_BACKENDS:
+            what = f"attention of a chunk by {backend}, context {context}"
+            kernel_s = attempt(figures, what, partial(session.chunk_attention_s, CHUNK_TOKENS, context, backend))
+            if kernel_s is not None:
+                figures.chunk_attention.append(ChunkAttentionPoint(backend, CHUNK_TOKENS, context, kernel_s))
 
 
 def _measure_workload(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.gpu.figures import DecodePoint, GpuFigures, ServedRun
+from bench.gpu.figures import ChunkAttentionPoint, DecodePoint, GpuFigures, ServedRun
 from bench.gpu.roofline import SHAPES, Limits, ModelShape
 from bench.report.page import Page, Part
 from bench.report.table import UNKNOWN, Table, shown
@@ -50,6 +50,7 @@ def page(figures: GpuFigures, shape: ModelShape) -> Page:
         ),
         Part("Prefill", f"Goal: {PREFILL_GOAL:.0%}.", table=_prefills(figures, shape, limits)),
         Part("Attention of one layer", table=_attention(figures, shape, limits)),
+        Part("Attention of a prompt chunk in one layer", table=_chunk_attention(figures.chunk_attention)),
         Part("Workloads", found=_against_peers(figures.served), table=_served(figures.served)),
         Part("Not measured", table=Table(["what", "why"], [[gap.what, gap.reason] for gap in figures.missing])),
     ]
@@ -108,6 +109,13 @@ def _attention(figures: GpuFigures, shape: ModelShape, limits: Limits) -> Table:
             ]
         )
     return Table(["sequences", "context", "µs", "GB/s", "of copy"], rows)
+
+
+def _chunk_attention(points: Iterable[ChunkAttentionPoint]) -> Table:
+    rows = [
+        [point.backend, str(point.num_tokens), str(point.context), f"{point.kernel_s * 1e6:.1f}"] for point in points
+    ]
+    return Table(["backend", "tokens", "context", "µs"], rows)
 
 
 def _served(runs: Iterable[ServedRun]) -> Table:

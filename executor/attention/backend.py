@@ -68,7 +68,16 @@ class Scoring:
     softcap: float | None = None
 
 
-class AttentionBackend(Protocol):
+class StepAttention(Protocol):
+    """What computes the attention of a step whose keys and values are written."""
+
+    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+        """Computes causal attention of `queries[T, num_heads, head_dim]`, whose keys are written. Returns the same
+        shape."""
+        ...
+
+
+class AttentionBackend(StepAttention, Protocol):
     """One implementation of paged attention. Queries, keys and values may have any strides."""
 
     name: str
@@ -83,11 +92,6 @@ class AttentionBackend(Protocol):
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
         """Stores `keys` and `values`, both `[T, num_kv_heads, head_dim]`, in the slots of the batch."""
-        ...
-
-    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
-        """Computes causal attention of `queries[T, num_heads, head_dim]`, whose keys are written. Returns the same
-        shape."""
         ...
 
 

@@ -12,12 +12,14 @@ import torch
 from common.model_source import ModelError
 from executor.attention.backend import AttentionBackend, KvShape
 from executor.attention.cpu import SUFFIXES, CpuAttention, max_head_dim
+from executor.attention.flashinfer import NAME as FLASHINFER
+from executor.attention.flashinfer import import_wrapper
 from executor.attention.reference import ReferenceAttention
 from executor.native.build import BuildFailure
 from executor.native.library import load_native
 from executor.native.pool import NativePool
 
-BACKEND_NAMES = ("auto", "reference", "cpu", "triton")
+BACKEND_NAMES = ("auto", "reference", "cpu", "triton", FLASHINFER)
 # The first GPUs with bfloat16 and with copies that run beside computation.
 MIN_CAPABILITY = (8, 0)
 MAX_TRITON_HEAD_DIM = 256
@@ -41,6 +43,7 @@ def choose_backend(
     instructions: str = "auto",
 ) -> BackendChoice:
     """Returns the named backend, or with `auto` the fastest that can run. Raises `ModelError` if the named one cannot.
+    That of `flashinfer` is `triton`, whose place FlashInfer takes in some steps (`open_flashinfer`).
 
     `instructions` are what the `cpu` backend is built for; see `load_native`. It computes on as many threads as torch.
     """
@@ -48,6 +51,8 @@ def choose_backend(
         return BackendChoice(ReferenceAttention(), "reference: plain torch, as requested")
     if name not in BACKEND_NAMES:
         raise ModelError(f"attention backend {name!r} is unknown; use one of {', '.join(BACKEND_NAMES)}")
+    if name == FLASHINFER and isinstance(obstacle := import_wrapper(), str):
+        raise ModelError(f"attention backend {name!r} cannot run: {obstacle}")
     wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
     found = _cpu_backend(device, dtype, shapes, instructions) if wanted == "cpu" else _triton_backend(device, shapes)
     if isinstance(found, BackendChoice):

@@ -63,19 +63,24 @@ class TritonAttention:
         # Padding tokens belong to no sequence, so that no program writes their outputs.
         make = torch.zeros if batch.is_padded else torch.empty
         outputs = make(queries.shape, dtype=queries.dtype, device=queries.device)
-        call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
-        num_decodes = batch.num_decodes
-        if num_decodes:
-            work = call.work(num_decodes, num_decodes)
-            call.launch(decode_tiling(work), num_decodes, slice(0, num_decodes), is_decode=True)
+        self.attend_decodes(queries, kv, batch, scoring, outputs)
         # With padding every sequence may be a decode or not.
-        first = 0 if batch.is_padded else num_decodes
+        first = 0 if batch.is_padded else batch.num_decodes
         if batch.num_sequences > first:
+            call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
             work = call.work(batch.num_tokens - first, batch.num_sequences - first)
             tiling = chunk_tiling(work)
             tokens = slice(first, batch.num_tokens)
             call.launch(tiling, num_row_tiles(work, tiling.rows), tokens, is_decode=False)
         return outputs
+
+    def attend_decodes(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, outputs: Tensor) -> None:
+        """Computes the decodes of a step alone, into their rows of `outputs`."""
+        num_decodes = batch.num_decodes
+        if num_decodes:
+            call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
+            work = call.work(num_decodes, num_decodes)
+            call.launch(decode_tiling(work), num_decodes, slice(0, num_decodes), is_decode=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

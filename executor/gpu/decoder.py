@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from common.model_source import ModelError
 from executor.adapters.weights import AdapterWeights
-from executor.attention.backend import AttentionBackend, LayerKv, Scoring
+from executor.attention.backend import AttentionBackend, LayerKv, Scoring, StepAttention
 from executor.checkpoint import fp8_weight
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope, joined
 from executor.checkpoint.fp8_weight import Fp8Weight
@@ -84,6 +84,11 @@ class GpuDecoder:
         return self._head
 
     @property
+    def scorings(self) -> tuple[Scoring, ...]:
+        """The different scorings of the layers."""
+        return tuple(dict.fromkeys(layer.scoring for layer in self._layers))
+
+    @property
     def num_adapter_slots(self) -> int:
         """Slots for adapters, once they are reserved."""
         return 0 if self._adapters is None else self._adapters.num_slots
@@ -107,13 +112,14 @@ class GpuDecoder:
         kv: Sequence[LayerKv],
         logits: Tensor | None = None,
         groups: RowGroups | None = None,
+        attention: StepAttention | None = None,
     ) -> Tensor:
         """Computes every token of a batch on the device, stores its KV, and returns the logits `[R + Q, vocabulary]`.
 
         They have the weights' dtype, and are written to `logits` if that is given. Without `groups`, rows with adapters
-        are grouped here, on the host.
+        are grouped here, on the host. `attention` takes the place of the backend's.
         """
-        hidden, delta = self._compute_layers(batch, kv, groups)
+        hidden, delta = self._compute_layers(batch, kv, groups, attention or self._backend)
         if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
             hidden, delta = hidden[batch.logit_rows], delta[batch.logit_rows]
         return self.logits(residual_norm(hidden, delta, self._final_norm, self._epsilon), logits)
@@ -121,7 +127,7 @@ class GpuDecoder:
     def states(self, batch: StepBatch, kv: Sequence[LayerKv], groups: RowGroups | None = None) -> Tensor:
         """Computes every token of a batch like `forward`, and returns its state before the output layer, `[T,
         hidden]`."""
-        hidden, delta = self._compute_layers(batch, kv, groups)
+        hidden, delta = self._compute_layers(batch, kv, groups, self._backend)
         return residual_norm(hidden, delta, self._final_norm, self._epsilon)
 
     def logits(self, states: Tensor, logits: Tensor | None = None) -> Tensor:
@@ -129,7 +135,7 @@ class GpuDecoder:
         return self._scaled(torch.mm(states, self._head.t(), out=logits))
 
     def _compute_layers(
-        self, batch: StepBatch, kv: Sequence[LayerKv], groups: RowGroups | None
+        self, batch: StepBatch, kv: Sequence[LayerKv], groups: RowGroups | None, attention: StepAttention
     ) -> tuple[Tensor, Tensor]:
         """Returns the residual stream `[T, hidden]` and what is to be added to it."""
         if groups is None and batch.adapter_slots is not None:
@@ -143,7 +149,7 @@ class GpuDecoder:
             normed = self._add(hidden, delta, layer.input_norm)
             qkv = linear(normed, layer.qkv, layer.qkv_bias)
             self._adapt(index, Product.QKV, normed, qkv, groups)
-            attended = self._attend(layer, qkv, batch, layer_kv)
+            attended = self._attend(layer, qkv, batch, layer_kv, attention)
             delta = linear(attended, layer.output, layer.output_bias)
             self._adapt(index, Product.OUTPUT, attended, delta, groups)
             delta = self._delta(delta, layer.attention_output_norm)
@@ -182,7 +188,9 @@ class GpuDecoder:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def _attend(self, layer: FusedLayer, qkv: Tensor, batch: StepBatch, kv: LayerKv) -> Tensor:
+    def _attend(
+        self, layer: FusedLayer, qkv: Tensor, batch: StepBatch, kv: LayerKv, attention: StepAttention
+    ) -> Tensor:
         """Computes attention of all heads, `[T, num_heads * head_dim]`."""
         positions, slots = batch.positions, batch.slot_mapping
         norms = layer.head_norms
@@ -194,7 +202,7 @@ class GpuDecoder:
                 part.copy_(residual_norm(part.contiguous(), None, norm, self._epsilon))
             norms = None
         queries = rope_write(qkv, norms, positions, slots, layer.rotations, kv, self._epsilon)
-        return self._backend.attend(queries, kv, batch, layer.scoring).flatten(1)
+        return attention.attend(queries, kv, batch, layer.scoring).flatten(1)
 
 
 def _rotations(rope: Rope, context_length: int, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.attention.backend import LayerKv
+from executor.attention.backend import LayerKv, StepAttention
 from executor.gpu.decoder import GpuDecoder
 from executor.gpu.graphs import Bucket, Capture, Graph, bucket_of, decode_buckets
 from executor.gpu.sampling import draw
@@ -42,12 +42,13 @@ class DeviceStep:
         self._states = _empty_rows(max_num_states, decoder.head, 1)
         self._decoder = decoder
 
-    def compute(self, layout: StepLayout, num_decodes: int) -> None:
-        """Fills in carried tokens, computes the model, and draws the next tokens."""
+    def compute(self, layout: StepLayout, num_decodes: int, attention: StepAttention | None = None) -> None:
+        """Fills in carried tokens, computes the model, and draws the next tokens. `attention` takes the place of the
+        backend's."""
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, num_decodes, self.block_size)
         logits = self.logits[: layout.num_logits + layout.num_scored]
-        self._decoder.forward(batch, self.kv, logits, self.buffers.row_groups(layout))
+        self._decoder.forward(batch, self.kv, logits, self.buffers.row_groups(layout), attention)
         self._draw(layout)
 
     def compute_states(self, layout: StepLayout) -> None:
@@ -116,11 +117,11 @@ class GraphedStep:
             layout = StepLayout(*sizes, is_padded=True)
         return StepForm(layout, bucket.num_sequences, bucket)
 
-    def compute(self, form: StepForm) -> None:
-        """Computes the step that was uploaded last, in this form."""
+    def compute(self, form: StepForm, attention: StepAttention | None = None) -> None:
+        """Computes the step that was uploaded last, in this form. A step in a bucket has the backend's attention."""
         graph = None if form.bucket is None else self._graphs.get(form.bucket)
         if graph is None:
-            self._step.compute(form.layout, form.num_decodes)
+            self._step.compute(form.layout, form.num_decodes, attention)
         else:
             self.replay(graph, form)
 

@@ -8,17 +8,19 @@ has more tokens than the largest one. Without a GPU the same code computes immed
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from common.protocol import MAX_PROMPT_LOGPROB_ROWS
-from executor.attention.backend import LayerKv
+from executor.attention.backend import LayerKv, StepAttention
+from executor.attention.flashinfer import FlashInfer
 from executor.attention.gpu_host_tier import GpuHostTier
 from executor.engine.runner import PendingStep
 from executor.gpu.decoder import GpuDecoder
-from executor.gpu.device_step import DeviceStep, GraphedStep
-from executor.gpu.graph_check import GraphCheck
+from executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
+from executor.gpu.graph_check import AttentionCheck, GraphCheck
 from executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
 from executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
 from executor.gpu.pending import GpuStep, ReadBack, StepTimer
@@ -29,9 +31,11 @@ from executor.gpu.table_entries import NO_ENTRIES, TableFollower
 from executor.logits.grammar import MaskFiller
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.sequence import StepPlan
-from executor.step.batch import StepPacker
+from executor.step.batch import StepBatch, StepPacker
 from executor.step.logprobs import StepLogprobs, step_logprobs
 from executor.step.sampling_columns import SamplingBatch, SamplingColumns
+
+log = logging.getLogger(__name__)
 
 # Steps launched and not read; the engine has two at most.
 MAX_IN_FLIGHT = 4
@@ -50,9 +54,10 @@ class GpuRunner:
         uses_graphs: bool = True,
         max_graph_tokens: int = 0,
         capture_graphs: Capture | None = None,
+        flashinfer: FlashInfer | None = None,
     ) -> None:
         """Steps that are not of decodes alone have graphs up to `max_graph_tokens`. `capture_graphs` is CUDA's unless
-        it is given; without it a CPU has no graphs."""
+        it is given; without it a CPU has no graphs. `prepare` decides whether `flashinfer` is used."""
         num_seats, max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
         self._device = decoder.head.device
         self._limits = limits
@@ -84,12 +89,19 @@ class GpuRunner:
         self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
         self._newest: GpuStep | None = None
         self._group = decoder.shape.num_heads // decoder.shape.num_kv_heads
+        self._flashinfer = flashinfer
+
+    @property
+    def uses_flashinfer(self) -> bool:
+        """Whether steps without a graph compute chunks by FlashInfer; decided by `prepare`."""
+        return self._flashinfer is not None
 
     def prepare(self) -> None:
-        """Compiles the kernels that steps need, captures the graphs and checks each.
+        """Compiles the kernels that steps need, compares FlashInfer with them, captures the graphs and checks each.
 
         Raises:
-            ModelError: a graph computes something else than the kernels that it replaces.
+            ModelError: a graph, or FlashInfer where it is required, computes something else than the kernels that it
+                replaces.
         """
         limits = self._limits
         sizes = (limits.max_step_tokens, limits.max_num_sequences, limits.context_length)
@@ -99,6 +111,10 @@ class GpuRunner:
                 layout = self._upload_idle(lengths)
                 self._step.compute(layout, len(lengths) if max(lengths) == 1 else 0)
             self._process(self._upload_idle([1]), idle_processed_sampling(self._vocabulary_size))
+            if self._flashinfer is not None:
+                verdict = AttentionCheck(self._step, limits).run(self._flashinfer)
+                log.log(logging.WARNING if verdict.is_warning else logging.INFO, verdict.reason)
+                self._flashinfer = self._flashinfer if verdict.is_used else None
             if self._capture is not None:
                 graphs = self._graphed.capture(self._capture, self._upload_idle_in)
                 GraphCheck(self._step, self._graphed, limits).run(graphs)
@@ -121,9 +137,10 @@ class GpuRunner:
             if self._host_tier is not None and (plan.swaps_out or plan.swaps_in):
                 self._host_tier.swap(plan.swaps_out, plan.swaps_in)
                 timer.copied()
+            attention = self._plan_attention(form, batch)
             self._buffers.upload(layout, batch, sampling, entries)
             self._follower.sent()
-            self._graphed.compute(form)
+            self._graphed.compute(form, attention)
             if are_filled is not None:
                 are_filled()
             self._process(layout, sampling)
@@ -145,6 +162,12 @@ class GpuRunner:
         self._masks.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _plan_attention(self, form: StepForm, batch: StepBatch) -> StepAttention | None:
+        """Returns the attention of a step in place of the backend's. A graph has the attention that was captured."""
+        if self._flashinfer is None or form.bucket is not None:
+            return None
+        return self._flashinfer.plan(batch)
 
     def _process(self, layout: StepLayout, sampling: SamplingBatch) -> None:
         """Draws the rows whose logits are changed, and names those that exclude every token. The model's logits are

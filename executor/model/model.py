@@ -22,9 +22,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from common.machine import num_available_memory_bytes, return_free_memory
 from common.model_source import ModelError, ModelSource, model_errors
 from common.version import installed_version
-from executor.attention.backend import AttentionBackend, LayerKv
+from executor.attention.backend import AttentionBackend, KvShape, LayerKv
 from executor.attention.choice import BackendChoice, choose_backend
 from executor.attention.cpu import CpuAttention
+from executor.attention.flashinfer import FlashInfer, Heads, open_flashinfer
 from executor.attention.host_tier import HostTier, open_host_tier
 from executor.attention.quantized import check_backend, check_fp8_device, kv_dtype_name, kv_dtypes
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
@@ -114,6 +115,8 @@ class PagedModel:
         # Properties, by name, in which the ranks of an executor must agree.
         self.same_on_all_ranks: Mapping[str, str] = {}
         self._kv: tuple[LayerKv, ...] = ()
+        # What the runner may compute chunks by, once it is opened.
+        self.flashinfer: FlashInfer | None = None
 
     @classmethod
     def load(
@@ -227,6 +230,17 @@ class PagedModel:
         if self.parallel is not None:
             return self.parallel.open_host_tier(self._kv, num_host_blocks)
         return open_host_tier(self._kv, num_host_blocks)
+
+    def open_flashinfer(self, backend_name: str) -> None:
+        """Opens FlashInfer where the setting asks for it, before memory is measured: its buffers are in the device's.
+        Raises `ModelError` if it is named and cannot run."""
+        heads, decoder = None, self.gpu_decoder
+        if decoder is not None:
+            shape = decoder.shape
+            heads = Heads(shape.num_heads, KvShape(shape.num_kv_heads, shape.head_dim), decoder.scorings)
+        self.flashinfer = open_flashinfer(
+            backend_name, heads, self.dtype, self._layer_kv_dtypes, self.device, self.backend
+        )
 
     def free_kv(self) -> None:
         """Frees the blocks' memory."""

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 from common.model_source import ModelError, resolve_model
+from executor.attention.backend import StepAttention
 from executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
 from executor.gpu.graph_check import StepResult, TrialRows, difference
 from executor.gpu.graphs import Bucket, Graph, frozen_garbage
@@ -115,9 +116,9 @@ def test_replayed_steps_yield_the_tokens_of_the_generic_runner(
     forms: list[StepForm] = []
     compute = runner._graphed.compute
 
-    def recorded(form: StepForm) -> None:
+    def recorded(form: StepForm, attention: StepAttention | None) -> None:
         forms.append(form)
-        compute(form)
+        compute(form, attention)
 
     monkeypatch.setattr(runner._graphed, "compute", recorded)
     # Given steps of decodes, steps with chunks that fit a graph, and larger ones

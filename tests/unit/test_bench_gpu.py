@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from bench.gpu import main as bench
-from bench.gpu.figures import AttentionPoint, DecodePoint, GpuFigures, Missing, PrefillPoint, ServedRun
+from bench.gpu.figures import (
+    AttentionPoint,
+    ChunkAttentionPoint,
+    DecodePoint,
+    GpuFigures,
+    Missing,
+    PrefillPoint,
+    ServedRun,
+)
 from bench.gpu.report import page_of, values_of
 from bench.gpu.roofline import LLAMA_3_1B, LLAMA_3_8B, Limits, ModelShape, decode_bytes, prefill_operations
 
@@ -49,6 +57,7 @@ def figures() -> GpuFigures:
         penalised_decodes=[DecodePoint(8, 1000, 4 * Limits(4e12, 8e14).decode_s(LLAMA_3_8B, 8, 1000), 0.008)],
         prefills=[PrefillPoint(2048, 2 * Limits(4e12, 8e14).prefill_s(LLAMA_3_8B, 2048))],
         attention=[AttentionPoint(32, 1000, 32 * 1000 * 4096 / 2e12)],
+        chunk_attention=[ChunkAttentionPoint("flashinfer", 1024, 8192, 0.0005)],
         served=[
             ServedRun("inflight", "mixed", 10.0, 6000, (0.1, 0.2), (0.01, 0.02), 0.0002, 0.97),
             ServedRun("transformers, continuous", "mixed", 30.0, 6000),
@@ -62,6 +71,7 @@ def test_report_sets_figures_against_limits_and_peers() -> None:
     assert report.startswith("# Llama-3-8B on GPU X\n")
     assert report.count("| 50% |") == 3, "decode, prefill and attention"
     assert report.count("| 25% |") == 1, "decode with penalties"
+    assert "| flashinfer | 1024 | 8192 | 500.0 |" in report
     assert "copy 4.00 TB/s (read and written), matrix products 800 TFLOP/s" in report
     assert "| mixed | inflight | 600 | 10.0 | 150.0 / 199.0 | 15.0 / 19.9 | 0.20 |" in report
     assert "| mixed | transformers, continuous | 200 | 30.0 | – | – | – |" in report

@@ -20,6 +20,7 @@ from bench.gpu.engine import device, peers, serving, steps
 from bench.gpu.engine.random_model import make_model
 from executor.attention.backend import KvShape, LayerKv
 from executor.attention.choice import choose_backend
+from executor.attention.flashinfer import Heads, open_flashinfer
 from executor.gpu.runner import GpuRunner
 from executor.scheduler.limits import Batching, SchedulerLimits
 from executor.scheduler.sequence import NO_PROCESSORS, Processors
@@ -113,6 +114,15 @@ class GpuSession:
         with self._kv(num_blocks) as kv, torch.inference_mode():
             num_heads = self._model.decoder.shape.num_heads
             return steps.attention_s(self._model.backend, kv, num_heads, num_sequences, context, BLOCK_SIZE)
+
+    def chunk_attention_s(self, num_tokens: int, context: int, backend_name: str) -> float:
+        """Seconds of one layer's attention for a prompt chunk by `triton` or `flashinfer`."""
+        decoder, backend = self._model.decoder, self._model.backend
+        shape = KvShape(decoder.shape.num_kv_heads, decoder.shape.head_dim)
+        heads = Heads(decoder.shape.num_heads, shape, decoder.scorings)
+        with self._kv(-(-context // BLOCK_SIZE)) as kv, torch.inference_mode():
+            flashinfer = open_flashinfer(backend_name, heads, DTYPE, [DTYPE], self._gpu, backend)
+            return steps.chunk_attention_s(backend, flashinfer, kv, heads, num_tokens, context, BLOCK_SIZE)
 
     def serve(
         self, requests: Sequence[serving.TimedRequest], max_num_sequences: int, max_num_tokens: int

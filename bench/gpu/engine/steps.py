@@ -12,10 +12,12 @@ import torch
 
 from bench.gpu.engine.device import elapsed_s
 from executor.attention.backend import AttentionBackend, LayerKv, Scoring
+from executor.attention.flashinfer import FlashInfer, Heads
 from executor.engine.runner import PendingStep
 from executor.gpu.idle import idle_batch
 from executor.gpu.runner import GpuRunner
 from executor.scheduler.sequence import NO_PROCESSORS, PlanRow, Processors, Sampling, Sequence, StepPlan, Stopping
+from executor.step.batch import pack
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 WARM_UP_STEPS = 5
@@ -118,3 +120,29 @@ def attention_s(
     with torch.cuda.graph(graph):
         every_layer()
     return elapsed_s(graph.replay) / len(kv)
+
+
+def chunk_attention_s(
+    backend: AttentionBackend,
+    flashinfer: FlashInfer | None,
+    kv: ReadOnlyList[LayerKv],
+    heads: Heads,
+    num_tokens: int,
+    context: int,
+    block_size: int,
+) -> float:
+    """Seconds of one layer's attention for the last tokens of a context, on a CUDA device, by the backend or
+    FlashInfer, whose plan is not in the time."""
+    device, dtype = kv[0].keys.device, kv[0].keys.dtype
+    (sequence,) = seated(1, context, 1, block_size)
+    batch = pack(StepPlan.of([PlanRow(sequence, context - num_tokens, num_tokens, True)]), block_size)
+    attention = backend if flashinfer is None else flashinfer.plan(batch)
+    assert attention is not None
+    on_device = batch.to(device)
+    queries = torch.randn((num_tokens, heads.num_heads, heads.kv.head_dim), device=device).to(dtype)
+
+    def every_layer() -> None:
+        for layer_kv in kv:
+            attention.attend(queries, layer_kv, on_device, heads.scorings[0])
+
+    return elapsed_s(every_layer) / len(kv)

@@ -1,0 +1,144 @@
+"""Chunks by FlashInfer in the GPU runner, through a stand-in, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from common.model_source import resolve_model
+from executor.attention.backend import KvShape
+from executor.attention.flashinfer import FlashInfer, Heads
+from executor.attention.triton import TritonAttention
+from executor.gpu import graph_check
+from executor.gpu.graph_check import AttentionCheck, TrialRows
+from executor.gpu.runner import GpuRunner
+from executor.kernels import tiling
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Sampling
+from tests.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper as StandIn
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, sequence
+from tests.tiny_models import save_model, sizes
+from tests.torch_threads import torch_threads
+
+# Few and small steps, since the interpreter is slow.
+SMALL = replace(LIMITS, max_num_sequences=2, context_length=24)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> PagedModel:
+    return PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu")
+
+
+@pytest.fixture
+def model(loaded: PagedModel) -> PagedModel:
+    loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes that warm up compile nothing in the interpreter, and splits of decodes are tested elsewhere."""
+    monkeypatch.setattr(tiling, "MAX_SPLITS", 1)
+    monkeypatch.setattr("executor.gpu.runner.warm_up_lengths", lambda *_: [])
+    monkeypatch.setattr(StandIn, "num_runs", 0)
+    monkeypatch.setattr(StandIn, "scale_error", 1.0)
+    monkeypatch.setattr(graph_check, "REPETITIONS", 1)
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, with_it_s: float, without_s: float) -> None:
+    """Gives steps with and without FlashInfer these times."""
+
+    def time_s(device: torch.device, compute: Callable[[], None]) -> float:
+        before = StandIn.num_runs
+        compute()
+        return with_it_s if StandIn.num_runs > before else without_s
+
+    monkeypatch.setattr(graph_check, "_time_s", time_s)
+
+
+def flashinfer_of(model: PagedModel) -> FlashInfer:
+    assert model.gpu_decoder is not None
+    shape, scorings = model.gpu_decoder.shape, model.gpu_decoder.scorings
+    heads = Heads(shape.num_heads, KvShape(shape.num_kv_heads, shape.head_dim), scorings)
+    return FlashInfer(StandIn, heads, torch.float32, model.device, TritonAttention())
+
+
+def runner_of(model: PagedModel) -> GpuRunner:
+    assert model.gpu_decoder is not None
+    return GpuRunner(model.gpu_decoder, model.kv, SMALL, BLOCK_SIZE, flashinfer=flashinfer_of(model))
+
+
+def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
+    folder: Path, model: PagedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timed(monkeypatch, 1.0, 2.0)
+    runner = runner_of(model)
+    with caplog.at_level(logging.INFO, "executor.gpu.runner"):
+        runner.prepare()
+    assert runner.uses_flashinfer
+    times = "1000.00 ms for 16 tokens of 16, 2000.00 ms with triton; 1000.00 ms for 16 tokens of 24, 2000.00 ms"
+    assert f"prompt chunks use flashinfer: {times}" in caplog.text
+    assert all(not kv.keys.any() and not kv.values.any() for kv in model.kv), "nothing of the trial is left"
+    StandIn.num_runs = 0
+    reference = PagedModel.load(
+        resolve_model(str(folder)), dtype_name="float32", backend_name="reference", device_name="cpu"
+    )
+    reference.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    expected = _outputs(ModelRunner(reference, SMALL, BLOCK_SIZE))
+    assert _outputs(runner) == expected
+    assert StandIn.num_runs > 0, "steps with chunks are computed by it"
+
+
+def _outputs(runner: ModelRunner | GpuRunner) -> list[list[int]]:
+    return outputs(
+        runner, [sequence(0, 14, Sampling(0.0, 0, 1.0, 0))], Scheduler(SMALL, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+    )
+
+
+def failure_of(model: PagedModel) -> str:
+    """Returns the warning of a runner that does not use it."""
+    runner = runner_of(model)
+    verdict = AttentionCheck(runner._step, SMALL).run(flashinfer_of(model))
+    assert not verdict.is_used
+    assert verdict.is_warning
+    return verdict.reason
+
+
+def test_wrong_results_leave_triton_with_a_warning(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandIn, "scale_error", 1.3)
+    assert "2 sequences its logits differ by" in failure_of(model)
+
+
+def test_failing_one_leaves_triton_with_a_warning(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FileNotFoundError("nvcc")
+
+    monkeypatch.setattr(StandIn, "plan", fail)
+    assert "cannot be used: FileNotFoundError: nvcc" in failure_of(model)
+
+
+def test_row_of_one_sequence_has_blocks_for_all_tokens() -> None:
+    rows = TrialRows.of_one(33, 16, 96)
+    assert rows.sequences[0].block_table == [1, 2, 3]
+    trial = rows.chunk(25, 8)
+    assert (trial.plan.starts[0], trial.plan.lengths[0]) == (25, 8)

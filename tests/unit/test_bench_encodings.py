@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 
 from bench.engine.formats import encodings
 from bench.engine.formats.encodings import Encoder
+from bench.engine.formats.padding import copy_padded
 from common.model_source import resolve_model
 from executor.checkpoint.quantized_linear import QuantizedLinear
 from executor.formats.loading import load_network
@@ -34,10 +37,32 @@ def test_copy_off_grid_computes_the_same_with_other_numbers(dense: Path, tmp_pat
     matrices = [name for name in before if name.endswith("_proj.weight")]
     assert matrices
     assert not any(torch.equal(before[name], after[name]) for name in matrices)
+    assert_computes_the_same(dense, tmp_path / "copy", 1e-4)
+
+
+def assert_computes_the_same(dense: Path, other: Path, tolerance: float) -> None:
     token_ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     with torch.inference_mode():
-        expected, logits = (load(folder)(input_ids=token_ids).logits for folder in (dense, tmp_path / "copy"))
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        expected, logits = (load(folder)(input_ids=token_ids).logits for folder in (dense, other))
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_padded_model_computes_the_same_in_a_wider_stream(dense: Path, tmp_path: Path) -> None:
+    config = json.loads((dense / "config.json").read_text())
+    # So large that it matters.
+    config |= {"rms_norm_eps": 0.25}
+    shutil.copytree(dense, tmp_path / "dense")
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    copy_padded(tmp_path / "dense", tmp_path / "padded", 512)
+    weights = load_file(tmp_path / "padded" / encodings.WEIGHTS)
+    assert {shape for name, weight in weights.items() if "self_attn" in name for shape in weight.shape} == {256, 512}
+    assert_computes_the_same(tmp_path / "dense", tmp_path / "padded", 1e-5)
+
+
+@pytest.mark.parametrize("hidden_size", [128, 320], ids=["smaller", "not whole heads"])
+def test_padding_to_sizes_that_no_heads_have_is_refused(hidden_size: int, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"hidden size {hidden_size} is not a multiple of 128, or is smaller"):
+        copy_padded(dense, tmp_path / "padded", hidden_size)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +70,11 @@ def test_copy_off_grid_computes_the_same_with_other_numbers(dense: Path, tmp_pat
     [
         (encodings.gptq(4, 32), 4, 32),
         (encodings.gptq(8, 64), 8, 64),
+        (encodings.awq(128), 4, 128),
         (encodings.compressed_int4(32), 4, 32),
         (encodings.compressed_int8(), 8, None),
     ],
-    ids=["gptq-int4", "gptq-int8", "compressed-int4", "compressed-int8"],
+    ids=["gptq-int4", "gptq-int8", "awq", "compressed-int4", "compressed-int8"],
 )
 def test_executor_reads_the_rounded_matrices(
     form: tuple[Any, Encoder], bits: int, group_size: int | None, dense: Path, tmp_path: Path

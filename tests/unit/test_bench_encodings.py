@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 from bench.engine.formats import encodings
 from bench.engine.formats.encodings import Encoder
 from bench.engine.formats.padding import copy_padded
+from bench.engine.formats.superblocks import quantize
 from common.model_source import resolve_model
 from executor.checkpoint.quantized_linear import QuantizedLinear
 from executor.formats.loading import load_network
@@ -91,3 +94,21 @@ def test_executor_reads_the_rounded_matrices(
         errors = (layer.weight.dequantized() - weight).abs().unflatten(1, (steps.shape[1], -1)).amax(-1)
         # Half a step, one at the end of a group's range, and what the scale's own rounding moves its largest number.
         assert (errors <= steps + largest * math.ldexp(1, -8)).all()
+
+
+@pytest.mark.parametrize(("kind", "group_size", "bits"), [("Q4_K", 32, 4), ("Q6_K", 16, 6)])
+def test_superblocks_hold_the_numbers_to_half_a_step(kind: str, group_size: int, bits: int) -> None:
+    of_kind = gguf.GGMLQuantizationType[kind]
+    numbers = np.random.default_rng(0).standard_normal((8, 512), np.float32)
+    # Groups and whole blocks of zeros, and groups of one sign.
+    numbers[0], numbers[1, :256], numbers[2, 64:128] = 0, 0, 0
+    numbers[3] = np.abs(numbers[3])
+    numbers[4] = -numbers[3]
+    found = gguf.dequantize(quantize(numbers, of_kind), of_kind)
+    groups, errors = (part.reshape(8, -1, group_size) for part in (numbers, np.abs(found - numbers)))
+    spread = np.maximum(np.abs(groups).max(-1), groups.max(-1) - groups.min(-1))
+    # Half a step, and what rounding scales and minima to 6 bits moves: half a step of the block's largest one.
+    in_block = np.abs(numbers).reshape(8, 2, 256).max(-1).repeat(256 // group_size, 1)
+    assert (errors.max(-1) <= spread * (2 if bits == 6 else 1) / (1 << bits) + in_block / 63).all()
+    assert (found[0] == 0).all()
+    assert (found[1, :256] == 0).all()

@@ -1,8 +1,4 @@
-"""Encodings of a dense Llama model in formats of quantized checkpoints, rounded to nearest without data.
-
-Of the formats of GGUF, those that `gguf` can encode. It reads superblocks of 256 numbers (Q4_K, Q6_K) but does not
-write them, which llama.cpp does.
-"""
+"""Encodings of a dense Llama model in formats of quantized checkpoints, rounded to nearest without data."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.engine.formats.superblocks import quantize
 from executor.formats.awq import PLACES
 from executor.formats.gguf_file import LAYER_NAMES, NAMES
 
@@ -175,7 +171,7 @@ def save_gguf(
     original: Path,
     path: Path,
     kind: gguf.GGMLQuantizationType,
-    embedding_kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q8_0,
+    embedding_kind: gguf.GGMLQuantizationType,
 ) -> None:
     """Writes a GGUF file with the metadata of another one of the same model. Layers have the type `kind`, and the
     embedding, which is the output layer, `embedding_kind`."""
@@ -192,8 +188,7 @@ def save_gguf(
             writer.add_tensor(_gguf_name(name), numbers)
             continue
         of_tensor = embedding_kind if "embed" in name else kind
-        blocks: np.ndarray[Any, Any] = gguf.quants.quantize(numbers, of_tensor)
-        writer.add_tensor(_gguf_name(name), blocks, raw_dtype=of_tensor)
+        writer.add_tensor(_gguf_name(name), quantize(numbers, of_tensor), raw_dtype=of_tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

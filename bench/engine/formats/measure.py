@@ -6,8 +6,8 @@ Perplexity and the share of positions with the same likeliest token are compared
 that of steps in turn: processor time per thread, the least of the rounds, in which other processes hardly count.
 
 Superblocks of 256 numbers (Q4_K, Q6_K) and groups of 128 need rows that consist of them. `--hidden-size 768` serves
-SmolLM2 with zeros beside its 576 numbers. llama.cpp (`make bench-peers PEERS=llama-cpp`) writes the superblocks, and a
-second table compares its logits with ours.
+SmolLM2 with zeros beside its 576 numbers. Where llama.cpp is installed (`make bench-peers PEERS=llama-cpp`), its files
+are measured too, and a second table compares its logits with ours.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from bench.engine.formats import encodings, llama_cpp
 from bench.engine.formats.gguf_reference import comparison
 from bench.engine.formats.padding import copy_padded
+from bench.engine.formats.superblocks import SUPERBLOCK
 from bench.engine.model_steps import allocate_kv, load_native_models, model_parser
 from bench.engine.native_step import StepShape, blocks_of
 from bench.engine.quality import TEXT, Agreement, agreement, cut, perplexity
@@ -43,10 +44,11 @@ CHUNK_TOKENS = 64
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(1, 512, 512))
 COLUMNS = ("weights", "perplexity", "change", "agreement", "MB per decode step", "1 decode", "8 decodes", "prompt")
 GGUF_TYPES = ("Q8_0", "Q5_0", "Q4_1", "Q4_0")
+# With the output layer in Q6_K, as llama.cpp has it.
+SUPERBLOCK_TYPES = ("Q6_K", "Q4_K")
 # Mixes of types as llama.cpp writes them.
 LLAMA_CPP_MIXES = ("Q8_0", "Q6_K", "Q4_K_M")
-SUPERBLOCK = 256
-FLOAT32 = gguf.GGMLQuantizationType.F32
+FLOAT32, Q6_K, Q8_0 = (gguf.GGMLQuantizationType[kind] for kind in ("F32", "Q6_K", "Q8_0"))
 FOLDERS = {
     "compressed-tensors int8, per channel": encodings.compressed_int8(),
     "compressed-tensors int4, groups of 32": encodings.compressed_int4(32),
@@ -113,10 +115,10 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _quantize_by_llama_cpp(original: ModelSource, base: Path, folder: Path) -> dict[str, Path]:
-    """Returns the files that llama.cpp has written, by name, after the one in float32 that they are made of. None if
-    rows do not consist of superblocks, or llama.cpp or the vocabulary of a GGUF file is missing."""
+    """Returns the files that llama.cpp has written, by name, after the one in float32 that they are made of. There are
+    none if rows do not consist of superblocks, or llama.cpp or the vocabulary of a GGUF file is missing."""
     if original.gguf_file is None or _hidden_size(base) % SUPERBLOCK or not llama_cpp.is_installed():
-        print("without the formats that llama.cpp writes", file=sys.stderr)
+        print("without files of llama.cpp", file=sys.stderr)
         return {}
     whole = folder / "F32.gguf"
     encodings.save_gguf(base, original.gguf_file, whole, FLOAT32, FLOAT32)
@@ -141,7 +143,7 @@ def _encode(
     def is_wanted(name: str) -> bool:
         return any(part in name for part in names)
 
-    source = resolve_model(str(base))
+    source, hidden_size = resolve_model(str(base)), _hidden_size(base)
     encoded = [Encoded("dense", source)]
     encoded += [
         Encoded(name, source, kind) for kind in ("int8", "int4") if is_wanted(name := f"`--weight-dtype {kind}`")
@@ -150,13 +152,16 @@ def _encode(
         kind = original.gguf_file.stem.rpartition(".")[2]
         if is_wanted(name := f"GGUF {kind}, the file itself"):
             encoded.append(Encoded(name, original))
-        for kind in GGUF_TYPES:
+        output_kinds = dict.fromkeys(GGUF_TYPES, Q8_0)
+        if hidden_size % SUPERBLOCK == 0:
+            output_kinds |= dict.fromkeys(SUPERBLOCK_TYPES, Q6_K)
+        for kind, output_kind in output_kinds.items():
             if is_wanted(name := f"GGUF {kind}"):
                 path = folder / f"{kind}.gguf"
-                encodings.save_gguf(base, original.gguf_file, path, gguf.GGMLQuantizationType[kind])
+                encodings.save_gguf(base, original.gguf_file, path, gguf.GGMLQuantizationType[kind], output_kind)
                 encoded.append(Encoded(name, resolve_model(str(path))))
     encoded += [Encoded(name, resolve_model(str(path))) for name, path in by_llama_cpp.items() if is_wanted(name)]
-    folders = FOLDERS if _hidden_size(base) % 128 else FOLDERS | FOLDERS_OF_128
+    folders = FOLDERS if hidden_size % 128 else FOLDERS | FOLDERS_OF_128
     for number, (name, (config, encode)) in enumerate(folders.items()):
         if is_wanted(name):
             encodings.save_folder(base, folder / str(number), config, encode)

@@ -5,7 +5,7 @@ Results are plain lists, so that the code that compares them needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ def transformers_predictions(source: ModelSource, prompts: Sequence[Sequence[int
     with torch.inference_mode():
         for prompt in prompts:
             logits = network(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
-            parts.append(_predictions(logits[:-1], prompt[1:]))
+            parts.append(predictions(logits[:-1], prompt[1:]))
     return _joined(parts)
 
 
@@ -56,35 +56,52 @@ def paged_predictions(model: PagedModel, prompts: Sequence[Sequence[int]], chunk
 
     One token a step is how answers are generated, more are how prompts are computed.
     """
+    parts: list[list[Predictions]] = [[] for _ in prompts]
+    for number, start, logits in _forced(model, prompts, chunk_tokens):
+        parts[number].append(predictions(logits, prompts[number][start + 1 : start + 1 + len(logits)]))
+    return _joined([part for of_prompt in parts for part in of_prompt])
+
+
+def paged_logits(model: PagedModel, prompts: Sequence[Sequence[int]], chunk_tokens: int) -> Tensor:
+    """Returns the logits that `paged_predictions` are of, `[positions, vocabulary]`."""
+    parts: list[list[Tensor]] = [[] for _ in prompts]
+    for number, _, logits in _forced(model, prompts, chunk_tokens):
+        parts[number].append(logits.clone())
+    return torch.cat([part for of_prompt in parts for part in of_prompt])
+
+
+def _forced(
+    model: PagedModel, prompts: Sequence[Sequence[int]], chunk_tokens: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yields the number of a prompt, a position in it, and the logits from there on, chunk after chunk. Nothing follows
+    the last token of a prompt, so it has none."""
     prompts_at_once = max(1, MAX_TOKENS_OF_STEP // chunk_tokens)
     num_blocks = -(-max(map(len, prompts)) // BLOCK_SIZE)
     model.allocate_kv(num_blocks * min(prompts_at_once, len(prompts)), BLOCK_SIZE)
-    parts: list[Predictions] = []
     for first in range(0, len(prompts), prompts_at_once):
         some = prompts[first : first + prompts_at_once]
         tables = (range(1 + i * num_blocks, 1 + (i + 1) * num_blocks) for i in range(len(some)))
         sequences = [greedy_sequence(prompt, list(table)) for prompt, table in zip(some, tables, strict=True)]
-        parts += _forced(model, sequences, chunk_tokens)
-    return _joined(parts)
+        for i, start, logits in _steps(model, sequences, chunk_tokens):
+            yield first + i, start, logits
 
 
-def _forced(model: PagedModel, sequences: Sequence[TokenSequence], chunk_tokens: int) -> list[Predictions]:
-    """Returns the predictions of each sequence."""
-    parts: list[list[Predictions]] = [[] for _ in sequences]
+def _steps(
+    model: PagedModel, sequences: Sequence[TokenSequence], chunk_tokens: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Computes the sequences together, a chunk of each in a step."""
     for start in range(0, max(sequence.num_tokens for sequence in sequences) - 1, chunk_tokens):
         going = [(i, some) for i, some in enumerate(sequences) if start < some.num_tokens - 1]
         rows = [PlanRow(some, start, min(chunk_tokens, some.num_tokens - 1 - start), samples=True) for _, some in going]
         batch = pack(StepPlan.of(rows), BLOCK_SIZE)
         logits = model.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)))
         of_rows = logits.split([row.num_tokens for row in rows])
-        for (i, some), row, row_logits in zip(going, rows, of_rows, strict=True):
-            following = some.token_ids[start + 1 : start + 1 + row.num_tokens]
-            parts[i].append(_predictions(row_logits, following))
-    return [_joined(of_sequence) for of_sequence in parts]
+        for (i, _), row_logits in zip(going, of_rows, strict=True):
+            yield i, start, row_logits
 
 
-def _predictions(logits: Tensor, following_ids: Sequence[int]) -> Predictions:
-    """Of `logits[T, vocabulary]`, after which the T `following_ids` come."""
+def predictions(logits: Tensor, following_ids: Sequence[int]) -> Predictions:
+    """Returns those of `logits[T, vocabulary]`, after which the T `following_ids` come."""
     top = logits.topk(2)
     following = logits.gather(1, torch.tensor(following_ids, device=logits.device)[:, None])[:, 0]
     return Predictions(

@@ -28,6 +28,9 @@ UNUSED_BY_VLLM = ("torch", "torchaudio", "torchvision", "torchcodec")
 
 OPENVINO = ("openvino-genai==2026.4.*", "openvino-tokenizers==2026.4.*", "optimum-intel[openvino]")
 
+# The reference of GGUF files. A build of some minutes, so it is installed only by name.
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+
 
 class InstallError(Exception):
     """A peer that cannot be installed here. The text says why."""
@@ -35,12 +38,13 @@ class InstallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How one peer is installed and what proves that it is."""
+    """How one peer is installed and what proves that it is. Without names all engines are installed."""
 
     name: str
     versions: str
     install: Callable[[Path], None]
     proof: str
+    is_engine: bool = True
 
 
 def install_vllm(python: Path) -> None:
@@ -59,9 +63,15 @@ def install_openvino(python: Path) -> None:
     pip(python, "install", *OPENVINO)
 
 
+def install_llama_cpp(python: Path) -> None:
+    """Compiles it for this processor."""
+    pip(python, "install", LLAMA_CPP)
+
+
 PEERS = (
     Peer("vllm", f"{VLLM} {VLLM_TORCH}", install_vllm, "import vllm"),
     Peer("openvino", " ".join(OPENVINO), install_openvino, "import openvino_genai"),
+    Peer("llama-cpp", LLAMA_CPP, install_llama_cpp, "import llama_cpp", is_engine=False),
 )
 
 
@@ -128,14 +138,14 @@ def install(peer: Peer) -> None:
 
 
 def main(names: Sequence[str]) -> int:
-    """Installs the named peers, or all; 1 if one could not be."""
+    """Installs the named peers, or all engines; 1 if one could not be."""
     unknown = set(names) - {peer.name for peer in PEERS}
     if unknown:
         print(f"error: no such peer: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     failed = False
     for peer in PEERS:
-        if names and peer.name not in names:
+        if peer.name not in names if names else not peer.is_engine:
             continue
         try:
             install(peer)

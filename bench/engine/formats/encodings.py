@@ -1,8 +1,4 @@
-"""Encodings of a dense Llama model in formats of quantized checkpoints, rounded to nearest without data.
-
-Of the formats of GGUF, those that `gguf` can encode: it reads superblocks of 256 numbers (Q4_K, Q6_K) but does not
-write them, and SmolLM2 has rows of 576 numbers, which they do not divide.
-"""
+"""Encodings of a dense Llama model in formats of quantized checkpoints, rounded to nearest without data."""
 
 from __future__ import annotations
 
@@ -13,14 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.engine.formats.superblocks import quantize
+from executor.formats.awq import PLACES
 from executor.formats.gguf_file import LAYER_NAMES, NAMES
 
 WEIGHTS = "model.safetensors"
+# What padding changes, by its key in GGUF.
+CHANGED_FIELDS = {
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
 Tensors = dict[str, Tensor]
 # Returns the tensors of a layer, by the last part of their names, for its matrix.
 Encoder = Callable[[Tensor], Tensors]
@@ -83,20 +87,37 @@ def gptq(bits: int, group_size: int) -> tuple[Mapping[str, Any], Encoder]:
     """Returns the configuration and the encoder of GPTQ's layout: a scale and a whole zero for each group."""
 
     def encode(weight: Tensor) -> Tensors:
-        groups = weight.unflatten(1, (-1, group_size))
-        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        highest = (1 << bits) - 1
-        scale = ((high - low) / highest).half()
-        zeros = (-low / scale.float()).round().clamp(0, highest)
-        codes = (groups / scale.float()[..., None]).round().add(zeros[..., None]).clamp(0, highest)
-        return {
-            "qweight": _words(codes.flatten(1), bits).t(),
-            "qzeros": _words(zeros.t(), bits),
-            "scales": scale.t(),
-        }
+        codes, zeros, scale = _rounded(weight, bits, group_size)
+        return {"qweight": _words(codes, bits).t(), "qzeros": _words(zeros.t(), bits), "scales": scale.t()}
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "checkpoint_format": "gptq_v2"}
     return config | {"desc_act": False, "sym": False}, encode
+
+
+def awq(group_size: int) -> tuple[Mapping[str, Any], Encoder]:
+    """Returns the configuration and the encoder of AWQ's layout, without its search for scales by data."""
+    order = sorted(range(8), key=PLACES.__getitem__)
+
+    def words(numbers: Tensor) -> Tensor:
+        return _words(numbers.t().unflatten(1, (-1, 8))[..., order].flatten(1), 4)
+
+    def encode(weight: Tensor) -> Tensors:
+        codes, zeros, scale = _rounded(weight, 4, group_size)
+        return {"qweight": words(codes), "qzeros": words(zeros), "scales": scale.t()}
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
+    return config, encode
+
+
+def _rounded(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns codes `[out, in]`, and whole zeros and scales `[out, groups]`."""
+    groups = weight.unflatten(1, (-1, group_size))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    highest = (1 << bits) - 1
+    scale = _or_one((high - low) / highest).half()
+    zeros = (-low / scale.float()).round().clamp(0, highest)
+    codes = (groups / scale.float()[..., None]).round().add(zeros[..., None]).clamp(0, highest)
+    return codes.flatten(1), zeros, scale
 
 
 def compressed_int4(group_size: int) -> tuple[Mapping[str, Any], Encoder]:
@@ -104,7 +125,7 @@ def compressed_int4(group_size: int) -> tuple[Mapping[str, Any], Encoder]:
 
     def encode(weight: Tensor) -> Tensors:
         groups = weight.unflatten(1, (-1, group_size))
-        scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+        scale = _or_one(groups.abs().amax(-1) / 7.5).bfloat16()
         codes = (groups / scale.float()[..., None]).round().clamp(-8, 7) + 8
         return {
             "weight_packed": _words(codes.flatten(1), 4),
@@ -120,7 +141,7 @@ def compressed_int8() -> tuple[Mapping[str, Any], Encoder]:
     """Returns the configuration and the encoder of 8 bits of compressed-tensors, symmetric, with a scale per output."""
 
     def encode(weight: Tensor) -> Tensors:
-        scale = (weight.abs().amax(1, keepdim=True) / 127.5).bfloat16()
+        scale = _or_one(weight.abs().amax(1, keepdim=True) / 127.5).bfloat16()
         codes = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
         return {"weight": codes, "weight_scale": scale}
 
@@ -133,6 +154,11 @@ def _compressed_config(form: str, weights: Mapping[str, Any]) -> Mapping[str, An
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
+def _or_one(scale: Tensor) -> Tensor:
+    """Replaces the scale of groups that have only zeros, by which they cannot be divided."""
+    return torch.where(scale > 0, scale, 1)
+
+
 def _words(codes: Tensor, bits: int) -> Tensor:
     """Packs codes `[rows, n]` in int32 words, the lowest bits first."""
     shifts = torch.arange(0, 32, bits)
@@ -140,12 +166,18 @@ def _words(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def save_gguf(dense: Path, original: Path, path: Path, kind: gguf.GGMLQuantizationType) -> None:
+def save_gguf(
+    dense: Path,
+    original: Path,
+    path: Path,
+    kind: gguf.GGMLQuantizationType,
+    embedding_kind: gguf.GGMLQuantizationType,
+) -> None:
     """Writes a GGUF file with the metadata of another one of the same model. Layers have the type `kind`, and the
-    embedding, which is the output layer, Q8_0."""
+    embedding, which is the output layer, `embedding_kind`."""
     config = json.loads((dense / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    writer = _writer_like(original, path)
+    writer = _writer_like(original, path, config)
     for name, weight in load_file(dense / WEIGHTS).items():
         layer, _, _ = name.rpartition(".")
         if num_heads := heads.get(layer.rpartition(".")[2]):
@@ -155,23 +187,24 @@ def save_gguf(dense: Path, original: Path, path: Path, kind: gguf.GGMLQuantizati
         if weight.ndim == 1:
             writer.add_tensor(_gguf_name(name), numbers)
             continue
-        of_tensor = gguf.GGMLQuantizationType.Q8_0 if "embed" in name else kind
-        blocks: np.ndarray[Any, Any] = gguf.quants.quantize(numbers, of_tensor)
-        writer.add_tensor(_gguf_name(name), blocks, raw_dtype=of_tensor)
+        of_tensor = embedding_kind if "embed" in name else kind
+        writer.add_tensor(_gguf_name(name), quantize(numbers, of_tensor), raw_dtype=of_tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _writer_like(original: Path, path: Path) -> gguf.GGUFWriter:
-    """Returns a writer that has the metadata of a file."""
+def _writer_like(original: Path, path: Path, config: Mapping[str, Any]) -> gguf.GGUFWriter:
+    """Returns a writer that has the metadata of a file, but the sizes of a configuration."""
     fields = gguf.GGUFReader(original).fields
-    writer = gguf.GGUFWriter(path, str(fields["general.architecture"].contents()))
+    architecture = str(fields["general.architecture"].contents())
+    changed = {f"{architecture}.{key}": config[name] for key, name in CHANGED_FIELDS.items()}
+    writer = gguf.GGUFWriter(path, architecture)
     for key, field in fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             of_elements = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(key, field.contents(), field.types[0], of_elements)
+            writer.add_key_value(key, changed.get(key, field.contents()), field.types[0], of_elements)
     return writer
 
 

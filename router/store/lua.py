@@ -60,7 +60,7 @@ def compose(shared: str, own: str) -> str:
     text = _FUNCTION.sub(lambda match: match[0] if match[1] in reached else "", text)
     for name in reversed([name for name, body in functions.items() if _NEST_HERE in body]):
         text = _nest(name, text)
-    return _finished(text, constants)
+    return _finished(f"{_GUARDED}local function run()\n{text}end\nreturn guarded(run)\n", constants)
 
 
 def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
@@ -79,7 +79,7 @@ def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
     functions = _scoped(_only(functions, common), per_call + "".join(own.values()))
     begin = f"local function begin_call()\n{per_call}last_call_ms = NOW\nend\n"
     body = f"local KEYS, ARGV, last_call_ms\nlocal {', '.join(names)}\n{_CLEARED}" + _finished(
-        functions + begin, constants
+        _GUARDED + functions + begin, constants
     )
     flags = {
         name: [flag for line in _FLAGS.findall(source) for flag in line.split()] for name, source in scripts.items()
@@ -96,6 +96,21 @@ for key in next, used or {} do
 used[key], count = nil, count + 1
 end
 return used and count <= 32 and used or {}
+end
+"""
+
+# Runs a call. One that fails half-way has not raised the version of the pool's state, by which functions know whether
+# the records that they keep are those in Redis. So the version, the last field, is raised here.
+_GUARDED = """local function guarded(run)
+local done, result = pcall(run)
+if done then
+return result
+end
+local text = redis.pcall('GET', STATE)
+if type(text) == 'string' and #text >= 8 then
+redis.pcall('SETRANGE', STATE, #text - 8, struct.pack('<d', struct.unpack('<d', text, #text - 7) + 1))
+end
+error(result, 0)
 end
 """
 
@@ -117,9 +132,10 @@ def _registration(name: str, text: str, flags: Sequence[str], constants: Mapping
     declared = f"local {', '.join(names)}\n" if names else ""
     return _finished(
         f"do\n{declared}{functions}local function begin()\n{per_call}end\n"
+        f"local function run()\nbegin_call()\nbegin()\n{main}end\n"
         f"redis.register_function{{function_name='inflight_{name}_@digest@', "
         f"flags={{{', '.join(repr(flag) for flag in flags)}}}, callback=function(keys, args)\n"
-        f"KEYS, ARGV = keys, args\nbegin_call()\nbegin()\n{main}end}}\nend\n",
+        f"KEYS, ARGV = keys, args\nreturn guarded(run)\nend}}\nend\n",
         constants,
     )
 

@@ -92,8 +92,8 @@ if not kept or kept.text ~= text_of_state or next(kept.executors) and redis.call
   }
 end
 
-local function keep()
-  kept_pools[STATE] = kept.num <= MAX_KEPT and kept or nil
+local function keep() -- without a state there is no version: the first write may fail half-way
+  kept_pools[STATE] = kept.text and kept.num <= MAX_KEPT and kept or nil
 end
 
 -- The pool's own state: counters, sums over waiting requests, measurements (0: none yet), options of the newest submit.

@@ -16,7 +16,7 @@ A line `--@array name as variables` makes that record an array: `variable.field`
 
 A library (`compose_library`) is loaded once and has a function per script. Its Lua functions are made at the load, the
 shared ones once for all scripts. Lua allows 200 local variables at a time, so functions that only one script needs, and
-those that only one function with a line `--@nest` needs, are in a block with it. What a script sets at its top level in
+those that only one other function needs, are in a block with it. What a script sets at its top level in
 front of its last function is read by Lua functions, so it is a variable of the library, which every call sets before it
 does anything else. A table that begins empty is emptied for the next call, unless its name begins with `kept_`. What
 stands behind the last function remains local to the call. A line `--@flags` names the function's flags.
@@ -129,6 +129,7 @@ def _registration(name: str, text: str, flags: Sequence[str], constants: Mapping
     """Returns Lua code that registers a script, without comments, as a function of the library."""
     constants = {**constants, **dict(_CONSTANT.findall(text))}
     names, per_call, functions, main = _parts(_CONSTANT.sub("", text))
+    functions = _scoped(functions, per_call + main)
     declared = f"local {', '.join(names)}\n" if names else ""
     return _finished(
         f"do\n{declared}{functions}local function begin()\n{per_call}end\n"
@@ -227,9 +228,9 @@ def _only(functions: str, names: Set[str]) -> str:
 
 
 def _scoped(text: str, users: str) -> str:
-    """Returns these functions, with each one that has `--@nest` in a block with those that only it needs. `users` is
-    what else uses functions of the text."""
-    for name in reversed([name for name, body in _functions(text).items() if _NEST_HERE in body]):
+    """Returns these functions, with each one in a block with those that only it needs. `users` is what else uses
+    functions of the text."""
+    for name in reversed(_functions(text)):
         text, body, nested = _separated(name, text, users)
         if nested:
             text = text.replace(body, f"local {name}\ndo\n{nested}{body.removeprefix('local ')}end\n")

@@ -76,11 +76,15 @@ local function tell(kind, id, request)
   end
 end
 
+-- A mailbox that is deleted by hand may remain without a time to live for as long as the last one is trusted.
 local function send_mail()
   for mailbox, entries in pairs(mail) do
     for _, fields in ipairs(entries) do
       redis.call('XADD', mailbox, 'MAXLEN', '~', MAILBOX_ENTRIES, '*', unpack(fields))
     end
-    redis.call('PEXPIRE', mailbox, MAILBOX_MS)
+    if NOW - (kept.mailed[mailbox] or 0) > MAILBOX_MS / 10 then
+      redis.call('PEXPIRE', mailbox, MAILBOX_MS)
+      kept.mailed[mailbox] = NOW
+    end
   end
 end

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from redis.exceptions import ResponseError
 
 from router.store.codec import settle_args
-from router.store.types import Attempt, Demand, LedgerState
+from router.store.types import Attempt, Demand, Ending, LedgerState, Queued, TenantLimits
 from tests.store_pool import RouterSide, StorePool, steered_scripts
 
 pytestmark = pytest.mark.parametrize("redis_server", ["FCALL"], indirect=True, scope="session")
@@ -44,3 +46,29 @@ async def test_records_are_read_again_after_a_call_that_failed_half_way(
     explanation = await a.store.explain("waiting")
     assert explanation is not None
     assert explanation.state is LedgerState.PLACED
+
+
+async def test_tenants_that_are_kept_outlive_the_loss_of_their_key(store_pool: StorePool) -> None:
+    router = store_pool.router("a")
+    limits = TenantLimits(max_running=1)
+    await router.store.report(store_pool.next_report())
+    await router.place_demand(Demand("first", 2, blocks=1, limits=limits))
+    await store_pool.redis.delete(store_pool.keys.key("tenants"))
+
+    assert await router.store.submit(Demand("second", 2, blocks=1, limits=limits)) == Queued(0)
+    assert await store_pool.redis.hlen(store_pool.keys.key("tenants")) == 1
+    await router.store.settle([Attempt("first", 1)])
+    assert await router.placed() == ["second"]
+
+
+async def test_lengths_that_are_kept_outlive_the_loss_of_their_key(store_pool: StorePool) -> None:
+    router, long = store_pool.router("a"), Demand("r", 2, blocks=65, prompt_tokens=16, max_tokens=1024)
+    await router.store.report(store_pool.next_report(blocks=1000, sequences=1000, reserve_quantile=0.5))
+    for number in range(33):
+        await router.place_demand(replace(long, request_id=f"{number}"))
+        await router.store.settle([Ending(f"{number}", 1, 16, 128, by_itself=True)])
+    await store_pool.redis.delete(store_pool.keys.key("lengths"))
+
+    assert (await router.place_demand(long)).blocks == 1 + 8 + 1  # prompt, 128 tokens, one in hand
+    await router.store.settle([Ending("r", 1, 16, 128, by_itself=True)])
+    assert await store_pool.redis.hlen(store_pool.keys.key("lengths")) == 2

@@ -2,13 +2,15 @@
 
 -- Renews the caller's lease. Only `reap` ends one, and marks it with 0 before it removes the router's waiting requests.
 local function register()
-  local until_ms = tonumber(redis.call('ZSCORE', ROUTERS, CALLER) or 0)
+  local until_ms = kept.leases[CALLER] or tonumber(redis.call('ZSCORE', ROUTERS, CALLER) or 0)
   if until_ms == 0 then
     registered = 1
   end
   if until_ms - NOW < LEASE_MS - 250 then -- not with every call
-    redis.call('ZADD', ROUTERS, string.format('%d', NOW + LEASE_MS), CALLER)
+    until_ms = NOW + LEASE_MS
+    redis.call('ZADD', ROUTERS, string.format('%d', until_ms), CALLER)
   end
+  kept.leases[CALLER] = until_ms
   kept.living[CALLER] = true
 end
 

@@ -87,7 +87,7 @@ if not kept or kept.text ~= text_of_state or next(kept.executors) and redis.call
   kept = {
     text = text_of_state, num = 0, -- of the records
     executors = {}, tenants = {}, histograms = {}, waiting = {}, -- of waiting requests those that did not fit last
-    living = {}, -- whether a router has a lease
+    living = {}, leases = {}, -- whether a router has a lease, and until when, of callers
     active = {}, num_active = {}, -- by class, the first active tenants (tenants.lua), and how many there are
     mailed = {}, -- by mailbox, when its time to live was set last
   }

@@ -16,7 +16,7 @@ A line `--@array name as variables` makes that record an array: `variable.field`
 
 A library (`compose_library`) is loaded once and has a function per script. Its Lua functions are made at the load, the
 shared ones once for all scripts. Lua allows 200 local variables at a time, so functions that only one script needs, and
-those that only one function with a line `--@nest` needs, are in a block with it. What a script sets at its top level in
+those that only one other function needs, are in a block with it. What a script sets at its top level in
 front of its last function is read by Lua functions, so it is a variable of the library, which every call sets before it
 does anything else. A table that begins empty is emptied for the next call, unless its name begins with `kept_`. What
 stands behind the last function remains local to the call. A line `--@flags` names the function's flags.
@@ -60,7 +60,7 @@ def compose(shared: str, own: str) -> str:
     text = _FUNCTION.sub(lambda match: match[0] if match[1] in reached else "", text)
     for name in reversed([name for name, body in functions.items() if _NEST_HERE in body]):
         text = _nest(name, text)
-    return _finished(text, constants)
+    return _finished(f"{_GUARDED}local function run()\n{text}end\nreturn guarded(run)\n", constants)
 
 
 def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
@@ -79,7 +79,7 @@ def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
     functions = _scoped(_only(functions, common), per_call + "".join(own.values()))
     begin = f"local function begin_call()\n{per_call}last_call_ms = NOW\nend\n"
     body = f"local KEYS, ARGV, last_call_ms\nlocal {', '.join(names)}\n{_CLEARED}" + _finished(
-        functions + begin, constants
+        _GUARDED + functions + begin, constants
     )
     flags = {
         name: [flag for line in _FLAGS.findall(source) for flag in line.split()] for name, source in scripts.items()
@@ -99,6 +99,21 @@ return used and count <= 32 and used or {}
 end
 """
 
+# Runs a call. One that fails half-way has not raised the version of the pool's state, by which functions know whether
+# the records that they keep are those in Redis. So the version, the last field, is raised here.
+_GUARDED = """local function guarded(run)
+local done, result = pcall(run)
+if done then
+return result
+end
+local text = redis.pcall('GET', STATE)
+if type(text) == 'string' and #text >= 8 then
+redis.pcall('SETRANGE', STATE, #text - 8, struct.pack('<d', struct.unpack('<d', text, #text - 7) + 1))
+end
+error(result, 0)
+end
+"""
+
 # How long no function of the library was called. It is not known after a restart or
 # a failover: then it counts from the first question.
 _IDLE = """redis.register_function{function_name='inflight_idle_ms_@digest@', flags={'no-writes'}, callback=function()
@@ -114,12 +129,14 @@ def _registration(name: str, text: str, flags: Sequence[str], constants: Mapping
     """Returns Lua code that registers a script, without comments, as a function of the library."""
     constants = {**constants, **dict(_CONSTANT.findall(text))}
     names, per_call, functions, main = _parts(_CONSTANT.sub("", text))
+    functions = _scoped(functions, per_call + main)
     declared = f"local {', '.join(names)}\n" if names else ""
     return _finished(
         f"do\n{declared}{functions}local function begin()\n{per_call}end\n"
+        f"local function run()\nbegin_call()\nbegin()\n{main}end\n"
         f"redis.register_function{{function_name='inflight_{name}_@digest@', "
         f"flags={{{', '.join(repr(flag) for flag in flags)}}}, callback=function(keys, args)\n"
-        f"KEYS, ARGV = keys, args\nbegin_call()\nbegin()\n{main}end}}\nend\n",
+        f"KEYS, ARGV = keys, args\nreturn guarded(run)\nend}}\nend\n",
         constants,
     )
 
@@ -211,9 +228,9 @@ def _only(functions: str, names: Set[str]) -> str:
 
 
 def _scoped(text: str, users: str) -> str:
-    """Returns these functions, with each one that has `--@nest` in a block with those that only it needs. `users` is
-    what else uses functions of the text."""
-    for name in reversed([name for name, body in _functions(text).items() if _NEST_HERE in body]):
+    """Returns these functions, with each one in a block with those that only it needs. `users` is what else uses
+    functions of the text."""
+    for name in reversed(_functions(text)):
         text, body, nested = _separated(name, text, users)
         if nested:
             text = text.replace(body, f"local {name}\ndo\n{nested}{body.removeprefix('local ')}end\n")

@@ -78,6 +78,14 @@ async def test_library_is_loaded_where_it_is_missing(admin: Redis, routers: Redi
     assert calls.command == "FCALL"
 
 
+async def test_library_has_room_for_twenty_more_local_variables(admin: Redis) -> None:
+    """Lua refuses more than 200 at a time."""
+    library = load_scripts()["renew"].library
+    spare = "".join(f"local spare_{number}\n" for number in range(20))
+    source = library.source.replace("local KEYS", spare + "local KEYS", 1)
+    assert await admin.execute_command("FUNCTION", "LOAD", source) == library.name  # type: ignore[no-untyped-call]
+
+
 async def test_library_that_another_router_has_just_loaded_is_used(routers: Redis, keys: list[str]) -> None:
     """Its FUNCTION LOAD fails then."""
 

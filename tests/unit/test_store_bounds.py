@@ -5,6 +5,7 @@ The bounds are those of docs/design/time-bounds.md.
 
 from __future__ import annotations
 
+from router.store.codec import report_args
 from router.store.types import (
     Attempt,
     Cancelled,
@@ -21,7 +22,7 @@ from router.store.types import (
     Queued,
     ReportOutcome,
 )
-from tests.store_pool import StorePool
+from tests.store_pool import StorePool, steered_scripts
 
 SILENT_MS, LEASE_MS, GRACE_MS, AUDIT_INTERVAL_MS = 2000, 5000, 2000, 1000
 
@@ -178,3 +179,24 @@ async def test_lost_request_is_forgotten_thirty_seconds_after_its_owner_was_told
     assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(LedgerState.LOST)
     await attend(store_pool, last_ms + 1)
     assert await a.store.cancel("r") == CancelOutcome(None)
+
+
+async def test_restarted_executor_loses_32_placements_in_a_call_and_gets_none_before_the_last(
+    store_pool: StorePool,
+) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=100, sequences=40))
+    for number in range(40):
+        await a.place(f"{number:02}")
+    restarted = store_pool.next_report(blocks=100, sequences=40, generation=2)
+    keys, args = store_pool.keys.for_script(("a",)), ["b", *report_args(restarted, store_pool.settings)]
+    reply = await steered_scripts()["report"].run(store_pool.routers_redis, keys, args)
+
+    assert reply[0] == ["AGAIN"]
+    assert await store_pool.reserved_blocks() == {"x": 8}
+    assert await a.store.submit(Demand("new", 2, blocks=1)) == Queued(0)
+    await store_pool.router("b").store.report(restarted)
+    assert sorted(await a.told(), key=lambda event: event.request_id) == [
+        *(Lost(f"{number:02}", 1, "x", 1) for number in range(40)),
+        Placement("new", 1, "x", 2),
+    ]

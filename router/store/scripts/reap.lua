@@ -74,7 +74,7 @@ local function reap_routers()
     end
     for _, name in ipairs(lapsed) do
       redis.call('ZADD', ROUTERS, 0, name)
-      kept.living[name] = false
+      kept.living[name], kept.leases[name] = false, nil
     end
   end
   local cursor, found = unpack(redis.call('HSCAN', REQUESTS, state.sweep_cursor, 'COUNT', MAX_SWEPT))

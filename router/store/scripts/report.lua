@@ -9,16 +9,18 @@
 --             serves (adapters.lua), those of what it holds, separated by spaces, '-' for none, or '' for none at all
 -- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
 --             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}
--- complexity  O(H + P · log N) for each report of H held and P placed on the executor, both bounded by its sequences;
---             that of board if a report may have made room
+-- complexity  O(H + P + MAX_LOST · log N) for each report of H held and P placed on the executor, both bounded by its
+--             sequences; that of board if a report may have made room
 -- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
 -- earlier call could not finish it because a mailbox was unknown. A report like the one before makes no room, and most are:
 -- then nothing is boarded. What only the time makes possible waits for the next end, or for `reap`.
 --@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
+local MAX_LOST = 32 -- placements that one call marks as lost: about a millisecond of Redis
 local NUM_FIELDS = 16 -- of a report
 local id, generation, seq, held, held_adapters -- of the report at hand
 local may_board -- whether a report of this call may have made room
+local num_lost = 0 -- by this call
 
 local function is_old(executor)
   if generation ~= executor.generation then
@@ -28,7 +30,7 @@ local function is_old(executor)
 end
 
 -- Marks placements on the executor as lost: all of them, or all that are not in `spared`. Returns false if an owner
--- could not be notified.
+-- could not be notified, or more are left than one call handles.
 local function lose_placements(spared)
   local complete = true
   flush_writes(PLACEMENTS)
@@ -39,8 +41,11 @@ local function lose_placements(spared)
       if not request then
         redis.call('ZREM', PLACEMENTS, member)
       elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then
+        if num_lost == MAX_LOST then
+          return false
+        end
         complete = lose(request_id, request, spared ~= nil) and complete
-        may_board = true
+        may_board, num_lost = true, num_lost + 1
       end
     end
   end
@@ -150,6 +155,8 @@ local function apply(at)
   end
   if executor and executor.generation ~= generation then
     if not lose_placements() then
+      executor.suspended = true -- it gets none before the repeated call
+      save_executor(id, executor)
       return nil
     end
     claim, num_slots, executor = executor.claim, executor.num_adapter_slots, nil

@@ -126,6 +126,10 @@ end
 
 -- Returns why no executor can run the request, now or ever.
 local function impossible(request)
+  local fitting = kept.fitting and executors[kept.fitting]
+  if would_hold(fitting, request) and NOW - fitting.last_report_ms <= LEASE_MS then
+    return nil
+  end
   newest_report = newest_report or redis.call('ZREVRANGE', REPORTS, '0', '0', 'WITHSCORES')
   if #newest_report == 0 or NOW - tonumber(newest_report[2]) > LEASE_MS then
     return {'REFUSED', 'NO_EXECUTOR', '', ''}

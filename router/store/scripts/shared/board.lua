@@ -5,6 +5,7 @@
 -- it, or, if none can be, the queue waits for it. A request whose claimed executor has room goes first: requests that
 -- were enqueued again ahead of it could hold that executor, with no other place to go.
 local MAX_PASSED = 4
+local NUM_READ = 8          -- members of a tenant's queue read at a time, of which as many placements need no reading
 local MAX_AGED = 16         -- requests moved up a class by one call
 local MAX_VICTIMS = 8       -- placements looked at to find room for a higher class
 local PREEMPTION_MS = 2000  -- until a request may preempt others again
@@ -43,7 +44,8 @@ local function promote_aged()
   state.next_age_ms = first[2] and tonumber(first[2]) or math.huge
 end
 
--- Drops a queue entry whose record was evicted, and subtracts what is known of it from the counts.
+-- Drops a queue entry whose record was evicted, or does not wait because a call failed half-way, and subtracts what is known
+-- of it from the counts.
 local function drop_entry(class, name, member)
   redis.call('ZREM', KEYS[WAITING + class], member)
   local tenant = load_tenant(name)
@@ -65,32 +67,22 @@ local function next_kept()
   return nil
 end
 
--- Returns the active tenants that are next in the class, more than so many if there are.
-local function first_tenants(class, num_passed)
-  if not kept.active[class] or num_passed > 0 and #kept.active[class] == 1 then
-    flush_writes(KEYS[ACTIVE + class])
-    kept.active[class] = redis.call('ZRANGE', KEYS[ACTIVE + class], '0', num_passed > 0 and MAX_PASSED or '0')
-  end
-  return kept.active[class]
-end
-
--- Returns the first entries of a tenant's queue, more than so many if there are, beside the `num_left` that have left it
--- in this call.
-local function first_members(class, name, num_passed)
+-- Returns the first members of a tenant's queue, at least `count` if there are so many.
+local function first_members(class, name, count)
   local tenant = load_tenant(name)
-  local entries = tenant.head
-  if not entries or entries.class ~= class or num_passed > 0 and entries.num_passed == 0 then
-    local write = kept_writes[KEYS[WAITING + class]]
-    if write and write[1] == 'ZADD' then
-      flush_writes(KEYS[WAITING + class])
-    end
+  local head = tenant.head
+  if not head or head.class ~= class or #head < count and not head.is_whole then
+    flush_writes(KEYS[WAITING + class])
     local first, last = line_of(name)
-    local count = (num_passed > 0 and MAX_PASSED or 0) + 1 + tenant.num_left
-    entries = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', string.format('%d', count))
-    entries.class, entries.num_passed = class, num_passed
-    tenant.head = entries
+    head = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', NUM_READ)
+    head.class, head.is_whole = class, #head < NUM_READ
+    if not head.is_whole then
+      local order = head[NUM_READ]:sub(#name + 2, #name + 27)
+      head.order_ms, head.arrival = tonumber(order:sub(1, 13)), tonumber(order:sub(14))
+    end
+    tenant.head = head
   end
-  return entries
+  return head
 end
 
 -- Returns the first request in fair order that was not bypassed in this call.
@@ -100,17 +92,25 @@ local function next_in_line(passed)
   if claimant_id then
     return claimant_id, claimant
   end
+  local count = #passed + 1 -- of the first ones, some of which were passed
   for class = 1, NUM_CLASSES do
-    for _, name in ipairs(first_tenants(class, #passed)) do
-      for _, member in ipairs(first_members(class, name, #passed)) do
-        local id = id_in_line(name, member)
-        local request = not passed[id] and load_request(id)
-        local has_left = request and request.state ~= 'WAITING' or dirty_requests[id] == false
-        if not passed[id] and not has_left then
-          if not request then
-            drop_entry(class, name, member)
+    local before = {}
+    for num_before = 0, #passed do
+      local name = next_tenant(class, before, num_before)
+      if not name then
+        break
+      end
+      before[name] = true
+      local members = first_members(class, name, count)
+      for i = 1, math.min(count, #members) do
+        local id = id_in_line(name, members[i])
+        if not passed[id] then
+          local request = load_request(id)
+          if request and request.state == 'WAITING' then
+            return id, request
           end
-          return id, request
+          drop_entry(class, name, members[i])
+          return id, nil
         end
       end
     end

@@ -2,13 +2,15 @@
 
 -- Renews the caller's lease. Only `reap` ends one, and marks it with 0 before it removes the router's waiting requests.
 local function register()
-  local until_ms = tonumber(redis.call('ZSCORE', ROUTERS, CALLER) or 0)
+  local until_ms = kept.leases[CALLER] or tonumber(redis.call('ZSCORE', ROUTERS, CALLER) or 0)
   if until_ms == 0 then
     registered = 1
   end
   if until_ms - NOW < LEASE_MS - 250 then -- not with every call
-    redis.call('ZADD', ROUTERS, string.format('%d', NOW + LEASE_MS), CALLER)
+    until_ms = NOW + LEASE_MS
+    redis.call('ZADD', ROUTERS, string.format('%d', until_ms), CALLER)
   end
+  kept.leases[CALLER] = until_ms
   kept.living[CALLER] = true
 end
 
@@ -76,11 +78,15 @@ local function tell(kind, id, request)
   end
 end
 
+-- A mailbox that is deleted by hand may remain without a time to live for as long as the last one is trusted.
 local function send_mail()
   for mailbox, entries in pairs(mail) do
     for _, fields in ipairs(entries) do
       redis.call('XADD', mailbox, 'MAXLEN', '~', MAILBOX_ENTRIES, '*', unpack(fields))
     end
-    redis.call('PEXPIRE', mailbox, MAILBOX_MS)
+    if NOW - (kept.mailed[mailbox] or 0) > MAILBOX_MS / 10 then
+      redis.call('PEXPIRE', mailbox, MAILBOX_MS)
+      kept.mailed[mailbox] = NOW
+    end
   end
 end

@@ -337,28 +337,27 @@ local function choose(id, request)
   return executor_id, blocks, cached
 end
 
--- Whether the executor accepts work and would, if empty, hold this much.
-local function could_hold(executor, request)
-  return takes_work(executor) and executor.total_blocks >= request.blocks
-    and executor.budget_sequences >= request.sequences
+-- Whether the executor, if empty, would hold this much.
+local function would_hold(executor, request)
+  return executor and executor.total_blocks >= request.blocks and executor.budget_sequences >= request.sequences
     and (request.adapter == '' or serves(executor, request.adapter))
 end
 
-local fitting = {} -- what some executor would hold, as found in this call
+-- Whether the executor accepts work and would hold this much.
+local function could_hold(executor, request)
+  return takes_work(executor) and would_hold(executor, request)
+end
 
 -- Whether some executor that serves its adapter, if empty, would hold this much. Silent ones count until their lease
 -- lapses: they may return.
 local function fits_somewhere(request)
-  local fits = fitting.blocks and request.blocks <= fitting.blocks and request.sequences <= fitting.sequences
-  if fits and request.adapter == '' then
+  if kept.fitting and would_hold(executors[kept.fitting], request) then -- the one that was found last
     return true
   end
   for _, count in ipairs({1, request.adapter == '' and 64 or MAX_SERVING}) do -- the first is usually enough
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', '0', count)) do
-      local executor = load_executor(id)
-      if executor and executor.budget_sequences >= request.sequences
-        and (request.adapter == '' or serves(executor, request.adapter)) then
-        fitting.blocks, fitting.sequences = request.blocks, request.sequences
+      if would_hold(load_executor(id), request) then
+        kept.fitting = id
         return true
       end
     end

@@ -66,7 +66,7 @@ local MAX_BOARDED = 8         -- of them those that it places or drops: about 0.
 local MAX_CANDIDATES = 4      -- executors examined for a seat at a time
 local MAX_WRITE = 512         -- words of a command that is written at the end of a call
 local MAILBOX_ENTRIES = 10000 -- about how many unread entries a mailbox keeps
-local MAILBOX_MS = 600000     -- an unread mailbox is deleted after this long
+local MAILBOX_MS = 600000     -- an unread mailbox is deleted after about this long
 
 local CALLER = ARGV[1]
 
@@ -87,13 +87,14 @@ if not kept or kept.text ~= text_of_state or next(kept.executors) and redis.call
   kept = {
     text = text_of_state, num = 0, -- of the records
     executors = {}, tenants = {}, histograms = {}, waiting = {}, -- of waiting requests those that did not fit last
-    living = {}, -- whether a router has a lease
-    active = {}, num_active = {}, -- by class, the first active tenants, and how many there are
+    living = {}, leases = {}, -- whether a router has a lease, and until when, of callers
+    active = {}, num_active = {}, -- by class, the first active tenants (tenants.lua), and how many there are
+    mailed = {}, -- by mailbox, when its time to live was set last
   }
 end
 
-local function keep()
-  kept_pools[STATE] = kept.num <= MAX_KEPT and kept or nil
+local function keep() -- without a state there is no version: the first write may fail half-way
+  kept_pools[STATE] = kept.text and kept.num <= MAX_KEPT and kept or nil
 end
 
 -- The pool's own state: counters, sums over waiting requests, measurements (0: none yet), options of the newest submit.
@@ -236,7 +237,6 @@ local function load_tenant(name)
       waiting = 0, tokens = {0, 0, 0}, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
       request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW,
     }
-    tenant.num_left = 0 -- in this call: see board.lua
     tenants[name], kept.num = tenant, kept.num + 1
     if not text then
       new_tenants[name] = tenant
@@ -254,9 +254,6 @@ local function flush_tenants()
   for name, tenant in pairs(dirty_tenants) do
     write_later('HSET', TENANTS, name, pack_tenant(tenant))
     new_tenants[name] = nil
-    if tenant.num_left > 0 then -- its head has those that have left
-      tenant.head, tenant.num_left = nil, 0
-    end
   end
   for name in pairs(new_tenants) do
     tenants[name] = nil

@@ -22,6 +22,31 @@ local function id_in_line(tenant, member)
   return member:sub(#tenant + 28)
 end
 
+-- `tenant.head` has the first members of the tenant's queue of a class, as they are with the writes of this call: see
+-- board.lua. One that comes behind them is not added.
+local function join_head(tenant, request)
+  local head = tenant.head
+  if head and head.class == request.class and (head.is_whole or request.order_ms < head.order_ms
+    or request.order_ms == head.order_ms and request.arrival < head.arrival) then
+    tenant.head = nil
+  end
+end
+
+local function leave_head(tenant, class, member)
+  local head = tenant.head
+  if head and head.class == class then
+    for i = 1, #head do
+      if head[i] == member then
+        table.remove(head, i)
+        break
+      end
+    end
+    if #head == 0 then
+      tenant.head = nil
+    end
+  end
+end
+
 local function placement_member(executor_id, attempt, id)
   return executor_id .. '\0' .. string.format('%d', attempt) .. '\0' .. id
 end
@@ -83,14 +108,9 @@ end
 
 -- Enqueues the request by its original order key. The caller saves it.
 local function enqueue(id, request)
-  local tenant = load_tenant(request.tenant)
-  if tenant.num_left > 0 then -- it may be one of them
-    for class = 1, NUM_CLASSES do
-      flush_writes(KEYS[WAITING + class])
-    end
-  end
-  request.state, tenant.head = 'WAITING', nil
+  request.state = 'WAITING'
   write_later('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
+  join_head(load_tenant(request.tenant), request)
   if request.class > 1 then
     write_later('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
     state.next_age_ms = math.min(state.next_age_ms, NOW + state.age_ms)
@@ -99,9 +119,9 @@ local function enqueue(id, request)
 end
 
 local function leave_line(id, request)
-  local tenant = load_tenant(request.tenant)
-  tenant.head, tenant.num_left = nil, tenant.num_left + 1
-  write_later('ZREM', KEYS[WAITING + request.class], line_member(id, request))
+  local member = line_member(id, request)
+  write_later('ZREM', KEYS[WAITING + request.class], member)
+  leave_head(load_tenant(request.tenant), request.class, member)
   if request.class > 1 then
     write_later('ZREM', AGEING, id)
   end

@@ -12,6 +12,50 @@ local function is_active(tenant)
   return tenant.waiting > 0 and tenant.running < tenant.max_running
 end
 
+-- `kept.active[class]` has the first active tenants of the class: the counters of those up to `last`, at the counter
+-- `bound`, or of all if it is infinite. They are changed here as in Redis, and read again when too few are left.
+local NUM_FRONT = 16
+
+local function move_in_front(front, name, counter)
+  if front.counters[name] then
+    front.num = front.num - 1
+  end
+  if counter < front.bound or counter == front.bound and counter < math.huge and name <= front.last then
+    front.counters[name], front.num = counter, front.num + 1
+  else
+    front.counters[name] = nil
+  end
+end
+
+local function read_front(class)
+  flush_writes(KEYS[ACTIVE + class])
+  local found = redis.call('ZRANGE', KEYS[ACTIVE + class], '0', NUM_FRONT - 1, 'WITHSCORES')
+  local front = {counters = {}, num = #found / 2, bound = math.huge}
+  for i = 1, #found, 2 do
+    front.counters[found[i]] = tonumber(found[i + 1])
+  end
+  if front.num == NUM_FRONT then
+    front.last, front.bound = found[#found - 1], tonumber(found[#found])
+  end
+  kept.active[class] = front
+  return front
+end
+
+-- Returns the active tenant that comes next in the class after those in `before`.
+local function next_tenant(class, before, num_before)
+  local front = kept.active[class]
+  if not front or front.num <= num_before and front.bound < math.huge then
+    front = read_front(class)
+  end
+  local first, least = nil, math.huge
+  for name, counter in next, front.counters do
+    if not before[name] and (counter < least or counter == least and name < first) then
+      first, least = name, counter
+    end
+  end
+  return first
+end
+
 -- Sets the positions of the changed tenants among the active ones of each class: before these are read, and at the
 -- end. `listed` has what is written there, infinity for nothing. Whole numbers: a sorted set reads and writes those
 -- faster.
@@ -26,7 +70,9 @@ local function list_tenants()
     for class = 1, NUM_CLASSES do
       local counter = active and tenant.lines[class] > 0 and math.floor(tenant.counter) or math.huge
       if counter ~= tenant.listed[class] then
-        kept.active[class] = nil
+        if kept.active[class] then
+          move_in_front(kept.active[class], name, counter)
+        end
         if kept.num_active[class] and (counter == math.huge or tenant.listed[class] == math.huge) then
           kept.num_active[class] = kept.num_active[class] + (counter < math.huge and 1 or -1)
         end

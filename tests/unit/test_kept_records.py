@@ -1,0 +1,74 @@
+"""What functions keep between calls, when something else changes the ledger in Redis meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from redis.exceptions import ResponseError
+
+from router.store.codec import settle_args
+from router.store.types import Attempt, Demand, Ending, LedgerState, Queued, TenantLimits
+from tests.store_pool import RouterSide, StorePool, steered_scripts
+
+pytestmark = pytest.mark.parametrize("redis_server", ["FCALL"], indirect=True, scope="session")
+
+
+@pytest.fixture
+async def a(store_pool: StorePool) -> RouterSide:
+    """A router that calls functions. One of two blocks is taken by `running`; `waiting`, which needs two, was examined and
+    did not fit. The functions keep it and the executor."""
+    router = store_pool.router("a")
+    await router.store.report(store_pool.next_report(blocks=2, sequences=2))
+    await router.place("running")
+    await router.queue(Demand("waiting", 2, blocks=2))
+    await router.store.report(store_pool.next_report(blocks=2, sequences=3))
+    return router
+
+
+@pytest.mark.parametrize("way", ["EVALSHA", "FCALL"])
+async def test_records_are_read_again_after_a_call_that_failed_half_way(
+    a: RouterSide, store_pool: StorePool, way: str
+) -> None:
+    assert await store_pool.reserved_blocks() == {"x": 1}
+    # The placement of `waiting` is written when the call finds that its owner's mailbox is no stream.
+    await store_pool.redis.set(store_pool.keys.mailbox("a"), "no stream")
+    keys, args = store_pool.keys.for_script(("a",)), ["b", *settle_args([Attempt("running", 1)])]
+    settle = steered_scripts()["settle"]
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        if way == "EVALSHA":
+            await settle.run(store_pool.redis, keys, args)
+        else:
+            await store_pool.redis.execute_command("FCALL", settle.function, len(keys), *keys, *args)  # type: ignore[no-untyped-call]
+    await store_pool.redis.delete(store_pool.keys.mailbox("a"))
+
+    assert await store_pool.reserved_blocks() == {"x": 2}
+    explanation = await a.store.explain("waiting")
+    assert explanation is not None
+    assert explanation.state is LedgerState.PLACED
+
+
+async def test_tenants_that_are_kept_outlive_the_loss_of_their_key(store_pool: StorePool) -> None:
+    router = store_pool.router("a")
+    limits = TenantLimits(max_running=1)
+    await router.store.report(store_pool.next_report())
+    await router.place_demand(Demand("first", 2, blocks=1, limits=limits))
+    await store_pool.redis.delete(store_pool.keys.key("tenants"))
+
+    assert await router.store.submit(Demand("second", 2, blocks=1, limits=limits)) == Queued(0)
+    assert await store_pool.redis.hlen(store_pool.keys.key("tenants")) == 1
+    await router.store.settle([Attempt("first", 1)])
+    assert await router.placed() == ["second"]
+
+
+async def test_lengths_that_are_kept_outlive_the_loss_of_their_key(store_pool: StorePool) -> None:
+    router, long = store_pool.router("a"), Demand("r", 2, blocks=65, prompt_tokens=16, max_tokens=1024)
+    await router.store.report(store_pool.next_report(blocks=1000, sequences=1000, reserve_quantile=0.5))
+    for number in range(33):
+        await router.place_demand(replace(long, request_id=f"{number}"))
+        await router.store.settle([Ending(f"{number}", 1, 16, 128, by_itself=True)])
+    await store_pool.redis.delete(store_pool.keys.key("lengths"))
+
+    assert (await router.place_demand(long)).blocks == 1 + 8 + 1  # prompt, 128 tokens, one in hand
+    await router.store.settle([Ending("r", 1, 16, 128, by_itself=True)])
+    assert await store_pool.redis.hlen(store_pool.keys.key("lengths")) == 2

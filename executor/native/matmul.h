@@ -413,11 +413,21 @@ void multiply_some(int num_rows, const Panels& panels, const char* block, const 
     multiply_by_vectors<Element, LINES, ROWS>(panels, block, next, pass, num_steps, rows, adds, out, out_stride);
 }
 
-// Splits rows into groups of about the same size, as each reads the block once.
+// Splits rows into groups of about the same size, as each reads the block once. A group of few rows would wait for its
+// own sums, because there are too few to hide the latency of an operation.
 constexpr int rows_of_group(int num_rows) {
     const int num_groups = (num_rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
-    return (int)round_up((num_rows + num_groups - 1) / num_groups, REGISTER_ROWS / 3);
+    return (num_rows + num_groups - 1) / num_groups;
 }
+
+// The parts of a product's rows are multiples of this: tiles of AMX are computed as a whole.
+#ifdef INFLIGHT_AMX
+template <class Element>
+constexpr int PART_ROWS = Element::PAIR > 1 ? TILE_ROWS : 1;
+#else
+template <class Element>
+constexpr int PART_ROWS = 1;
+#endif
 
 // Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows, or with `adds` adds that to `out`. Memory behind the
 // last row of `out` may be overwritten. `next` is what this thread will probably multiply with after the block, or

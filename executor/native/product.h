@@ -89,8 +89,8 @@ class Product {
           num_rows_(num_rows),
           num_columns_(matrix.num_blocks / blocks_at_once_),
           num_passes_(std::max<int64_t>(1, (num_rows + most_rows_of_pass() - 1) / most_rows_of_pass())),
-          rows_of_pass_(whole_tiles(num_rows, num_passes_)),
-          rows_of_task_(whole_tiles(rows_of_pass_, tasks_of_column(num_threads))),
+          rows_of_pass_(rows_of_part(num_rows, num_passes_)),
+          rows_of_task_(rows_of_part(rows_of_pass_, tasks_of_column(num_threads))),
           tasks_of_column_((rows_of_pass_ + rows_of_task_ - 1) / rows_of_task_),
           num_threads_(num_threads),
           prefetches_(num_rows >= stream.prefetch_from_rows),
@@ -106,15 +106,16 @@ class Product {
         const int64_t start = first_row + task % tasks_of_column_ * rows_of_task_;
         const int64_t end = std::min({num_rows_, first_row + rows_of_pass_, start + rows_of_task_});
         const char* const next_task = probably_next(task);
-        for (int64_t row = start; row < end; row += TILE_ROWS) {
-            const int num_rows = (int)std::min<int64_t>(TILE_ROWS, end - row);
+        const int64_t rows_of_tile = rows_of_part(end - start, (end - start + TILE_ROWS - 1) / TILE_ROWS);
+        for (int64_t row = start; row < end; row += rows_of_tile) {
+            const int num_rows = (int)std::min(rows_of_tile, end - row);
             prepare(first_block, row, num_rows);
             for (int64_t i = 0; i < blocks_at_once_; ++i) {
                 const CodeFormat* const format = format_of(first_block + i);
                 const char* next = nullptr;
                 if (end - start <= TILE_ROWS && i + 1 < blocks_at_once_)
                     next = matrix_.block(first_block + i + 1);
-                else if (row + TILE_ROWS >= end && next_task != nullptr)
+                else if (row + rows_of_tile >= end && next_task != nullptr)
                     // With several tiles, the blocks of this task have been read already.
                     next = next_task + (end - start <= TILE_ROWS ? 0 : i * bytes_of(format));
                 float* const out = scratch.tile + i * BLOCK_COLUMNS;
@@ -143,9 +144,11 @@ class Product {
         return std::clamp<int64_t>(rows_of_pass_ / (LEAST_TILES * TILE_ROWS), 1, wanted);
     }
 
-    // Returns the rows of one of `count` parts of about the same size, at least a tile.
-    static int64_t whole_tiles(int64_t num_rows, int64_t count) {
-        return std::max<int64_t>(round_up((num_rows + count - 1) / count, TILE_ROWS), TILE_ROWS);
+    // Returns the rows of one of `count` parts of about the same size. A part of few rows would take nearly as long as one
+    // of many: it waits for its own sums, and for the blocks that the last tile prefetches.
+    int64_t rows_of_part(int64_t num_rows, int64_t count) const {
+        if (num_rows <= 0) return 1;
+        return round_up((num_rows + count - 1) / count, matrix_.mixed == nullptr ? PART_ROWS<Element> : CODED_ROWS);
     }
 
     int64_t column_of(int64_t task) const { return task / tasks_of_column_ % num_columns_; }

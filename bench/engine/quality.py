@@ -12,6 +12,9 @@ prompts in chunks, and one token a step as in generation.
 The same is measured with long contexts, in chunks: prompts of 2,048 tokens, and needles. A needle is a sentence with a
 number of eight digits somewhere in the text, which the end of the prompt asks for. It is found if each of the last
 eight tokens, digits in the vocabulary of SmolLM2, is the likeliest, so that greedy generation yields the number.
+
+FP8 is for GPUs. Its variants emulate it on a CPU (`bench.gpu.fp8_emulation`), in chunks only: each token is rounded by
+itself. `bfloat16 emulated` is the same forward pass without rounding to FP8.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import itertools
 import math
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +41,7 @@ from executor.entry import SPIN_COUNT
 
 if TYPE_CHECKING:
     from bench.engine.teacher_forcing import Predictions
+    from executor.model.model import PagedModel
 
 TEXT = Path(__file__).parents[1] / "texts" / "passages.txt"
 NUM_PROMPTS = 50
@@ -52,12 +57,15 @@ LONG_EXPLANATION = f"""\
 The same over prompts of {CONTEXT_TOKENS} tokens of the text, in chunks. Needles are numbers of {NUM_DIGITS} digits at
 {len(DEPTHS)} depths of such a context: found if every digit is the likeliest token."""
 EXPLANATION = """\
-Agreement is the share of positions, each given the true tokens before it, at which the likeliest token is the
-reference's. The gaps are the reference's own: by how many logits its first token leads its second at the positions that
-differ. The last column says at how many of all positions it leads by no more than the largest of them."""
+The change of perplexity is from the reference's on the same text. ± is its standard error, from the differences of the
+log probabilities at each position, which vary far less than the log probabilities. Agreement is the share of positions,
+each given the true tokens before it, at which the likeliest token is the reference's. The gaps are the reference's own:
+by how many logits its first token leads its second at the positions that differ. The last column says at how many of
+all positions it leads by no more than the largest of them."""
 KIND = "quality"
 COLUMNS = (
-    "computed in", "prompt", "perplexity", "change", "agreement", "different", "gap p50", "p99", "largest", "as close",
+    "computed in", "prompt", "perplexity", "change", "±", "agreement", "different",
+    "gap p50", "p99", "largest", "as close",
 )  # fmt: skip
 
 
@@ -65,6 +73,7 @@ COLUMNS = (
 class Agreement:
     """Over all positions of a text, each given the true tokens before it.
 
+    `change_error` is the standard error of the relative change of the reference's perplexity; None for one position.
     `num_different` positions have another likeliest token than the reference. `gap_…` are the reference's own leads, in
     logits, of its first over its second token at those positions: small ones are near ties. `share_of_smaller_gaps` is
     the share of all positions where the reference leads by no more than `gap_max`. None where nothing differs.
@@ -72,6 +81,7 @@ class Agreement:
 
     num_positions: int
     perplexity: float
+    change_error: float | None
     num_different: int
     gap_p50: float | None
     gap_p99: float | None
@@ -85,10 +95,16 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way of computing: what `PagedModel.load` is told beside the model."""
+    """A way of computing: what `PagedModel.load`, or for an emulated one `load_emulated`, is told beside the model."""
 
     name: str
     load_arguments: Mapping[str, Any] = field(default_factory=dict)
+    is_emulated: bool = False
+
+
+def _emulated(name: str, *, has_fp8_weights: bool = False, has_fp8_kv: bool = False) -> Variant:
+    arguments = {"dtype_name": "bfloat16", "has_fp8_weights": has_fp8_weights, "has_fp8_kv": has_fp8_kv}
+    return Variant(name, arguments, is_emulated=True)
 
 
 VARIANTS = (
@@ -96,6 +112,10 @@ VARIANTS = (
     Variant("bfloat16", {"dtype_name": "bfloat16"}),
     Variant("int8 weights", {"dtype_name": "bfloat16", "weight_dtype": "int8"}),
     Variant("int8 KV", {"dtype_name": "bfloat16", "kv_cache_dtype": "int8"}),
+    _emulated("bfloat16 emulated"),
+    _emulated("fp8 weights emulated", has_fp8_weights=True),
+    _emulated("fp8 KV emulated", has_fp8_kv=True),
+    _emulated("fp8 both emulated", has_fp8_weights=True, has_fp8_kv=True),
 )
 
 
@@ -199,16 +219,32 @@ def _results(
     source: ModelSource, variant: Variant, prompts: Sequence[Sequence[int]], reference: Predictions
 ) -> list[Result]:
     from bench.engine.teacher_forcing import paged_predictions
-    from executor.model.model import PagedModel
 
-    model = PagedModel.load(source, **variant.load_arguments)
+    model = _load(source, variant)
     results = []
     for path, chunk_tokens in PATHS.items():
+        if variant.is_emulated and chunk_tokens == 1:
+            continue
         found = paged_predictions(model, prompts, chunk_tokens)
-        figures = agreement(reference.top_ids, reference.top_gaps, found.top_ids, found.log_probabilities)
-        print(f"{variant.name}, {path}: {figures.share_equal:.2%} equal", file=sys.stderr, flush=True)
+        figures = agreement(
+            *(reference.top_ids, reference.top_gaps, reference.log_probabilities),
+            *(found.top_ids, found.log_probabilities),
+        )
+        _tell(f"{variant.name}, {path}", figures)
         results.append(Result(variant.name, path, figures))
     return results
+
+
+def _tell(name: str, figures: Agreement) -> None:
+    print(f"{name}: {figures.share_equal:.2%} equal, perplexity {figures.perplexity:.4f}", file=sys.stderr, flush=True)
+
+
+def _load(source: ModelSource, variant: Variant) -> PagedModel:
+    from bench.gpu.fp8_emulation import load_emulated
+    from executor.model.model import PagedModel
+
+    load = load_emulated if variant.is_emulated else PagedModel.load
+    return load(source, **variant.load_arguments)
 
 
 def _long_prompts(
@@ -236,26 +272,26 @@ def _long_results(
     needles: list[list[int]],
 ) -> tuple[LongResult, ...]:
     from bench.engine.teacher_forcing import paged_predictions, transformers_predictions
-    from executor.model.model import PagedModel
 
     if not prompts:
         return ()
     num_positions = len(prompts) * (CONTEXT_TOKENS - 1)
     reference = transformers_predictions(reference_source, [*prompts, *needles])
     results = []
-    for name, found in [("reference", reference), *((variant.name, None) for variant in variants)]:
-        if found is None:
-            arguments = next(variant.load_arguments for variant in variants if variant.name == name)
-            model = PagedModel.load(source, **arguments)
-            found = paged_predictions(model, [*prompts, *needles], PATHS["chunks of 64"])
+    for variant in (None, *variants):
+        name, found = "reference", reference
+        if variant is not None:
+            model = _load(source, variant)
+            name, found = variant.name, paged_predictions(model, [*prompts, *needles], PATHS["chunks of 64"])
         figures = agreement(
             reference.top_ids[:num_positions],
             reference.top_gaps[:num_positions],
+            reference.log_probabilities[:num_positions],
             found.top_ids[:num_positions],
             found.log_probabilities[:num_positions],
         )
         num_found = num_needles_found(needles, found.top_ids[num_positions:])
-        print(f"{name}, {CONTEXT_TOKENS} tokens: {figures.share_equal:.2%} equal", file=sys.stderr, flush=True)
+        _tell(f"{name}, {CONTEXT_TOKENS} tokens", figures)
         results.append(LongResult(name, figures, num_found, len(needles)))
     return tuple(results)
 
@@ -310,6 +346,7 @@ def _row(result: Mapping[str, Any], path: str, reference_perplexity: float) -> l
         path,
         f"{result['perplexity']:.4f}",
         f"{result['perplexity'] / reference_perplexity - 1:+.3%}",
+        shown(result["change_error"], ".3%"),
         f"{1 - different / positions:.2%}",
         f"{different} of {positions}",
         *(shown(result[gap], ".3f") for gap in ("gap_p50", "gap_p99", "gap_max")),
@@ -325,11 +362,13 @@ def perplexity(log_probabilities: Sequence[float]) -> float:
 def agreement(
     reference_ids: Sequence[int],
     reference_gaps: Sequence[float],
+    reference_log_probabilities: Sequence[float],
     top_ids: Sequence[int],
     log_probabilities: Sequence[float],
 ) -> Agreement:
-    """Compares the likeliest tokens of a model with those of a reference, position by position."""
-    assert len(reference_ids) == len(reference_gaps) == len(top_ids) == len(log_probabilities) > 0
+    """Compares the predictions of a model with those of a reference, position by position."""
+    assert len(reference_ids) == len(reference_gaps) == len(reference_log_probabilities) > 0
+    assert len(top_ids) == len(log_probabilities) == len(reference_ids)
     gaps = [
         gap
         for reference_id, gap, top_id in zip(reference_ids, reference_gaps, top_ids, strict=True)
@@ -340,12 +379,23 @@ def agreement(
     return Agreement(
         num_positions=len(top_ids),
         perplexity=perplexity(log_probabilities),
+        change_error=_change_error(reference_log_probabilities, log_probabilities),
         num_different=len(gaps),
         gap_p50=percentile(gaps, 0.5),
         gap_p99=percentile(gaps, 0.99),
         gap_max=largest,
         share_of_smaller_gaps=smaller,
     )
+
+
+def _change_error(reference_log_probabilities: Sequence[float], log_probabilities: Sequence[float]) -> float | None:
+    """Returns the standard error of `perplexity / reference perplexity - 1`, to first order in the change."""
+    differences = [
+        reference - found for reference, found in zip(reference_log_probabilities, log_probabilities, strict=True)
+    ]
+    if len(differences) < 2:
+        return None
+    return statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def cut(token_ids: Sequence[int], num_prompts: int) -> list[list[int]]:

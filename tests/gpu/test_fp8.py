@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from bench.gpu.fp8_emulation import rounded
 from common.model_source import resolve_model
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.quantized import MIN_FP8_CAPABILITY
@@ -15,7 +16,7 @@ from executor.checkpoint.fp8_weight import round_rows
 from executor.gpu.layers import linear, rounded_rows
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
-from tests.kernels.fp8_kv import assert_attends_to_fp8, rounded
+from tests.kernels.fp8_kv import assert_attends_to_fp8
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
 from tests.paged_cases import Spec
 from tests.tiny_models import save_model, sizes

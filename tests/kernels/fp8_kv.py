@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bench.gpu.fp8_emulation import rounded
 from executor.attention.backend import KvShape, LayerKv, Scoring
 from executor.attention.reference import ReferenceAttention
 from executor.attention.triton import TritonAttention
@@ -15,13 +16,6 @@ CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 # Of outputs, which are averages of values around 1: e4m3 keeps 4 significant bits of keys and values.
 TOLERANCE_OF_ROUNDING = 0.15
-
-
-def rounded(numbers: Tensor) -> Tensor:
-    """Numbers `[..., head_dim]` as FP8 keeps them: the largest is in [128, 256) times a power of two."""
-    exponents = torch.frexp(numbers.float().abs().amax(-1, keepdim=True)).exponent
-    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - 8)
-    return (numbers.float() / scales).to(FP8).float() * scales
 
 
 def stored(kv: LayerKv, slots: Tensor) -> tuple[Tensor, Tensor]:

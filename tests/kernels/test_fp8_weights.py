@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config
 
+from bench.gpu.fp8_emulation import rounded
 from common.model_source import ModelError, resolve_model
 from executor.checkpoint.fp8_weight import Fp8Weight, round_rows, stacked
 from executor.gpu.layers import linear, rounded_rows
@@ -19,7 +20,6 @@ from executor.model.self_check import relative_distance
 from executor.step.batch import StepBatch
 from inflight.tools.sizing.arithmetic import fp8_weight_bytes
 from inflight.tools.sizing.model_shape import read_model_shape
-from tests.kernels.fp8_kv import rounded
 from tests.paged_cases import Spec, make_case
 from tests.quantized_checkpoints import compressed, compressed_config, save_quantized
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes

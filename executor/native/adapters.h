@@ -10,10 +10,10 @@
 // and up in turn. Memory limits steps of few rows with different adapters. So the first row of an adapter prefetches
 // what is a fixed distance ahead in the slot, also that of the next product.
 //
-// x · Aᵀ is computed for the rows of an adapter together, in float32, and rounded to Elements after scaling. The rest is
-// added to a row while it is in the tile of a product. Every sum of a row has the same order whatever the other rows
-// are. Of several ranks each has all of A, and of B the columns that it has of the weight. So x · Aᵀ is computed by every
-// rank, and nothing more is exchanged.
+// x · Aᵀ is computed for the rows of an adapter together, in float32, and rounded to Elements after scaling. The rest
+// is added to a row while it is in the tile of a product. Every sum of a row has the same order whatever the other rows
+// are. Of several ranks each has all of A, and of B the columns that it has of the weight. So x · Aᵀ is computed by
+// every rank, and nothing more is exchanged.
 
 #pragma once
 

@@ -6,21 +6,21 @@
 //     K  [group, kv_head, DIM / PAIR, 16 tokens, PAIR]      scores of 16 tokens at once, summed over the head
 //     V  [group, kv_head, 16 / PAIR, DIM, PAIR]             16 numbers of the output at once, summed over tokens
 //
-// KV may be kept in int8, in the same order, each group and head followed by the float32 scales of its 16 tokens. A token
-// is rounded when it is written, and always read in int8, by the queries of the same step too. Its scales are applied to
-// the scores and to the weights. With float32 the numbers are widened to float32. With bfloat16 they are multiplied as
-// integers: queries, and the weights of a chunk, are rounded to 16 bits with a scale for each row. Sums of integers are
-// exact, and no scale depends on keys that the row does not see, so a row's result depends neither on its batch nor on
-// the chunks of its prompt.
+// KV may be kept in int8, in the same order, each group and head followed by the float32 scales of its 16 tokens. A
+// token is rounded when it is written, and always read in int8, by the queries of the same step too. Its scales are
+// applied to the scores and to the weights. With float32 the numbers are widened to float32. With bfloat16 they are
+// multiplied as integers: queries, and the weights of a chunk, are rounded to 16 bits with a scale for each row. Sums
+// of integers are exact, and no scale depends on keys that the row does not see, so a row's result depends neither on
+// its batch nor on the chunks of its prompt.
 //
 // A work item is some query rows of one sequence that share a KV head: heads of the group, then tokens. It processes
 // the context CHUNK tokens at a time with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): running
 // maximum, running sum, and output rescaled when the maximum grows. All sums are float32. The products are computed
 // with vectors, or with AMX where available (attention_tiles.h).
 //
-// Invariants: groups are filled from their first token on. V, or its scales, is cleared at that point, so that a NaN left
-// in a group is never multiplied by a weight of zero. Masked scores are a large finite number: their contribution before
-// the first real score is rescaled to 0.
+// Invariants: groups are filled from their first token on. V, or its scales, is cleared at that point, so that a NaN
+// left in a group is never multiplied by a weight of zero. Masked scores are a large finite number: their contribution
+// before the first real score is rescaled to 0.
 
 #pragma once
 
@@ -290,7 +290,8 @@ ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const Stored* c
             if constexpr (ADDS_TO_OUTPUT)
                 store(output, sums[r][v]);
             else
-                store(output, load(output) * work.rescale[row + r] + as_floats(sums[r][v]) * work.weight_scale[row + r]);
+                store(output,
+                      load(output) * work.rescale[row + r] + as_floats(sums[r][v]) * work.weight_scale[row + r]);
         }
 }
 
@@ -387,8 +388,8 @@ void raise_maximums(Workspace<Element>& work, int num_rows, float factor) {
 }
 
 // Turns the scores of a row into weights and returns their sum. Scores are exponents of two, which saves a
-// multiplication each. With int8 KV, scores and weights get the scales of keys and values, so that the products multiply
-// integers alone.
+// multiplication each. With int8 KV, scores and weights get the scales of keys and values, so that the products
+// multiply integers alone.
 template <class Element, bool IS_INT8>
 float weigh_row(Workspace<Element>& work, int row, int num_keys, float factor) {
     constexpr bool IS_INTEGER = !std::is_same_v<typename Element::Sum, Floats>;

@@ -1,9 +1,9 @@
 // Suffix automaton over the tokens of one sequence, with a C interface (executor/speculation/suffix.py).
 //
 // After each token it knows the longest suffix of the tokens that occurred before, and where: the suffix link of the
-// state of all tokens. Online construction after Blumer et al. (1985) in amortized constant time per token: n tokens have
-// fewer than 2n states and 3n edges, and a clone copies only edges that stay. A state takes 16 bytes, an edge 16 and its
-// place in the hash table 4 at a load of 3/8 to 3/4.
+// state of all tokens. Online construction after Blumer et al. (1985) in amortized constant time per token: n tokens
+// have fewer than 2n states and 3n edges, and a clone copies only edges that stay. A state takes 16 bytes, an edge 16
+// and its place in the hash table 4 at a load of 3/8 to 3/4.
 
 #include <algorithm>
 #include <cstdint>
@@ -41,8 +41,8 @@ class Automaton {
         for (int64_t i = 0; i < number; ++i) append(ids[i]);
     }
 
-    // Writes at most `limit` ids that followed the match, and returns their number. After the newest token the text since
-    // the match repeats.
+    // Writes at most `limit` ids that followed the match, and returns their number. After the newest token the text
+    // since the match repeats.
     int64_t propose(int32_t* ids, int64_t limit, int64_t* match_length) const {
         *match_length = match_length_;
         if (match_length_ == 0) return 0;
@@ -133,7 +133,8 @@ class Automaton {
         key = (key ^ key >> 29) * 0xbf58476d1ce4e5b9u;
         const size_t mask = places_.size() - 1;
         for (size_t i = (key ^ key >> 32) & mask;; i = (i + 1) & mask)
-            if (places_[i] == NONE || (edges_[places_[i]].state == state && edges_[places_[i]].token == token)) return i;
+            if (places_[i] == NONE || (edges_[places_[i]].state == state && edges_[places_[i]].token == token))
+                return i;
     }
 
     int64_t max_tokens_;

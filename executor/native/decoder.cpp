@@ -51,7 +51,8 @@ class DecoderOf final : public Decoder {
     int64_t row_part_bytes() const override {
         const int64_t inner = shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS);
         const int64_t normed = shape_.head_norms == NORMS_OF_ALL_HEADS ? shape_.num_heads + shape_.num_kv_heads : 0;
-        return std::max({std::max(shape_.part_of(shape_.hidden_size), normed * shape_.head_dim) * (int64_t)sizeof(float),
+        const int64_t summed = std::max(shape_.part_of(shape_.hidden_size), normed * shape_.head_dim);
+        return std::max({summed * (int64_t)sizeof(float),
                          Rows<Element>::part_bytes(shape_.part_of(shape_.attention_depth(), 1)),
                          Rows<Element>::part_bytes(inner),  // of rows with adapters
                          Rows<Factor>::part_bytes(inner) * std::max<int64_t>(1, shape_.num_experts_per_token)});
@@ -72,7 +73,8 @@ class DecoderOf final : public Decoder {
     bool step(Pool& pool, const DecoderStep& step) override {
         activations_.reserve(shape_, step.num_tokens);
         viewed_.reserve(weights_.viewed_size, activations_.capacity);
-        if (shape_.num_ranks > 1) exchange_.begin(step, shape_.num_ranks, shape_.rank, step.num_tokens * row_part_bytes());
+        if (shape_.num_ranks > 1)
+            exchange_.begin(step, shape_.num_ranks, shape_.rank, step.num_tokens * row_part_bytes());
         adapted_.begin(shape_, adapters_, step.adapter_slots, step.query_starts, step.num_sequences);
         num_shrunk_.store(0, std::memory_order_relaxed);
         const auto items =
@@ -255,8 +257,8 @@ class DecoderOf final : public Decoder {
             const Rows<Element>& rows;
         };
 
-        // The product of all rows with a matrix, and x · Aᵀ · scale of the rows that have an adapter. Both are tasks of one
-        // phase, because only `finish` needs the latter. They come first, so that it seldom waits.
+        // The product of all rows with a matrix, and x · Aᵀ · scale of the rows that have an adapter. Both are tasks of
+        // one phase, because only `finish` needs the latter. They come first, so that it seldom waits.
         template <class Finish>
         void adapted_product(Part part, const Change& change, const Matrix<Factor>& matrix, const Rows<Factor>& rows,
                              const Blocks* after, const Finish& finish) {
@@ -780,7 +782,7 @@ class DecoderOf final : public Decoder {
         Team& team_;
         Scratch& scratch_;
         Clock::time_point last_;
-        // The norm of what the last sublayer left in `delta`, or whether experts left it; null and false if it is empty.
+        // The norm of what the last sublayer left in `delta`, or whether experts left it; null and false if empty.
         const float* delta_norm_ = nullptr;
         bool has_expert_rows_ = false;
     };
@@ -873,8 +875,8 @@ int64_t inflight_decoder_reserve_adapters(void* decoder, int64_t num_slots, int6
         [&] { static_cast<inflight::Decoder*>(decoder)->reserve_adapters(num_slots, max_rank); });
 }
 
-// Loads an adapter into a slot that no step uses: a matrix for each layer and adapted matrix. Returns 0, or 1 if it does
-// not fit the slot. Other slots may be in use meanwhile.
+// Loads an adapter into a slot that no step uses: a matrix for each layer and adapted matrix. Returns 0, or 1 if it
+// does not fit the slot. Other slots may be in use meanwhile.
 int64_t inflight_decoder_load_adapter(void* decoder, int64_t slot, const inflight::AdapterMatrix* matrices) {
     return static_cast<inflight::Decoder*>(decoder)->load_adapter(slot, matrices) ? 0 : 1;
 }

@@ -40,8 +40,8 @@ struct ColumnRange {
 constexpr int64_t PART_COLUMNS = 32;        // a rank's part of a matrix's columns is a multiple of this,
 constexpr int64_t PART_INNER_COLUMNS = 64;  // of the columns of gate and up of this
 
-// decoder.py's `_Shape`, in the same order. Heads are those of this rank; `all_kv_heads` and other sizes are those of the
-// whole model.
+// decoder.py's `_Shape`, in the same order. Heads are those of this rank; `all_kv_heads` and other sizes are those of
+// the whole model.
 struct DecoderShape {
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary_size;
     int64_t rotary_dim, num_experts, num_experts_per_token, normalizes_experts, num_ropes;
@@ -81,8 +81,8 @@ struct DecoderShape {
     ColumnRange vocabulary_columns() const { return columns_of(rank, vocabulary_size); }
 };
 
-// Gives every rank all parts: `parts` are as many parts of `num_bytes` as there are ranks, of which this rank has filled
-// its own. Returns 0, or another number if the other ranks cannot be reached.
+// Gives every rank all parts: `parts` are as many parts of `num_bytes` as there are ranks, of which this rank has
+// filled its own. Returns 0, or another number if the other ranks cannot be reached.
 using AllGather = int64_t (*)(char* parts, int64_t num_bytes);
 
 struct SharedParts;  // exchange.h

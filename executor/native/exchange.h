@@ -11,8 +11,8 @@
 namespace inflight {
 
 // Begin of the shared memory, which is zero at first. The rest has two halves, used in turn, each with a part for every
-// rank: a rank may fill its part for the next exchange while others still read those of this one. It cannot be two ahead,
-// because everyone has to arrive in between. shared.py has the same layout.
+// rank: a rank may fill its part for the next exchange while others still read those of this one. It cannot be two
+// ahead, because everyone has to arrive in between. shared.py has the same layout.
 struct SharedParts {
     alignas(64) std::atomic<uint32_t> num_arrived;
     alignas(64) std::atomic<uint32_t> round;

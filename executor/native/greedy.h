@@ -1,8 +1,8 @@
 // The greedy choice of a step's tokens while the logits are computed, a group of columns at a time.
 //
-// Logits are not stored: each thread keeps the largest of a row that it has seen. The ids that the row's changes touch are
-// known before. Their logits are set aside, changed (logits.h) and compared last. So the tokens are those of rows that
-// are stored, changed and searched as a whole (sampler.h). No row has a mask.
+// Logits are not stored: each thread keeps the largest of a row that it has seen. The ids that the row's changes touch
+// are known before. Their logits are set aside, changed (logits.h) and compared last. So the tokens are those of rows
+// that are stored, changed and searched as a whole (sampler.h). No row has a mask.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // Rows that the last layer computes behind its keys and values: those that yield logits.
 //
-// No later layer attends to what the others would be. A row's result does not depend on the rows beside it, so the logits
-// are the same bit by bit.
+// No later layer attends to what the others would be. A row's result does not depend on the rows beside it, so the
+// logits are the same bit by bit.
 
 #pragma once
 

@@ -1,9 +1,9 @@
-// The logits stage of one row, as in executor/logits/reference.py, whose torch code is the reference: bit by bit the same
-// float32 results, so that a token does not depend on the backend.
+// The logits stage of one row, as in executor/logits/reference.py, whose torch code is the reference: bit by bit the
+// same float32 results, so that a token does not depend on the backend.
 //
-// A change looks only at the row's own ids. The mask is applied by the sampler where it looks for the largest logits, so
-// that ids that are not allowed are never read. A NaN stays one: the sampler never chooses it. Nothing is allocated. An
-// id outside the vocabulary is ignored.
+// A change looks only at the row's own ids. The mask is applied by the sampler where it looks for the largest logits,
+// so that ids that are not allowed are never read. A NaN stays one: the sampler never chooses it. Nothing is allocated.
+// An id outside the vocabulary is ignored.
 
 #pragma once
 
@@ -177,8 +177,8 @@ inline int64_t most_uses(const Changes& changes) {
     return changes.num_banned + of.num_biases + of.num_bad_words + num_ngrams + of.num_ids - first_counted(of);
 }
 
-// Calls `visit` with every id of the vocabulary whose logit is changed, the bits of what is done with it, and 1 for each
-// time that it is in the output. An id may come several times.
+// Calls `visit` with every id of the vocabulary whose logit is changed, the bits of what is done with it, and 1 for
+// each time that it is in the output. An id may come several times.
 template <class Visit>
 void each_use(const Changes& changes, int64_t vocabulary_size, const Visit& visit) {
     const auto use = [&](int32_t id, uint32_t bits, uint32_t count) {

@@ -110,8 +110,8 @@ int64_t inflight_sample_rows(void* sampler, void* pool, const SampleCall* call) 
     return or_out_of_memory([&] { static_cast<Sampler*>(sampler)->sample(static_cast<Pool*>(pool), *call); });
 }
 
-// For tests: the logits stage of one row, in place; with `touched` as a greedy step applies it, with every id as one that
-// is touched. Returns 0, or 1 if there is not enough memory.
+// For tests: the logits stage of one row, in place; with `touched` as a greedy step applies it, with every id as one
+// that is touched. Returns 0, or 1 if there is not enough memory.
 int64_t inflight_process_row(float* row, int64_t vocabulary_size, const LogitsRow* processed, int64_t touched) {
     return or_out_of_memory([&] {
         const logits::Changes changes{processed, nullptr, 0};

@@ -269,8 +269,8 @@ inline Edge find_top_p(const Values& values, float largest, double top_p, Scratc
     return count > 0 ? edge_of(likeliest.data(), count) : find_in_bins(values, largest, needed, scratch);
 }
 
-// Writes the values that are kept, and -inf for the others; groups without any are marked by their maximum instead. From
-// then on the values in memory are not divided.
+// Writes the values that are kept, and -inf for the others; groups without any are marked by their maximum instead.
+// From then on the values in memory are not divided.
 inline void keep(Values& values, Edge edge) {
     for (int64_t i = 0; i < values.num_groups; ++i) {
         // The edge may be -inf.

@@ -196,7 +196,6 @@ async def test_restarted_executor_loses_32_placements_in_a_call_and_gets_none_be
     assert await store_pool.reserved_blocks() == {"x": 8}
     assert await a.store.submit(Demand("new", 2, blocks=1)) == Queued(0)
     await store_pool.router("b").store.report(restarted)
-    assert sorted(await a.told(), key=lambda event: event.request_id) == [
-        *(Lost(f"{number:02}", 1, "x", 1) for number in range(40)),
-        Placement("new", 1, "x", 2),
-    ]
+    told = await a.told()
+    assert len(told) == 41
+    assert set(told) == {*(Lost(f"{number:02}", 1, "x", 1) for number in range(40)), Placement("new", 1, "x", 2)}

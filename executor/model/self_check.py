@@ -29,8 +29,10 @@ TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_OF_HALF = 0.25
 # Weights and activations are rounded to int8 or FP8.
 TOLERANCE_OF_PRODUCTS = 0.5
-# Rounding of keys and values is added. Measured on SmolLM2 in float32: 0.04 for int8.
-TOLERANCE_OF_KV = {torch.int8: 0.15, torch.float8_e4m3fn: 0.3}
+# Rounding of keys and values is added. Measured on SmolLM2 in float32: 0.04 for int8. FP8, emulated in bfloat16 with 6
+# random prompts: at most 0.46 over the rows that are compared, 0.57 over all rows. With the scales of the token before,
+# keys doubled or values halved, no prompt is below 1.06. With the tolerance of bfloat16 this is 0.7, between the two.
+TOLERANCE_OF_KV = {torch.int8: 0.15, torch.float8_e4m3fn: 0.45}
 # Rounding makes routers choose other experts where two are nearly equal. Measured on a model of 2 layers: 0.29.
 TOLERANCE_OF_ROUTING = 0.25
 

@@ -346,7 +346,8 @@ def _row(result: Mapping[str, Any], path: str, reference_perplexity: float) -> l
         path,
         f"{result['perplexity']:.4f}",
         f"{result['perplexity'] / reference_perplexity - 1:+.3%}",
-        shown(result["change_error"], ".3%"),
+        # Older reports do not have it.
+        shown(result.get("change_error"), ".3%"),
         f"{1 - different / positions:.2%}",
         f"{different} of {positions}",
         *(shown(result[gap], ".3f") for gap in ("gap_p50", "gap_p99", "gap_max")),

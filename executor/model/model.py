@@ -315,7 +315,7 @@ class PagedModel:
             expectation,
             self.forward,
             self.dtype,
-            has_rounded_products=self.weight_dtype_name in ("int8", "fp8"),
+            product_dtype=self.weight_dtype_name if self.weight_dtype_name in ("int8", "fp8") else None,
             quantized_kv=next((kv for kv in self._layer_kv_dtypes if kv != self.dtype), None),
             routes_by_itself=self.native is not None and self.native.form.shape.num_experts > 0,
         )

@@ -65,7 +65,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
     def run(self, *args: object, **options: object) -> Tensor:
         type(self).num_runs += 1
         bound = SIGNATURES["run"].bind(*args, **options).arguments
-        plan, queries, (keys, values), out = self._plan, bound["q"], bound["paged_kv_cache"], bound["out"]
+        plan, queries, (keys, values) = self._plan, bound["q"], bound["paged_kv_cache"]
+        out: Tensor = bound["out"]
         assert plan, "run before plan"
         starts, page_starts = plan["qo_indptr"].tolist(), plan["paged_kv_indptr"].tolist()
         size = plan["page_size"]

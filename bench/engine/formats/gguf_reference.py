@@ -49,7 +49,13 @@ def comparison(files: Mapping[str, Path], prompts: Sequence[Sequence[int]], chun
         ).float()
         dense = _dequantized_logits(path, prompts)
         reference, found = predictions(theirs, following), predictions(ours, following)
-        figures = agreement(reference.top_ids, reference.top_gaps, found.top_ids, found.log_probabilities)
+        figures = agreement(
+            reference.top_ids,
+            reference.top_gaps,
+            reference.log_probabilities,
+            found.top_ids,
+            found.log_probabilities,
+        )
         differences = (ours - theirs).abs()
         kinds, num_bytes = _matrices(path)
         rows.append(

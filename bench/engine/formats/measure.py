@@ -171,7 +171,13 @@ def _encode(
 
 def _quality(model: PagedModel, prompts: Sequence[Sequence[int]], reference: Predictions) -> Agreement:
     found = paged_predictions(model, prompts, CHUNK_TOKENS)
-    return agreement(reference.top_ids, reference.top_gaps, found.top_ids, found.log_probabilities)
+    return agreement(
+        reference.top_ids,
+        reference.top_gaps,
+        reference.log_probabilities,
+        found.top_ids,
+        found.log_probabilities,
+    )
 
 
 def _table(

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-Numbers = np.ndarray[Any, np.dtype[np.float32]]
+Numbers = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 SUPERBLOCK = 256
 
@@ -32,13 +32,13 @@ def _q4_k(blocks: Numbers) -> Bytes:
     d, dmin = _half(steps.max(-1) / 63), _half(-low.min(-1) / 63)
     scale, minimum = _codes(steps, d, 0, 63), _codes(-low, dmin, 0, 63)
     codes = _codes(groups + (dmin * minimum)[..., None], (d * scale)[..., None], 0, 15)
-    scale, minimum = scale.astype(np.uint8), minimum.astype(np.uint8)
+    scales, minima = scale.astype(np.uint8), minimum.astype(np.uint8)
     parts = [
         _bytes_of(d),
         _bytes_of(dmin),
-        scale[:, :4] | (scale[:, 4:] >> 4 << 6),
-        minimum[:, :4] | (minimum[:, 4:] >> 4 << 6),
-        (scale[:, 4:] & 15) | (minimum[:, 4:] << 4),
+        scales[:, :4] | (scales[:, 4:] >> 4 << 6),
+        minima[:, :4] | (minima[:, 4:] >> 4 << 6),
+        (scales[:, 4:] & 15) | (minima[:, 4:] << 4),
         _packed(codes, 4, 32),
     ]
     return np.concatenate(parts, 1)
@@ -76,4 +76,5 @@ def _packed(codes: Any, num_bits: int, width: int) -> Bytes:
     """Packs the codes of each block. Each run of `width` bytes has first the lowest bits of all its bytes."""
     runs = codes.reshape(len(codes), -1, 8 // num_bits, width).astype(np.uint8)
     shifts = np.arange(0, 8, num_bits, dtype=np.uint8)[:, None]
-    return np.bitwise_or.reduce(runs << shifts, axis=2).reshape(len(codes), -1)
+    packed: Bytes = np.bitwise_or.reduce(runs << shifts, axis=2).reshape(len(codes), -1)
+    return packed

@@ -11,7 +11,7 @@ from router.store.lua import compose, shared_source
 from router.store.types import Placement
 
 RECORD = re.compile(r"^--@record (\w+) ", re.MULTILINE)
-PACKED = re.compile(r"struct\.pack\(.*\)")
+PACKED = re.compile(r"struct\.pack\('[^']*', #?record\b.*\)")
 
 
 def packings() -> str:

@@ -1,4 +1,5 @@
-"""Entry point of an executor process. It sets what must be set before torch is loaded, then runs `executor.main`.
+"""Entry point of an executor process. It sets what must be set before torch is loaded, and checks settings and
+addresses. Then it runs `executor.main`, whose imports take some seconds.
 
 libgomp, torch's thread pool on a CPU, reads its environment when it is loaded. Its threads spin between operations,
 about a millisecond by default. If another process uses a core, the threads then wait for one another at each of some
@@ -12,15 +13,43 @@ when they are not. Measured on 2 cores, SmolLM2 in bfloat16, a step of 8 sequenc
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Sequence
+
+from common.process import run_process
+from common.rpc.server import check_listen
+from common.settings import describe, load
+from common.telemetry.logs import start_logging
+from executor.serving.router_auth import load_server_tls
+from executor.settings import ExecutorSettings
+
+log = logging.getLogger(__name__)
 
 SPIN_COUNT = "10000"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs an executor. Returns the exit code."""
+    """Runs an executor until it is told to stop. Returns the exit code."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    from executor.main import main as run_executor
+    return run_process(lambda: _run_with_settings(argv))
 
-    return run_executor(argv)
+
+def _run_with_settings(argv: Sequence[str]) -> int:
+    settings = load(ExecutorSettings, "inflight executor", argv)
+    start_logging("executor", settings.log_level, settings.log_format)
+    for line in describe(settings):
+        log.info("setting %s", line)
+    if settings.tensor_parallel_rank:
+        from executor.ranks import check_parallel, run_worker
+
+        check_parallel(settings)
+        return run_worker(settings)
+    tls = load_server_tls(settings)
+    for listen in (settings.listen, settings.health_listen, settings.http_listen):
+        if listen:
+            check_listen(listen)
+    from executor.main import load_model, run_executor
+
+    return asyncio.run(run_executor(settings, load_model(settings), tls))

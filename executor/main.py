@@ -25,12 +25,11 @@ from common.http.port import HttpPort
 from common.kv_size import KvBudget, KvGroups, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
 from common.machine import num_available_memory_bytes
 from common.model_source import ModelSource, load_tokenizer, resolve_model
-from common.process import EXIT_FAILED, run_process
+from common.process import EXIT_FAILED
 from common.protocol import PROTOCOL_VERSION
-from common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
+from common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals
 from common.rpc.tls import TlsFiles
-from common.settings import SettingError, describe, load
-from common.telemetry.logs import start_logging
+from common.settings import SettingError
 from common.telemetry.tracing import Tracing, open_tracing
 from executor.adapters.folder import AdapterFolder
 from executor.adapters.store import AdapterStore
@@ -51,7 +50,7 @@ from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.parallel.decoder import ParallelDecoder
 from executor.parallel.leader import WorkerGroup
-from executor.ranks import check_parallel, load_shard, open_group, run_worker, threads_per_rank
+from executor.ranks import check_parallel, load_shard, open_group, threads_per_rank
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import InterTokenTargets, KvWindow
@@ -59,7 +58,7 @@ from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, S
 from executor.serving.metrics import executor_metrics
 from executor.serving.placements import RetentionPolicy
 from executor.serving.report import policy_proto
-from executor.serving.router_auth import PeerNameCheck, load_server_tls
+from executor.serving.router_auth import PeerNameCheck
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
 from executor.settings import ExecutorSettings
@@ -92,26 +91,6 @@ class Loaded:
     limits: SchedulerLimits
     adapters: AdapterStore | None = None
     group: WorkerGroup | None = None
-
-
-def main(argv: SequenceOf[str]) -> int:
-    """Runs an executor until it is told to stop. Returns the exit code."""
-    return run_process(lambda: _run_with_settings(argv))
-
-
-def _run_with_settings(argv: SequenceOf[str]) -> int:
-    settings = load(ExecutorSettings, "inflight executor", argv)
-    start_logging("executor", settings.log_level, settings.log_format)
-    for line in describe(settings):
-        log.info("setting %s", line)
-    if settings.tensor_parallel_rank:
-        check_parallel(settings)
-        return run_worker(settings)
-    tls = load_server_tls(settings)
-    for listen in (settings.listen, settings.health_listen, settings.http_listen):
-        if listen:
-            check_listen(listen)
-    return asyncio.run(run_executor(settings, load_model(settings), tls))
 
 
 def load_model(settings: ExecutorSettings) -> Loaded:

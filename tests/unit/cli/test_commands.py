@@ -55,9 +55,10 @@ def test_a_command_whose_extra_is_not_installed_says_so(
     assert capsys.readouterr().err == "error: inflight fly needs nowhere: pip install 'inflight[wings]'\n"
 
 
-def test_help_loads_no_server_and_no_model_library() -> None:
+@pytest.mark.parametrize("words", [["--help"], ["executor", "--batching", "dynamic"]])
+def test_help_and_refused_settings_load_no_server_and_no_model_library(words: list[str]) -> None:
     program = (
-        "import sys; from inflight.cli.main import main; main(['--help']);"
+        f"import sys; from inflight.cli.main import main; main({words});"
         "sys.exit(bool({'torch', 'transformers', 'redis', 'router.main', 'executor.main'} & set(sys.modules)))"
     )
     folder = Path(cli.__file__).parents[2]

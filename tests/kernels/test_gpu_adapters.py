@@ -85,10 +85,18 @@ def test_slot_holds_nothing_of_the_adapter_before() -> None:
             assert all(torch.equal(one, other) for one, other in zip(mine, others, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_and_the_base_in_one_batch_say_what_each_says_alone_and_merged(base: Path, files: list[Path]) -> None:
+@pytest.fixture(scope="module")
+def together(base: Path, files: list[Path]) -> list[list[int]]:
+    """What requests of all adapters and of the base yield in one batch."""
     model, decoder = load_adapted(base, files, "cpu", NUM_BLOCKS)
-    together = outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), adapted_requests())
+    return outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), adapted_requests())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_and_the_base_in_one_batch_say_what_each_says_alone_and_merged(
+    base: Path, files: list[Path], together: list[list[int]]
+) -> None:
+    model, decoder = load_adapted(base, files, "cpu", NUM_BLOCKS)
     assert len({tuple(output) for output in together}) == len(together)
     for number in range(3):
         alone = adapted_requests((number,))
@@ -98,10 +106,9 @@ def test_adapters_and_the_base_in_one_batch_say_what_each_says_alone_and_merged(
         assert together[number] == merged_tokens(base, files[adapter], request.token_ids, NUM_TOKENS)
 
 
-def test_generic_runner_says_the_same(base: Path, files: list[Path]) -> None:
-    model, decoder = load_adapted(base, files, "cpu", NUM_BLOCKS)
-    expected = outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), adapted_requests())
-    assert outputs(ModelRunner(model, LIMITS, BLOCK_SIZE), adapted_requests()) == expected
+def test_generic_runner_says_the_same(base: Path, files: list[Path], together: list[list[int]]) -> None:
+    model, _ = load_adapted(base, files, "cpu", NUM_BLOCKS)
+    assert outputs(ModelRunner(model, LIMITS, BLOCK_SIZE), adapted_requests()) == together
 
 
 def test_executor_serves_adapters_with_the_gpu_forward_pass(base: Path, files: list[Path]) -> None:

@@ -160,14 +160,15 @@ class CallEnd:
         self._first: InflightError | None = None
         call.add_done_callback(self._set_first)
 
-    async def error(self, raised: InflightError) -> InflightError:
-        """Returns the error of the server's status, or else `raised`, the error that the call has raised."""
+    async def error(self, raised: InflightError) -> InflightError | None:
+        """Returns the error of the server's status, None for OK. Without that status returns `raised`, the error that
+        the call has raised."""
         if not is_unsent_message(raised):
             return raised
         for _ in range(STATUS_POLLS):
             for error in (self._first, self._current()):
                 if error is not None and not is_unsent_message(error):
-                    return error
+                    return None if error.code is grpc.StatusCode.OK else error
             await asyncio.sleep(STATUS_POLL_S)
         return raised
 

@@ -175,6 +175,25 @@ async def test_message_that_crosses_the_end_of_a_call_does_not_hide_its_status()
     assert router.num_asked == 20
 
 
+class ClosingRouter(ScriptedRouter):
+    """A router that ends every shared call at once, with the status OK."""
+
+    def GenerateMany(self, requests: Any, context: grpc.ServicerContext) -> Any:
+        return iter(())
+
+
+async def test_message_that_crosses_the_end_of_a_call_without_an_error_is_unavailable() -> None:
+    with serving_scripted(ClosingRouter()) as address:
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(20):
+                async with AsyncClient(address, share_calls=True, retries=False) as client:
+                    streams = [client.generate("hi") for _ in range(3)]
+                    ends = await asyncio.gather(*(stream.text() for stream in streams), return_exceptions=True)
+                codes = {end.code for end in ends if isinstance(end, InflightError)}
+                assert codes == {grpc.StatusCode.UNAVAILABLE}
+                assert len(ends) == 3
+
+
 async def test_large_request_has_a_call_of_its_own(
     redis_url: str, pool: str, calls: list[many.ManyCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:

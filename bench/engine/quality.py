@@ -226,10 +226,7 @@ def _results(
         if variant.is_emulated and chunk_tokens == 1:
             continue
         found = paged_predictions(model, prompts, chunk_tokens)
-        figures = agreement(
-            *(reference.top_ids, reference.top_gaps, reference.log_probabilities),
-            *(found.top_ids, found.log_probabilities),
-        )
+        figures = agreement_with(reference, found)
         _tell(f"{variant.name}, {path}", figures)
         results.append(Result(variant.name, path, figures))
     return results
@@ -358,6 +355,14 @@ def _row(result: Mapping[str, Any], path: str, reference_perplexity: float) -> l
 def perplexity(log_probabilities: Sequence[float]) -> float:
     """e to the mean negative log probability of the tokens that do follow."""
     return math.exp(-math.fsum(log_probabilities) / len(log_probabilities))
+
+
+def agreement_with(reference: Predictions, found: Predictions) -> Agreement:
+    """Compares all predictions of a model with those of a reference."""
+    return agreement(
+        *(reference.top_ids, reference.top_gaps, reference.log_probabilities),
+        *(found.top_ids, found.log_probabilities),
+    )
 
 
 def agreement(

@@ -92,8 +92,8 @@ class System:
         return reading
 
     async def read_running(self, samples: list[SampleRequest], num_tokens: int = 10) -> list[Reading]:
-        """Begins to read requests, and returns when each has brought so many tokens. The brake is held: no step is made
-        but for one of them to begin, so none ends before its test has done something to it."""
+        """Begins to read requests, and returns when each has brought so many tokens. The brake is held: steps are
+        made only until each has begun, so none ends before its test has done something to it."""
         await self.learn(*samples)
         self.brake.hold()
         readings = [self.read(sample) for sample in samples]

@@ -140,7 +140,7 @@ async def test_streams_outlive_a_router_unseen_and_their_gateway_by_the_last_eve
             }
             for number in range(4)
         ]  # fmt: skip
-        # Given streams of one gateway, which spreads them over both routers; no step is made but for one to begin
+        # Given streams of one gateway, which spreads them over both routers; steps are made only until each has begun
         brake.hold()
         seen: list[list[ServerSentEvent]] = [[] for _ in bodies]
         begun = [asyncio.Event() for _ in bodies]

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.engine.formats import llama_cpp
-from bench.engine.quality import agreement, perplexity
+from bench.engine.quality import agreement_with, perplexity
 from bench.engine.teacher_forcing import paged_logits, predictions
 from bench.report.table import Table
 from common.model_source import resolve_model
@@ -49,13 +49,7 @@ def comparison(files: Mapping[str, Path], prompts: Sequence[Sequence[int]], chun
         ).float()
         dense = _dequantized_logits(path, prompts)
         reference, found = predictions(theirs, following), predictions(ours, following)
-        figures = agreement(
-            reference.top_ids,
-            reference.top_gaps,
-            reference.log_probabilities,
-            found.top_ids,
-            found.log_probabilities,
-        )
+        figures = agreement_with(reference, found)
         differences = (ours - theirs).abs()
         kinds, num_bytes = _matrices(path)
         rows.append(

@@ -29,7 +29,7 @@ from bench.engine.formats.padding import copy_padded
 from bench.engine.formats.superblocks import SUPERBLOCK
 from bench.engine.model_steps import allocate_kv, load_native_models, model_parser
 from bench.engine.native_step import StepShape, blocks_of
-from bench.engine.quality import TEXT, Agreement, agreement, cut, perplexity
+from bench.engine.quality import TEXT, Agreement, agreement_with, cut, perplexity
 from bench.engine.streams import times_of
 from bench.engine.teacher_forcing import Predictions, paged_predictions, transformers_predictions
 from bench.report.table import Table
@@ -171,13 +171,7 @@ def _encode(
 
 def _quality(model: PagedModel, prompts: Sequence[Sequence[int]], reference: Predictions) -> Agreement:
     found = paged_predictions(model, prompts, CHUNK_TOKENS)
-    return agreement(
-        reference.top_ids,
-        reference.top_gaps,
-        reference.log_probabilities,
-        found.top_ids,
-        found.log_probabilities,
-    )
+    return agreement_with(reference, found)
 
 
 def _table(

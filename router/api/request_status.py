@@ -114,7 +114,7 @@ def _sentence(explanation: Explanation, reason: WaitReason) -> str:
     needed, available = explanation.needed_blocks, explanation.available_blocks
     match reason:
         case WaitReason.BLOCKS:
-            return f"waits for KV blocks: needs {needed}, at most {available} can be promised now"
+            return f"waits for KV blocks: needs {needed}, at most {available} can be reserved now"
         case WaitReason.SEAT:
             return "waits for a seat: every one that it could have is taken"
         case WaitReason.FAIRNESS:

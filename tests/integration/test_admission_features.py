@@ -106,7 +106,7 @@ async def test_request_too_large_for_what_is_free_waits_for_blocks(redis_url: st
         standing = await explain(router, "large")
         assert standing.wait_reason == inference_pb2.WAIT_REASON_BLOCKS
         assert (standing.needed_blocks, standing.available_blocks) == (10, 6)
-        assert standing.waiting_for == "waits for KV blocks: needs 10, at most 6 can be promised now"
+        assert standing.waiting_for == "waits for KV blocks: needs 10, at most 6 can be reserved now"
         cluster.executors[0].brake.release()
         running.cancel()
         large.cancel()

@@ -209,7 +209,7 @@ async def test_waiting_request_is_explained(router: ScriptedRouter) -> None:
         times_passed=3,
     )
     standing = await standing_of(router, model="m-static")
-    assert standing.waiting_for == "waits for KV blocks: needs 40, at most 12 can be promised now; passed 3 times"
+    assert standing.waiting_for == "waits for KV blocks: needs 40, at most 12 can be reserved now; passed 3 times"
     assert standing.wait_reason == inference_pb2.WAIT_REASON_BLOCKS
     assert standing.estimated_wait.ToMilliseconds() == 1500
     assert (standing.position, standing.needed_blocks, standing.available_blocks) == (4, 40, 12)

@@ -95,10 +95,10 @@ def _phase_without_seat(
 def waiting_for(explanation: Explanation) -> str:
     """Returns what a request waits for, as text for people; empty if it does not wait."""
     if explanation.state is LedgerState.LOST:
-        return "its executor was lost; it is put back in line"
+        return "its executor was lost; it returns to the queue"
     if explanation.state is not LedgerState.WAITING or explanation.wait_reason is None:
         return ""
-    passed = f"; passed {explanation.times_passed} times" if explanation.times_passed else ""
+    passed = f"; bypassed {explanation.times_passed} times" if explanation.times_passed else ""
     return _sentence(explanation, explanation.wait_reason) + passed + _prefix_sentence(explanation.prefix_holder)
 
 
@@ -116,7 +116,7 @@ def _sentence(explanation: Explanation, reason: WaitReason) -> str:
         case WaitReason.BLOCKS:
             return f"waits for KV blocks: needs {needed}, at most {available} can be reserved now"
         case WaitReason.SEAT:
-            return "waits for a seat: every one that it could have is taken"
+            return "waits for a seat: all seats that it could use are taken"
         case WaitReason.FAIRNESS:
             return "waits for its tenant's turn: tenants that were served less go first"
         case WaitReason.ORDER:
@@ -126,8 +126,8 @@ def _sentence(explanation: Explanation, reason: WaitReason) -> str:
         case WaitReason.TENANT_LIMIT:
             return f"waits because tenant {explanation.tenant!r} runs as many requests as it may (max_running)"
         case WaitReason.HELD_LINE:
-            return "waits because room is kept for a request that has been passed too often"
+            return "waits because an executor is kept free for a request that was bypassed too often"
         case WaitReason.EXECUTOR:
-            return "waits for an executor: none reports"
+            return "waits for an executor: no executor reports"
         case WaitReason.ADAPTER:
             return "waits for an adapter slot: requests with other adapters use all of them"

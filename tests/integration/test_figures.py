@@ -71,7 +71,7 @@ async def test_figures_of_an_executor_that_is_idle_then_full_then_idle(redis_url
             found = sorted((one.state, one.executor_id, one.waiting_for) for one in standings)
             waiting, placed = inference_pb2.REQUEST_STATE_WAITING, inference_pb2.REQUEST_STATE_PLACED
             assert found == [
-                (waiting, "", "waits for a seat: every one that it could have is taken"),
+                (waiting, "", "waits for a seat: all seats that it could use are taken"),
                 (waiting, "executor-0", "waits on executor-0 for a seat (standby)"),
                 (placed, "executor-0", ""),
                 (placed, "executor-0", ""),

@@ -209,7 +209,7 @@ async def test_waiting_request_is_explained(router: ScriptedRouter) -> None:
         times_passed=3,
     )
     standing = await standing_of(router, model="m-static")
-    assert standing.waiting_for == "waits for KV blocks: needs 40, at most 12 can be reserved now; passed 3 times"
+    assert standing.waiting_for == "waits for KV blocks: needs 40, at most 12 can be reserved now; bypassed 3 times"
     assert standing.wait_reason == inference_pb2.WAIT_REASON_BLOCKS
     assert standing.estimated_wait.ToMilliseconds() == 1500
     assert (standing.position, standing.needed_blocks, standing.available_blocks) == (4, 40, 12)
@@ -300,5 +300,5 @@ def test_request_that_waits_says_where_its_prefix_is(prefill_ms: int, says: str)
 
 
 def test_lost_request_waits_for_its_place_in_line() -> None:
-    assert "put back in line" in waiting_for(Explanation(LedgerState.LOST))
+    assert "returns to the queue" in waiting_for(Explanation(LedgerState.LOST))
     assert waiting_for(Explanation(LedgerState.ENDED)) == ""

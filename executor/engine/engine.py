@@ -1,12 +1,12 @@
 """The engine loop: one thread that owns the scheduler and launches steps on the device.
 
-`step()` shows the order of one iteration: read commands, plan, launch, publish answers and boardings, retire. With
-overlap the next step is planned and launched while the device computes the current one: retire step N - 1, plan N + 1,
-launch it, read N. Without overlap each step is retired before the next is planned, and so is a step that does not allow
-the next one (`PendingStep.allows_next`).
+`step()` is one iteration: execute commands, plan a step, launch it, publish answers and boardings, retire the previous
+step. To *retire* a step is to read its tokens and update the scheduler. With overlap, step N + 1 is planned and
+launched while the device computes step N, and only then step N is retired. Without overlap, or if a step does not allow
+it (`PendingStep.allows_next`), a step is retired before the next one is planned.
 
-A step that fails at launch or at reading ends its own sequences only. If the loop cannot go on (a bug, a device on
-which every step fails, or one that is lost), the thread ends and calls `on_death`.
+A step that fails, at launch or when its tokens are read, ends its own sequences only. If the loop cannot continue (a
+bug, a lost device, or a device on which every step fails), the thread calls `on_death` and ends.
 
 All input reaches the loop through its inbox, and all output leaves through `publish`, in order. No other thread touches
 the scheduler. An idle engine blocks on the inbox and uses no processor time.
@@ -98,7 +98,7 @@ class Engine:
         self._inbox.put(Submitted(sequence))
 
     def prepared(self, sequence: Sequence, error: str = "") -> None:
-        """Lets a submitted sequence board whose grammar is compiled now, or ends it with an error."""
+        """Makes a submitted sequence eligible to board once its grammar is compiled, or ends it with an error."""
         self._inbox.put(Prepared(sequence, error))
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:

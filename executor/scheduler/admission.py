@@ -50,12 +50,12 @@ class AttemptLog:
 class Gate:
     """Accepts sequences whose blocks and batch slot can be guaranteed."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_inside: int, context_length: int) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, max_accepted: int, context_length: int) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._max_inside = max_inside
+        self._max_accepted = max_accepted
         self._context_length = context_length
-        self._inside: dict[str, Sequence] = {}
+        self._accepted: dict[str, Sequence] = {}
         self.num_reserved_blocks = 0
         self._attempts = AttemptLog(MAX_REMEMBERED_ATTEMPTS)
         self.is_closed = False
@@ -66,13 +66,13 @@ class Gate:
 
     def find(self, request_id: str) -> Sequence | None:
         """Returns the accepted sequence of this request."""
-        return self._inside.get(request_id)
+        return self._accepted.get(request_id)
 
     def is_stale(self, sequence: Sequence) -> bool:
         """Returns whether the attempt has ended, is running or is superseded. Accepted sequences are checked first,
         because the log may have dropped them."""
-        inside = self.find(sequence.request_id)
-        if inside is not None and sequence.attempt <= inside.attempt:
+        accepted = self.find(sequence.request_id)
+        if accepted is not None and sequence.attempt <= accepted.attempt:
             return True
         return self._attempts.is_stale(sequence.request_id, sequence.attempt)
 
@@ -82,33 +82,33 @@ class Gate:
 
         `num_overrun_blocks` are the blocks that accepted sequences use beyond their reservations.
         """
-        assert self.find(sequence.request_id) is None, f"{sequence.request_id} is inside already"
+        assert self.find(sequence.request_id) is None, f"{sequence.request_id} is accepted already"
         self._attempts.see(sequence.request_id, sequence.attempt)
         if self.is_closed:
             return Refusal.DRAINING
         if not self._is_valid(sequence):
             return Refusal.INVALID
         num_reserved_blocks = self.num_reserved_blocks + sequence.num_reserved_blocks
-        if num_reserved_blocks + num_overrun_blocks > self._num_blocks or len(self._inside) == self._max_inside:
+        if num_reserved_blocks + num_overrun_blocks > self._num_blocks or len(self._accepted) == self._max_accepted:
             return Refusal.NO_CAPACITY
-        if -(-self.most_tokens(sequence) // self._block_size) > self._num_blocks:
+        if -(-self.max_total_tokens(sequence) // self._block_size) > self._num_blocks:
             return Refusal.NO_CAPACITY
-        self._inside[sequence.request_id] = sequence
+        self._accepted[sequence.request_id] = sequence
         self.num_reserved_blocks = num_reserved_blocks
         return None
 
-    def most_tokens(self, sequence: Sequence) -> int:
+    def max_total_tokens(self, sequence: Sequence) -> int:
         """Returns the tokens at which the request ends at the latest, prompt and output."""
         return min(sequence.num_prompt_tokens + sequence.stopping.max_tokens, self._context_length)
 
     def leave(self, sequence: Sequence) -> None:
         """Cancels the reservation. Does nothing when the sequence has left already."""
-        if self._inside.get(sequence.request_id) is sequence:
-            del self._inside[sequence.request_id]
+        if self._accepted.get(sequence.request_id) is sequence:
+            del self._accepted[sequence.request_id]
             self.num_reserved_blocks -= sequence.num_reserved_blocks
 
     def _is_valid(self, sequence: Sequence) -> bool:
         """Returns whether there are tokens to compute and the reservation holds the known tokens and the next one."""
-        if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens < self.most_tokens(sequence):
+        if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens < self.max_total_tokens(sequence):
             return False
         return sequence.num_reserved_blocks >= sequence.num_tokens // self._block_size + 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as ReadOnlyList
 from typing import Any
 
-from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.plan_builder import StepBuilder
 from executor.scheduler.sequence import Sequence, StepPlan
 from executor.scheduler.step_constraint import DraftTerms
 from executor.speculation.budget import DraftBudget
@@ -80,7 +80,7 @@ class Drafting:
         self._has_waiting = bool(waiting)
         return frozenset(waiting)
 
-    def add_drafts(self, step: StepDraft, num_blocks: int, block_size: int, terms: DraftTerms) -> None:
+    def add_drafts(self, step: StepBuilder, num_blocks: int, block_size: int, terms: DraftTerms) -> None:
         """Adds drafts to the step that is being planned, with what prompts left of its tokens. They take at most
         `num_blocks` blocks."""
         if self._num_steps_to_rest:
@@ -98,7 +98,7 @@ class Drafting:
         self._has_waiting = False
 
     def _choose(
-        self, step: StepDraft, num_blocks: int, block_size: int, terms: DraftTerms
+        self, step: StepBuilder, num_blocks: int, block_size: int, terms: DraftTerms
     ) -> dict[Sequence, tuple[int, ...]]:
         """Returns the drafts that the step verifies."""
         drafts = {s: self._draft(s) for s in step.known_decodes if s.max_drafts}

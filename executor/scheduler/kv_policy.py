@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from executor.scheduler.blocks import BlockPool
-from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.plan_builder import StepBuilder
 from executor.scheduler.prefix_cache import PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.sequence import Sequence
@@ -19,12 +19,12 @@ class KvPolicy(Protocol):
     num_preemptions: int
     num_recomputed_tokens: int
 
-    def decodes(self, draft: StepDraft) -> Iterable[Sequence]:
+    def decodes(self, builder: StepBuilder) -> Iterable[Sequence]:
         """Returns the sequences that decode in this step. Each of them has, or can get, the block for its next
         token."""
         ...
 
-    def take(self, sequence: Sequence, draft: StepDraft) -> bool:
+    def take(self, sequence: Sequence, builder: StepBuilder) -> bool:
         """Starts the sequence's block table if its blocks are available now. Otherwise changes nothing and returns
         False."""
         ...
@@ -70,13 +70,13 @@ class GuaranteedNoEvict:
         self._prefix_cache = prefix_cache
         self._queues = queues
 
-    def decodes(self, draft: StepDraft) -> Iterable[Sequence]:
+    def decodes(self, builder: StepBuilder) -> Iterable[Sequence]:
         return self._queues.decodes
 
-    def take(self, sequence: Sequence, draft: StepDraft) -> bool:
+    def take(self, sequence: Sequence, builder: StepBuilder) -> bool:
         if not self._prefix_cache.can_attach() or not self._has_blocks_for(sequence):
             return False
-        self._prefix_cache.attach(sequence, draft)
+        self._prefix_cache.attach(sequence, builder)
         return True
 
     def overdue(self) -> list[Sequence]:

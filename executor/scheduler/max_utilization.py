@@ -1,4 +1,4 @@
-"""The max_utilization policy: more blocks are promised than exist, so sequences are preempted now and then.
+"""The max_utilization policy: sequences may need more blocks than exist, and some are preempted when blocks run out.
 
 A sequence that boards gets the blocks of all its known tokens and of the next one at once. From then on only decodes
 grow, a block at a time. When blocks are missing, victims are chosen until there are enough. A victim without a row in
@@ -25,7 +25,7 @@ from itertools import chain, islice
 
 from executor.scheduler.blocks import BlockPool, HostBlocks
 from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.plan_builder import StepBuilder
 from executor.scheduler.preemption import (
     Candidate,
     PreemptedKv,
@@ -131,7 +131,7 @@ class MaxUtilization:
 
     # Decoding.
 
-    def decodes(self, draft: StepDraft) -> Iterable[Sequence]:
+    def decodes(self, builder: StepBuilder) -> Iterable[Sequence]:
         """Returns the decodes that have, or get, their block. Preempts others if blocks are missing; usually none are,
         and no sequence is looked at."""
         queues, pool = self._queues, self._pool
@@ -139,16 +139,16 @@ class MaxUtilization:
             return queues.decodes
         block_size = pool.block_size
         growing = {s: None for s in queues.decodes if s.num_computed >= len(s.block_table) * block_size}
-        self._settle_pausing(growing, draft)
+        self._settle_pausing(growing, builder)
         num_missing = len(growing) - pool.num_available - self._num_coming_blocks()
         while num_missing > 0 and (victim := self._choose_victim(num_missing)) is not None:
-            num_missing -= self._preempt_one(victim, growing, num_missing, draft)
+            num_missing -= self._preempt_one(victim, growing, num_missing, builder)
         if len(growing) <= pool.num_available:
             return queues.decodes
         skipping = set(islice(growing, pool.num_available, None))
         return [sequence for sequence in queues.decodes if sequence not in skipping]
 
-    def _settle_pausing(self, growing: dict[Sequence, None], draft: StepDraft) -> None:
+    def _settle_pausing(self, growing: dict[Sequence, None], builder: StepBuilder) -> None:
         """Preempts the pausing sequences without a row in flight, or resumes those whose blocks are not needed any
         more."""
         block_size = self._pool.block_size
@@ -160,7 +160,7 @@ class MaxUtilization:
                 if grows:
                     growing[sequence] = None
             else:
-                self._preempt(sequence, len(growing), draft)
+                self._preempt(sequence, len(growing), builder)
 
     def _num_coming_blocks(self) -> int:
         """Returns the blocks that the steps in flight free when they retire."""
@@ -173,7 +173,9 @@ class MaxUtilization:
         num_shared = min(sequence.num_shared_tokens // self._pool.block_size, len(sequence.block_table) - 1)
         return max(0, len(sequence.block_table) - num_shared)
 
-    def _preempt_one(self, victim: Sequence, growing: dict[Sequence, None], num_missing: int, draft: StepDraft) -> int:
+    def _preempt_one(
+        self, victim: Sequence, growing: dict[Sequence, None], num_missing: int, builder: StepBuilder
+    ) -> int:
         """Returns how many fewer blocks are missing, now or once the victim's last step has retired."""
         num_fewer = int(victim in growing)
         growing.pop(victim, None)
@@ -183,7 +185,7 @@ class MaxUtilization:
         if victim.num_in_flight > 0:
             return num_fewer + self._num_own_blocks(victim)
         num_available = self._pool.num_available
-        self._preempt(victim, num_missing, draft)
+        self._preempt(victim, num_missing, builder)
         return num_fewer + self._pool.num_available - num_available
 
     def _choose_victim(self, num_missing: int) -> Sequence | None:
@@ -208,10 +210,10 @@ class MaxUtilization:
 
     # Preempting and boarding again.
 
-    def _preempt(self, sequence: Sequence, num_missing: int, draft: StepDraft) -> None:
+    def _preempt(self, sequence: Sequence, num_missing: int, builder: StepBuilder) -> None:
         """Takes seat and blocks from a pausing sequence."""
         if sequence.num_in_flight > 0:
-            draft.broken[sequence] = "it was to give up blocks that a step in flight writes to"
+            builder.broken[sequence] = "it was to give up blocks that a step in flight writes to"
             return
         self.num_preemptions += 1
         sequence.num_preemptions += 1
@@ -219,12 +221,12 @@ class MaxUtilization:
         sequence.num_lost_tokens = sequence.num_computed
         kept = self._kept(sequence, num_missing)
         if is_swap_cheaper(kept, self._pool.block_size, self._cost, self._host.num_available):
-            self._swap_out(sequence, draft)
+            self._swap_out(sequence, builder)
         self._queues.preempt(sequence)
         self.release_blocks(sequence)
-        draft.preempted.append(sequence)
+        builder.preempted.append(sequence)
 
-    def _swap_out(self, sequence: Sequence, draft: StepDraft) -> None:
+    def _swap_out(self, sequence: Sequence, builder: StepBuilder) -> None:
         """Copies the blocks that only this sequence refers to, up to its newest position, unless host memory lacks the
         blocks."""
         table = sequence.block_table[: -(-sequence.num_computed // self._pool.block_size)]
@@ -233,22 +235,22 @@ class MaxUtilization:
         if not host_blocks:
             return
         sequence.host_copy = HostCopy(first, host_blocks, sequence.num_computed)
-        draft.swaps_out += zip(table[first:], host_blocks, strict=True)
-        draft.swapped.append(sequence)
+        builder.swaps_out += zip(table[first:], host_blocks, strict=True)
+        builder.swapped.append(sequence)
 
-    def take(self, sequence: Sequence, draft: StepDraft) -> bool:
+    def take(self, sequence: Sequence, builder: StepBuilder) -> bool:
         """Starts the block table as `KvPolicy.take` does. Beside other sequences a part of the pool must stay free."""
         if not self._prefix_cache.can_attach():
             return False
         is_back = sequence in self._queues.preempted
         is_alone = not self._queues.num_boarded
-        if not is_back and not self._may_board_new(sequence, is_alone, draft):
+        if not is_back and not self._may_board_new(sequence, is_alone, builder):
             return False
         # A preempted sequence needs a spare block for each running one. A new one must leave the watermark free.
         num_to_spare = 0 if is_alone else self._num_headroom_blocks() if is_back else self._num_watermark_blocks
         if self._pool.num_available <= num_to_spare:
             return False
-        self._prefix_cache.attach(sequence, draft)
+        self._prefix_cache.attach(sequence, builder)
         num_missing = self._num_blocks_for(sequence) - len(sequence.block_table)
         if num_missing + num_to_spare > self._pool.num_available:
             self.release_blocks(sequence)
@@ -260,10 +262,10 @@ class MaxUtilization:
         num_found = len(sequence.block_table)
         sequence.block_table.extend(blocks)
         if is_back:
-            self._restore(sequence, num_found, draft)
+            self._restore(sequence, num_found, builder)
         return True
 
-    def _restore(self, sequence: Sequence, num_found: int, draft: StepDraft) -> None:
+    def _restore(self, sequence: Sequence, num_found: int, builder: StepBuilder) -> None:
         """Restores from its copy in host memory what the prefix cache lacks, if the copy covers all of it, and counts
         recomputed tokens."""
         copy = sequence.host_copy
@@ -271,10 +273,10 @@ class MaxUtilization:
             num_known = sequence.num_tokens - sequence.num_uncomputed
             if copy.first_index <= num_found and copy.num_computed > num_known:
                 host_blocks = copy.host_blocks[num_found - copy.first_index :]
-                draft.swaps_in += zip(host_blocks, sequence.block_table[num_found:], strict=False)
-                draft.swapped.append(sequence)
+                builder.swaps_in += zip(host_blocks, sequence.block_table[num_found:], strict=False)
+                builder.swapped.append(sequence)
                 start, blocks = num_found * self._pool.block_size, sequence.block_table[num_found:]
-                draft.restored.append(Restored(sequence, start, copy.num_computed, tuple(blocks[: len(host_blocks)])))
+                builder.restored.append(Restored(sequence, start, copy.num_computed, tuple(blocks[: len(host_blocks)])))
                 self._prefix_cache.detach(sequence)
                 sequence.num_computed = copy.num_computed
             self._drop_copy(sequence)
@@ -289,7 +291,7 @@ class MaxUtilization:
         """Returns one block for each seated sequence and the one that boards, at least the watermark."""
         return max(self._num_watermark_blocks, self._queues.num_seated + 1)
 
-    def _may_board_new(self, sequence: Sequence, is_alone: bool, draft: StepDraft) -> bool:
+    def _may_board_new(self, sequence: Sequence, is_alone: bool, builder: StepBuilder) -> bool:
         """Returns whether a new sequence may board beside the preempted ones and the reservations of those on seats."""
         if self._queues.preempted or self._queues.pausing:
             return False
@@ -301,8 +303,8 @@ class MaxUtilization:
                 return False
             self._is_boarding_held = False
         queues = self._queues
-        num_promised = queues.num_reserved_blocks + queues.num_overrun_blocks + draft.num_overrun_blocks
-        num_free = self._pool.num_blocks - self._num_watermark_blocks - num_promised
+        num_committed = queues.num_reserved_blocks + queues.num_overrun_blocks + builder.num_overrun_blocks
+        num_free = self._pool.num_blocks - self._num_watermark_blocks - num_committed
         return sequence.num_reserved_blocks <= num_free
 
     def overdue(self) -> list[Sequence]:

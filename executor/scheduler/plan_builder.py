@@ -1,8 +1,8 @@
-"""Builder of a step plan: its rows, what is left of its token budget, and the blocks that its rows need; and the order
-of prompts in a step.
+"""Builder of a step plan, and the order of prompts in a step.
 
-A row that is added counts as in flight from then on. A sequence whose blocks are missing gets no row and is `broken`:
-it has to end, and the others go on.
+`StepBuilder` holds the rows of the plan, the rest of its token budget, and the blocks that its rows need. A row counts
+as in flight as soon as it is added. If blocks for a sequence are missing, it gets no row and is `broken`: it has to
+end. The other sequences continue.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from executor.scheduler.sequence import NO_DRAFTS, HostPrefix, Restored, ScoredR
 from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, StepConstraint
 
 
-class StepDraft:
-    """Takes rows until the token budget is spent.
+class StepBuilder:
+    """A step plan under construction. Takes rows until the token budget is spent.
 
-    `allowance` bounds the prompt tokens and the blocks that come back from host memory; None does not. It applies only
-    to chunked prefill: a prompt that must be computed in one step is not cut. Without `copy_cost` copying a block back
-    counts as cheaper than computing it.
+    `allowance` bounds the prompt tokens, and the blocks that are copied back from host memory; None means no bound. It
+    applies only to chunked prefill: a prompt that must be computed in one step is not divided. Without `copy_cost`,
+    copying a block back counts as cheaper than computing it.
     """
 
     def __init__(
@@ -326,8 +326,8 @@ class StepDraft:
 
 @dataclass(slots=True)
 class _Place:
-    """`num_passed` are the tokens that pass it, those of this step's line included. One that boards for this step is
-    not passed, since it was let in because it gets tokens."""
+    """A prompt in the order. `num_passed` counts the tokens of later prompts that overtake it, including those of this
+    step. A prompt that boards in this step (`is_new`) is not overtaken, because it boarded to get tokens."""
 
     sequence: Sequence
     number: int
@@ -336,14 +336,14 @@ class _Place:
     is_new: bool = False
 
 
-class PrefillLine:
-    """The prompts of one step, the shortest remaining first, with ageing. Without `may_pass` the order is that of
-    boarding.
+class PrefillOrder:
+    """The order in which the prompts of one step get tokens: shortest remaining prompt first, with ageing. Without
+    `may_pass` it is the order of boarding.
 
-    A prompt passes those that boarded before it while it has fewer tokens left than they have, so that a short prompt
-    does not wait for a long one. Passing ages: a prompt is passed by fewer tokens in all than it has itself. So it
-    waits for the prompts ahead of it, as it would in order of boarding, and for less than its own length besides. It is
-    never passed by a prompt of lower priority.
+    A prompt overtakes those that boarded before it if it has fewer tokens left, so that a short prompt does not wait
+    for a long one. Ageing bounds this: the prompts that overtake a prompt have fewer tokens in all than it has itself.
+    So it waits for the prompts that boarded before it, plus at most its own length. A prompt never overtakes one of
+    higher priority.
     """
 
     def __init__(self, seated: Iterable[Sequence], *, may_pass: bool) -> None:
@@ -353,39 +353,39 @@ class PrefillLine:
         for sequence in seated:
             self._insert(self._index_for(sequence), sequence, is_new=False)
 
-    def is_passed_by(self, sequence: Sequence, draft: StepDraft) -> bool:
-        """Returns whether a sequence that boards now would get tokens of this step ahead of another."""
+    def is_passed_by(self, sequence: Sequence, builder: StepBuilder) -> bool:
+        """Returns whether a sequence that boards now would overtake a seated prompt and get tokens of this step."""
         if self._is_computed:
             return False
         index = self._index_for(sequence)
         ahead = (place.sequence for place in self._places[:index])
-        return index < len(self._places) and draft.has_tokens_after(ahead)
+        return index < len(self._places) and builder.has_tokens_after(ahead)
 
-    def add(self, sequence: Sequence, draft: StepDraft) -> None:
+    def add(self, sequence: Sequence, builder: StepBuilder) -> None:
         """Adds a sequence that has just boarded."""
         if self._is_computed:
-            draft.add_prefill(sequence)
+            builder.add_prefill(sequence)
         else:
             self._insert(self._index_for(sequence), sequence, is_new=True)
 
-    def compute(self, draft: StepDraft) -> None:
-        """Gives the line its tokens. Sequences that are added later follow."""
+    def compute(self, builder: StepBuilder) -> None:
+        """Gives the prompts their tokens, once. Sequences that are added later get what is left."""
         if self._is_computed:
             return
         self._is_computed = True
         given: list[tuple[int, int]] = []
         for place in self._places:
-            num_planned = draft.num_tokens
-            draft.add_prefill(place.sequence)
-            num_tokens = draft.num_tokens - num_planned
+            num_planned = builder.num_tokens
+            builder.add_prefill(place.sequence)
+            num_tokens = builder.num_tokens - num_planned
             if num_tokens < place.num_left:
                 place.sequence.num_passed_tokens += sum(tokens for number, tokens in given if number > place.number)
             if num_tokens:
                 given.append((place.number, num_tokens))
 
     def _index_for(self, sequence: Sequence) -> int:
-        """Returns the place that the sequence gets. Rows that score a prompt are limited, so such a prompt passes
-        none."""
+        """Returns the place that the sequence gets. A prompt that needs log probabilities overtakes no other, because
+        its rows of logits are limited."""
         index = len(self._places)
         if not self._may_pass or sequence.num_unscored:
             return index

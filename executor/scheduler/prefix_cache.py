@@ -22,7 +22,7 @@ from collections.abc import Sequence as ReadOnlyList
 from itertools import takewhile
 
 from executor.scheduler.blocks import BlockPool, HostBlocks, WindowPool
-from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.plan_builder import StepBuilder
 from executor.scheduler.sequence import HostPrefix, Restored, Sequence
 
 # 256 bits: finding two prefixes with the same hash, and so reading another client's KV, is infeasible.
@@ -81,7 +81,7 @@ class PrefixCache:
         # Blocks that came back from host memory since the start.
         self.num_restored = 0
 
-    def attach(self, sequence: Sequence, draft: StepDraft) -> None:
+    def attach(self, sequence: Sequence, builder: StepBuilder) -> None:
         """Starts the block table with the longest published prefix, and has what follows in host memory come back.
         Tokens whose logits are needed are left to compute."""
         if not self.is_open_to(sequence):
@@ -97,17 +97,17 @@ class PrefixCache:
         sequence.block_table = self._pool.share(hashes)
         num_found = len(sequence.block_table)
         sequence.num_computed = num_found * block_size
-        num_host_tokens = self._attach_host(sequence, hashes[num_found:], draft) * block_size
+        num_host_tokens = self._attach_host(sequence, hashes[num_found:], builder) * block_size
         if not sequence.num_preemptions:
             sequence.num_host_tokens = num_host_tokens
             sequence.num_cached_tokens = sequence.num_computed + num_host_tokens
 
-    def _attach_host(self, sequence: Sequence, hashes: ReadOnlyList[bytes], draft: StepDraft) -> int:
+    def _attach_host(self, sequence: Sequence, hashes: ReadOnlyList[bytes], builder: StepBuilder) -> int:
         """Returns how many blocks come back from host memory."""
-        self.store_evicted(draft)
+        self.store_evicted(builder)
         host_blocks = self._host.find(hashes)
         start, num_blocks = sequence.num_computed, len(host_blocks)
-        if not num_blocks or not draft.is_copy_cheaper(num_blocks, start):
+        if not num_blocks or not builder.is_copy_cheaper(num_blocks, start):
             return 0
         self._host.hold(host_blocks)
         sequence.host_prefix = HostPrefix(host_blocks, start + num_blocks * self._pool.block_size)
@@ -138,16 +138,16 @@ class PrefixCache:
         self._host.unhold(prefix.host_blocks[:num_back], are_in_pool=True)
         self._host.unhold(prefix.host_blocks[num_back:], are_in_pool=False)
 
-    def store_evicted(self, draft: StepDraft) -> None:
+    def store_evicted(self, builder: StepBuilder) -> None:
         """Has the blocks that were evicted for this plan copied to host memory, as far as there is room and time."""
         evicted = self._pool.evicted
         if not evicted:
             return
         missing = [(block, block_hash) for block, block_hash in evicted if not self._host.keep(block_hash)]
-        num_storable = min(len(missing), draft.num_storable, self._host.num_available)
+        num_storable = min(len(missing), builder.num_storable, self._host.num_available)
         # The tail of a prefix is evicted first and is of no use without its head.
         for block, block_hash in missing[len(missing) - num_storable :]:
-            draft.store(block, block_hash, self._host.store(block_hash))
+            builder.store(block, block_hash, self._host.store(block_hash))
         evicted.clear()
 
     def planned(self, restored: Restored) -> None:

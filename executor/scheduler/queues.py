@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
-from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.plan_builder import StepBuilder
 from executor.scheduler.sequence import FinishReason, Sequence
 
 # Few sequences wait here, since routers hold the rest, so the more important ones pass these. A larger number would let
@@ -108,15 +108,15 @@ class SequenceQueues:
         self.num_overrun_blocks += sequence.num_overrun_blocks
         sequence.seat = self._free_seats.pop()
 
-    def launch(self, draft: StepDraft) -> None:
+    def launch(self, builder: StepBuilder) -> None:
         """Moves the sequences whose prompt is computed with this step, and those whose last token it yields."""
-        self.num_overrun_blocks += draft.num_overrun_blocks
-        self.decode_context += draft.num_decodes
-        for sequence in draft.prompts_done:
+        self.num_overrun_blocks += builder.num_overrun_blocks
+        self.decode_context += builder.num_decodes
+        for sequence in builder.prompts_done:
             del self.prefills[sequence]
             self.decodes[sequence] = None
             self._begin_decode(sequence)
-        for sequence in draft.ending:
+        for sequence in builder.ending:
             del self.decodes[sequence]
             self.ending[sequence] = None
             self._end_decode(sequence)

@@ -53,7 +53,7 @@ from executor.scheduler.drafting import Drafting
 from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.max_utilization import MaxUtilization, ReserveController
-from executor.scheduler.plan_builder import PrefillLine, StepDraft
+from executor.scheduler.plan_builder import PrefillOrder, StepBuilder
 from executor.scheduler.prefix_cache import PendingPrefixes, PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.seat_view import Seating
@@ -82,9 +82,9 @@ from executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
 
 class Boarding:
-    """Gives prompts their tokens and seats waiting sequences: the preempted first, then the others in boarding order. A
-    sequence is passed over only while it waits for a prefix that another one is computing, or for rows of logits to
-    score its prompt."""
+    """Gives prompts their tokens and seats waiting sequences: first the preempted ones, then the others in boarding
+    order. A sequence is skipped only while it waits for a prefix that another one is computing, or for rows of logits
+    that its prompt log probabilities need."""
 
     def __init__(
         self, limits: SchedulerLimits, queues: SequenceQueues, kv_policy: KvPolicy, pending_prefixes: PendingPrefixes
@@ -112,20 +112,20 @@ class Boarding:
             self._decodes_gave_way = first.num_uncomputed > num_tokens_left
         return self._decodes_gave_way
 
-    def fill(self, draft: StepDraft) -> StepConstraint:
+    def fill(self, builder: StepBuilder) -> StepConstraint:
         """Gives the prompts their tokens and seats the sequences that can board now. Returns the constraint that kept
         out the next one."""
         is_ordered_by_length = self._limits.enable_chunked_context and not self._is_static
-        line = PrefillLine(self._queues.prefills, may_pass=is_ordered_by_length)
-        constraint = self._board(draft, line)
-        line.compute(draft)
+        order = PrefillOrder(self._queues.prefills, may_pass=is_ordered_by_length)
+        constraint = self._board(builder, order)
+        order.compute(builder)
         if constraint in (StepConstraint.NO_WORK, StepConstraint.TWIN):
-            return draft.closed_by if draft.is_cut else self._unless_full(constraint)
+            return builder.closed_by if builder.is_cut else self._unless_full(constraint)
         return constraint
 
-    def _board(self, draft: StepDraft, line: PrefillLine) -> StepConstraint:
-        """Seats sequences in boarding order. Those that pass a prompt in the line join it, the others board with what
-        it leaves.
+    def _board(self, builder: StepBuilder, order: PrefillOrder) -> StepConstraint:
+        """Seats sequences in boarding order. A sequence that overtakes a seated prompt is inserted before it. The
+        others get the tokens that the seated prompts leave.
 
         A static batch fills all its seats at once, even if its prompts then take several steps. With in-flight
         batching, a sequence that would get no token in this step keeps waiting: later it may find more of its prefix
@@ -142,22 +142,22 @@ class Boarding:
         for sequence in queues.boarding_order():
             if queues.num_seated >= self._limits.max_num_sequences:
                 return StepConstraint.SEATS
-            if not line.is_passed_by(sequence, draft):
-                line.compute(draft)
-            if draft.is_full and not self._is_static:
-                return draft.closed_by
+            if not order.is_passed_by(sequence, builder):
+                order.compute(builder)
+            if builder.is_full and not self._is_static:
+                return builder.closed_by
             if not self._is_static and self._pending_prefixes.should_wait(sequence):
                 end = StepConstraint.TWIN
                 continue
-            if not (self._is_static or draft.may_score(sequence)):
-                draft.is_cut = True
+            if not (self._is_static or builder.may_score(sequence)):
+                builder.is_cut = True
                 continue
-            if not self._kv_policy.take(sequence, draft):
+            if not self._kv_policy.take(sequence, builder):
                 return StepConstraint.BLOCKS
             queues.seat(sequence)
             self._pending_prefixes.begin(sequence)
-            draft.board(sequence)
-            line.add(sequence, draft)
+            builder.board(sequence)
+            order.add(sequence, builder)
         return end
 
     def _unless_full(self, constraint: StepConstraint) -> StepConstraint:
@@ -182,7 +182,7 @@ class Scheduler:
         self._gate = Gate(
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
-            max_inside=limits.max_num_sequences + limits.num_standby_sequences,
+            max_accepted=limits.max_num_sequences + limits.num_standby_sequences,
             context_length=limits.context_length,
         )
         self.host = HostBlocks(limits.num_host_blocks)
@@ -226,7 +226,7 @@ class Scheduler:
                 self._unreturned.append(event)
         refusal = self._gate.enter(sequence, self._kv_policy.num_overrun_blocks)
         if refusal is None:
-            sequence.length_limit = self._gate.most_tokens(sequence)
+            sequence.length_limit = self._gate.max_total_tokens(sequence)
             if not self.limits.is_overcommitted:
                 num_reserved_tokens = sequence.num_reserved_blocks * self.pool.block_size
                 sequence.length_limit = min(sequence.length_limit, num_reserved_tokens)
@@ -236,8 +236,8 @@ class Scheduler:
         return refusal
 
     def prepared(self, sequence: Sequence, error: str = "") -> FinishEvent | None:
-        """Lets a sequence board that was offered before it was ready, with its place in the order of arrival. With an
-        error it ends instead. One that has ended meanwhile is ignored."""
+        """Makes a sequence eligible to board that was offered before its grammar was compiled. It keeps its place in
+        the order of arrival. With an error it ends instead. A sequence that has ended meanwhile is ignored."""
         if sequence not in self._queues.preparing:
             return None
         if error:
@@ -258,36 +258,37 @@ class Scheduler:
         terms: DraftTerms | None = None,
         copy_cost: CopyCost | None = None,
     ) -> StepPlan:
-        """Plans a step: running decodes, then prefills in progress and boarding, in the order of `PrefillLine`.
+        """Plans a step: running decodes, then prefills in progress and boarding, in the order of `PrefillOrder`.
         Sequences that have been preempted for too long are handed back.
 
-        `allowance` bounds the prompt tokens of the step; None does not. Without `terms` nothing is drafted. `copy_cost`
-        decides whether prefixes come back from host memory or are computed; without it they come back. Without work, or
-        while the sequences wait for the steps in flight, the plan has no rows. Such a plan is not in flight
-        and must not be passed to `update()`.
+        `allowance` bounds the prompt tokens of the step; None means no bound. Without `terms` no tokens are drafted.
+        `copy_cost` decides whether prefixes are copied back from host memory or computed; without it they are copied.
+        Without work, or while all sequences wait for the steps in flight, the plan has no rows. Such a plan is not in
+        flight and must not be passed to `update()`.
         """
         if len(self._plans) == 2:
             raise RuntimeError("two plans are in flight: a third would write to rows and blocks that they read")
         waiting: Collection[Sequence] = ()
         if terms is not None and self._drafting is not None and self._plans:
             waiting = self._drafting.waiting(self._queues.decodes, self._plans, terms)
-            if waiting and self._waits_for(len(waiting), self._drafting.num_ahead_per_waiting):
+            if waiting and self._should_wait(len(waiting), self._drafting.num_ahead_per_waiting):
                 return StepPlan.of(())
         self.host.begin_plan()
-        draft = StepDraft(self.limits, self.pool, allowance, copy_cost, self.windows)
+        builder = StepBuilder(self.limits, self.pool, allowance, copy_cost, self.windows)
         for sequence in self._kv_policy.overdue():
             self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way():
-            decodes = self._kv_policy.decodes(draft)
-            draft.add_decodes([s for s in decodes if s not in waiting] if waiting else decodes)
-        constraint = self._boarding.fill(draft)
+            decodes = self._kv_policy.decodes(builder)
+            builder.add_decodes([s for s in decodes if s not in waiting] if waiting else decodes)
+        constraint = self._boarding.fill(builder)
         if terms is not None and self._drafting is not None:
-            self._drafting.add_drafts(draft, self._kv_policy.num_draft_blocks, self.pool.block_size, terms)
-        return self._launch(draft, constraint)
+            self._drafting.add_drafts(builder, self._kv_policy.num_draft_blocks, self.pool.block_size, terms)
+        return self._launch(builder, constraint)
 
-    def _waits_for(self, num_waiting: int, num_ahead_per_waiting: int) -> bool:
-        """Returns whether no other sequence goes ahead of decodes that wait for the steps in flight. Where blocks are
-        scarce, the others might give up theirs in a step without rows."""
+    def _should_wait(self, num_waiting: int, num_ahead_per_waiting: int) -> bool:
+        """Returns whether the whole step should wait with the decodes that wait for the steps in flight, because few
+        other sequences could go ahead. It always waits if blocks are scarce: otherwise those others might all be
+        preempted, and the step would have no rows."""
         num_ahead = self._queues.num_seated - num_waiting
         return self._kv_policy.is_scarce or num_ahead <= num_ahead_per_waiting * num_waiting
 
@@ -296,7 +297,7 @@ class Scheduler:
 
         A row without a token ends its own sequence only.
         """
-        plan = self._land(result.plan)
+        plan = self._take_oldest_plan(result.plan)
         result.keep_prompt_logprobs()
         scored = tuple(rows for rows in plan.scored if rows.sequence not in self._queues.leaving)
         self._publish_restored(plan)
@@ -325,7 +326,7 @@ class Scheduler:
             if is_plain:
                 event = self._append(sequence, start, end, result.sampled_ids[first_read], None, tokens)
             else:
-                event = self._receive(sequence, start, end, drafts, result, first_read, tokens)
+                event = self._append_verified(sequence, start, end, drafts, result, first_read, tokens)
             if event:
                 finished.append(event)
             if self.windows is not None:
@@ -336,7 +337,7 @@ class Scheduler:
         """Retires the oldest plan, whose step failed. Every sequence that the plan touched ends, with or without a row,
         and what the step wrote is not published. So do sequences that get blocks back which the step was to copy to
         host memory."""
-        self._land(plan)
+        self._take_oldest_plan(plan)
         finished = list(self.take_finished())
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             sequence.num_in_flight -= 1
@@ -415,7 +416,7 @@ class Scheduler:
 
     @property
     def drafts(self) -> bool:
-        """Whether its sequences may draft."""
+        """Whether its sequences may builder."""
         return self._drafting is not None
 
     @property
@@ -487,14 +488,14 @@ class Scheduler:
 
     # Launching.
 
-    def _launch(self, draft: StepDraft, constraint: StepConstraint) -> StepPlan:
+    def _launch(self, builder: StepBuilder, constraint: StepConstraint) -> StepPlan:
         """Finishes the plan and puts it in flight. Sequences whose last token is in it leave their seats."""
-        self._queues.launch(draft)
-        self.prefix_cache.store_evicted(draft)
-        plan = draft.finish(constraint)
+        self._queues.launch(builder)
+        self.prefix_cache.store_evicted(builder)
+        plan = builder.finish(constraint)
         for restored in plan.restored:
             self.prefix_cache.planned(restored)
-        for sequence, error in draft.broken.items():
+        for sequence, error in builder.broken.items():
             self._unreturned.append(self._finish(sequence, FinishReason.ERROR, error=error))
         if not plan.sequences:
             # A plan without rows is not launched, so none of its changes would reach the device.
@@ -502,7 +503,7 @@ class Scheduler:
             self._unreturned.extend(self._end_touched(plan.touched, "the step that it was planned for has no rows"))
             return plan
         self._plans.append(plan)
-        self._count(draft.num_tokens, plan)
+        self._count(builder.num_tokens, plan)
         return plan
 
     def _count(self, num_tokens: int, plan: StepPlan) -> None:
@@ -514,7 +515,7 @@ class Scheduler:
 
     # Retiring.
 
-    def _land(self, plan: StepPlan) -> StepPlan:
+    def _take_oldest_plan(self, plan: StepPlan) -> StepPlan:
         if not self._plans or plan is not self._plans[0]:
             raise RuntimeError("only the oldest plan in flight can be retired")
         return self._plans.popleft()
@@ -556,7 +557,7 @@ class Scheduler:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
 
-    def _receive(
+    def _append_verified(
         self,
         sequence: Sequence,
         start: int,
@@ -631,7 +632,7 @@ class Scheduler:
         if is_complete or (token_id in stopping.stop_token_ids and has_enough):
             return self._finish(sequence, FinishReason.STOP_TOKEN, stop_token_id=token_id)
         if len(sequence.token_ids) == sequence.length_limit:
-            is_whole = sequence.length_limit == self._gate.most_tokens(sequence)
+            is_whole = sequence.length_limit == self._gate.max_total_tokens(sequence)
             return self._finish(sequence, FinishReason.LENGTH if is_whole else FinishReason.PREEMPTED)
         return None
 

@@ -10,7 +10,7 @@ import pytest
 from executor.scheduler.blocks import HostBlocks
 from executor.scheduler.limits import Overcommit, PreemptionCost
 from executor.scheduler.max_utilization import MaxUtilization
-from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.plan_builder import StepBuilder
 from executor.scheduler.preemption import (
     Candidate,
     PreemptedKv,
@@ -387,12 +387,12 @@ def test_sequence_in_flight_keeps_its_blocks_and_ends_instead_of_giving_them_up(
     scheduler, first, plans = paused_in_flight()
     table = list(first.block_table)
     assert first.num_in_flight > 0
-    draft = StepDraft(TIGHT, scheduler.pool, None)
+    builder = StepBuilder(TIGHT, scheduler.pool, None)
     room = scheduler._kv_policy
     assert isinstance(room, MaxUtilization)
-    room._preempt(first, 1, draft)
+    room._preempt(first, 1, builder)
 
-    assert list(draft.broken) == [first]
-    assert (first.block_table, draft.preempted, first.num_preemptions) == (table, [], 0)
+    assert list(builder.broken) == [first]
+    assert (first.block_table, builder.preempted, first.num_preemptions) == (table, [], 0)
     for plan in plans:
         retire(scheduler, plan)

@@ -22,7 +22,7 @@ from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import Overcommit
 from executor.scheduler.max_utilization import MaxUtilization
-from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.plan_builder import StepBuilder
 from executor.scheduler.scheduler import (
     INVALID_LOGITS,
     NOTHING_ALLOWED,
@@ -178,13 +178,13 @@ def preempt_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets every other decode lose its seat at every third step, whether or not blocks are missing."""
     decodes, steps = MaxUtilization.decodes, itertools.count()
 
-    def decodes_after_some_preemptions(self: MaxUtilization, draft: StepDraft) -> Iterable[Request]:
+    def decodes_after_some_preemptions(self: MaxUtilization, builder: StepBuilder) -> Iterable[Request]:
         if next(steps) % 3 == 0:
             for victim in list(self._queues.decodes)[::2]:
                 self._queues.pause(victim)
         for sequence in [some for some in self._queues.pausing if some.num_in_flight == 0]:
-            self._preempt(sequence, 1, draft)
-        return decodes(self, draft)
+            self._preempt(sequence, 1, builder)
+        return decodes(self, builder)
 
     monkeypatch.setattr(MaxUtilization, "decodes", decodes_after_some_preemptions)
 

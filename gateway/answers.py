@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from gateway import logprobs as openai_logprobs
-from gateway.asking import Ask
+from gateway.conversion import ApiRequest
 from gateway.errors import ApiError, from_end
 from gateway.event_ids import AnswerId
 from inflight.catalogue import Model
@@ -49,18 +49,18 @@ class FinishedChoice:
 class Chunks:
     """Makes the chunks of one streamed answer."""
 
-    ask: Ask
+    api_request: ApiRequest
     answer: AnswerId
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Returns the first chunk of a choice; None if that is its text."""
-        if self.ask.kind == "completion":
+        if self.api_request.kind == "completion":
             return None
         return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns a chunk with text of a choice, and the log probabilities of its tokens."""
-        more: dict[str, Any] = {"text": text} if self.ask.kind == "completion" else {"delta": {"content": text}}
+        more: dict[str, Any] = {"text": text} if self.api_request.kind == "completion" else {"delta": {"content": text}}
         return self._chunk([{"index": index, **more, **_UNFINISHED, "logprobs": logprobs}])
 
     def parts(self, index: int, parts: Sequence[Part], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Chunks:
         """Returns the last chunk of a choice. Raises `ApiError` for a reason that OpenAI's API does not have."""
         reason = openai_finish_reason(finished.reason, finished.num_tool_calls)
         end = {"logprobs": None, "finish_reason": reason}
-        if self.ask.kind == "completion":
+        if self.api_request.kind == "completion":
             return self._chunk([{"index": index, "text": "", **end}])
         return self._chunk([{"index": index, "delta": self._delta(finished.parts), **end}])
 
@@ -84,7 +84,7 @@ class Chunks:
                 case ContentPart():
                     delta["content"] = delta.get("content", "") + part.text
                 case ReasoningPart():
-                    for name in self.ask.reasoning_fields:
+                    for name in self.api_request.reasoning_fields:
                         delta[name] = delta.get(name, "") + part.text
                 case ToolCallPart() if part.index in calls:
                     calls[part.index]["function"]["arguments"] += part.arguments
@@ -100,9 +100,9 @@ class Chunks:
         self, chunk: dict[str, Any], prompt_tokens: Sequence[int], output_tokens: int
     ) -> dict[str, Any]:
         """Adds the token counts so far to a chunk, if requested. `prompt_tokens` are those of each choice."""
-        if not self.ask.includes_running_usage or chunk["usage"] is not None:
+        if not self.api_request.includes_running_usage or chunk["usage"] is not None:
             return chunk
-        prompts = sum(prompt_tokens[:: self.ask.n])
+        prompts = sum(prompt_tokens[:: self.api_request.n])
         running = {
             "prompt_tokens": prompts,
             "completion_tokens": output_tokens,
@@ -113,12 +113,12 @@ class Chunks:
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {
             "id": self.answer.name,
-            "object": "chat.completion.chunk" if self.ask.kind == "chat" else "text_completion",
+            "object": "chat.completion.chunk" if self.api_request.kind == "chat" else "text_completion",
             "created": self.answer.created,
-            "model": self.ask.model,
+            "model": self.api_request.model,
             "choices": choices,
         }
-        return chunk | {"usage": None} if self.ask.include_usage else chunk
+        return chunk | {"usage": None} if self.api_request.include_usage else chunk
 
 
 def _begun_call(part: ToolCallPart) -> dict[str, Any]:
@@ -132,35 +132,35 @@ _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
 def whole_answer(
-    ask: Ask, answer: AnswerId, choices: Sequence[FinishedChoice], usages: Sequence[Usage]
+    api_request: ApiRequest, answer: AnswerId, choices: Sequence[FinishedChoice], usages: Sequence[Usage]
 ) -> dict[str, Any]:
     """Returns the whole answer. Raises `ApiError` if a choice ended for a reason that OpenAI's API does not have."""
     whole = {
         "id": answer.name,
-        "object": "chat.completion" if ask.kind == "chat" else "text_completion",
+        "object": "chat.completion" if api_request.kind == "chat" else "text_completion",
         "created": answer.created,
-        "model": ask.model,
-        "choices": [_whole_choice(ask, index, choice) for index, choice in enumerate(choices)],
+        "model": api_request.model,
+        "choices": [_whole_choice(api_request, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of(usages),
     }
     # As in vLLM: a chat has one prompt, a completion one for each choice.
-    return whole | _prompt_logprobs(ask, choices[0]) if ask.kind == "chat" else whole
+    return whole | _prompt_logprobs(api_request, choices[0]) if api_request.kind == "chat" else whole
 
 
-def _whole_choice(ask: Ask, index: int, choice: FinishedChoice) -> dict[str, Any]:
-    positions = [*choice.prompt, *choice.logprobs] if ask.echoes else choice.logprobs
+def _whole_choice(api_request: ApiRequest, index: int, choice: FinishedChoice) -> dict[str, Any]:
+    positions = [*choice.prompt, *choice.logprobs] if api_request.echoes else choice.logprobs
     reason = openai_finish_reason(choice.reason, len(choice.tool_calls))
-    end = {"logprobs": logprobs_of(ask, positions), "finish_reason": reason}
-    if ask.kind == "completion":
-        return {"index": index, "text": choice.text, **end, **_prompt_logprobs(ask, choice)}
-    return {"index": index, "message": _message(ask, choice), **end}
+    end = {"logprobs": logprobs_of(api_request, positions), "finish_reason": reason}
+    if api_request.kind == "completion":
+        return {"index": index, "text": choice.text, **end, **_prompt_logprobs(api_request, choice)}
+    return {"index": index, "message": _message(api_request, choice), **end}
 
 
-def _message(ask: Ask, choice: FinishedChoice) -> dict[str, Any]:
+def _message(api_request: ApiRequest, choice: FinishedChoice) -> dict[str, Any]:
     content = choice.text or (None if choice.tool_calls or choice.reasoning else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if choice.reasoning:
-        message |= dict.fromkeys(ask.reasoning_fields, choice.reasoning)
+        message |= dict.fromkeys(api_request.reasoning_fields, choice.reasoning)
     if choice.tool_calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -169,22 +169,24 @@ def _message(ask: Ask, choice: FinishedChoice) -> dict[str, Any]:
     return message
 
 
-def logprobs_of(ask: Ask, positions: Sequence[PositionLogprobs | None], text_offset: int = 0) -> dict[str, Any] | None:
+def logprobs_of(
+    api_request: ApiRequest, positions: Sequence[PositionLogprobs | None], text_offset: int = 0
+) -> dict[str, Any] | None:
     """Returns the log probabilities of tokens, if requested. `text_offset` is the number of characters before them."""
-    if ask.num_top is None or not positions:
+    if api_request.num_top is None or not positions:
         return None
-    if ask.kind == "chat":
+    if api_request.kind == "chat":
         return openai_logprobs.of_chat(positions)
     # The prompt may have more of the likeliest tokens, for `prompt_logprobs`.
-    shown = [None if one is None else replace(one, top=one.top[: ask.num_top]) for one in positions]
+    shown = [None if one is None else replace(one, top=one.top[: api_request.num_top]) for one in positions]
     return openai_logprobs.of_completion(shown, text_offset)
 
 
-def _prompt_logprobs(ask: Ask, choice: FinishedChoice) -> dict[str, Any]:
+def _prompt_logprobs(api_request: ApiRequest, choice: FinishedChoice) -> dict[str, Any]:
     """Returns vLLM's field, if requested."""
-    if ask.num_prompt_top is None:
+    if api_request.num_prompt_top is None:
         return {}
-    return {"prompt_logprobs": openai_logprobs.of_prompt(choice.prompt, ask.num_prompt_top)}
+    return {"prompt_logprobs": openai_logprobs.of_prompt(choice.prompt, api_request.num_prompt_top)}
 
 
 def openai_finish_reason(reason: FinishReason, num_tool_calls: int = 0) -> Literal["stop", "length", "tool_calls"]:
@@ -195,9 +197,9 @@ def openai_finish_reason(reason: FinishReason, num_tool_calls: int = 0) -> Liter
     return "tool_calls" if named == "stop" and num_tool_calls else named
 
 
-def shown_usage(ask: Ask, usage: Usage) -> Usage:
+def shown_usage(api_request: ApiRequest, usage: Usage) -> Usage:
     """Returns the usage of a prompt, without output that its client does not get."""
-    return replace(usage, output_tokens=0) if ask.drops_output else usage
+    return replace(usage, output_tokens=0) if api_request.drops_output else usage
 
 
 def usage_of(usages: Sequence[Usage]) -> dict[str, Any]:

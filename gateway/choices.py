@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from gateway.answers import FinishedChoice, shown_usage
-from gateway.asking import Ask
+from gateway.conversion import ApiRequest
 from gateway.event_ids import Place
 from gateway.logprobs import prompt_positions
 from inflight import AsyncClient, AsyncStream
@@ -73,38 +73,40 @@ class Source:
             async for event in events:
                 yield event
 
-    async def collected(self, ask: Ask) -> list[tuple[list[FinishedChoice], Usage]]:
+    async def collected(self, api_request: ApiRequest) -> list[tuple[list[FinishedChoice], Usage]]:
         """Returns the choices and the usage of every prompt. Raises as `begun`, and cancels the others then."""
         try:
             async with asyncio.TaskGroup() as group:
-                reading = [group.create_task(self._collect(ask, request)) for request in ask.requests]
+                reading = [group.create_task(self._collect(api_request, request)) for request in api_request.requests]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [choices.result() for choices in reading]
 
-    async def _collect(self, ask: Ask, request: inference_pb2.GenerateRequest) -> tuple[list[FinishedChoice], Usage]:
-        texts: list[list[str]] = [[] for _ in range(ask.n)]
-        parted = [Choice() for _ in range(ask.n)]
+    async def _collect(
+        self, api_request: ApiRequest, request: inference_pb2.GenerateRequest
+    ) -> tuple[list[FinishedChoice], Usage]:
+        texts: list[list[str]] = [[] for _ in range(api_request.n)]
+        parted = [Choice() for _ in range(api_request.n)]
         has_parts = False
-        logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(ask.n)]
-        num_tokens = [0] * ask.n
+        logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(api_request.n)]
+        num_tokens = [0] * api_request.n
         prompt: list[PositionLogprobs | None] = []
-        reasons = [FinishReason.UNKNOWN] * ask.n
+        reasons = [FinishReason.UNKNOWN] * api_request.n
         async with aclosing(self.begun(request, takes_back=True)) as events:
             async for event in events:
                 match event:
                     case Accepted():
-                        texts = [[] for _ in range(ask.n)]
-                        parted = [Choice() for _ in range(ask.n)]
+                        texts = [[] for _ in range(api_request.n)]
+                        parted = [Choice() for _ in range(api_request.n)]
                         has_parts = event.has_parts
-                        logprobs = [[] for _ in range(ask.n)]
-                        num_tokens = [0] * ask.n
+                        logprobs = [[] for _ in range(api_request.n)]
+                        num_tokens = [0] * api_request.n
                         prompt.clear()
                     case Prompt():
                         prompt.extend(prompt_positions(event))
                     case Delta(choice=choice):
                         num_tokens[choice] += event.num_tokens
-                        if not (ask.drops_output and num_tokens[choice]):
+                        if not (api_request.drops_output and num_tokens[choice]):
                             texts[choice].append(event.text)
                             parted[choice].take_parts(event.parts)
                             logprobs[choice].extend(event.logprobs)
@@ -116,7 +118,7 @@ class Source:
                         choices = [FinishedChoice(*one, prompt) for one in parts]
                         if has_parts:
                             choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]
-                        return choices, shown_usage(ask, event.usage)
+                        return choices, shown_usage(api_request, event.usage)
         raise AssertionError("a stream without an error ends with Done")
 
 

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.answers import encoded
+from gateway.disconnects import ClientGone
 from gateway.errors import ApiError
-from gateway.leaving import ClientGone
 from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from starlette.types import ASGIApp
 
 from common.version import installed_version
 from gateway.answers import Chunks, Form, OwnForm, encoded, model_objects, whole_answer
-from gateway.asking import Ask, Defaults, ask_chat, ask_completion
 from gateway.bodies import parse_chat, parse_completion
 from gateway.choices import Source
+from gateway.conversion import ApiRequest, Defaults, convert_chat, convert_completion
+from gateway.disconnects import ClientGone, while_connected
 from gateway.errors import ApiError, from_router, refused
 from gateway.event_ids import HEADER as LAST_EVENT_ID
 from gateway.event_ids import AnswerId, Place, read_event_id
-from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
 from gateway.responses.bodies import chat_body, parse_responses
 from gateway.responses.form import ResponseForm
@@ -40,7 +40,7 @@ PASSED_ON = {
 }
 _KEY = re.compile(r"[!-~]{1,1024}")
 
-MakeAsk = Callable[[bytes, str], tuple[Ask, Form]]
+Convert = Callable[[bytes, str], tuple[ApiRequest, Form]]
 
 
 class GatewayService:
@@ -59,75 +59,82 @@ class GatewayService:
     async def chat(self, request: Request) -> ASGIApp:
         """`POST /v1/chat/completions`."""
         return await self._complete(
-            request, lambda raw, key: (ask_chat(parse_chat(raw), self._defaults, key), OwnForm())
+            request, lambda raw, key: (convert_chat(parse_chat(raw), self._defaults, key), OwnForm())
         )
 
     async def completion(self, request: Request) -> ASGIApp:
         """`POST /v1/completions`."""
         return await self._complete(
-            request, lambda raw, key: (ask_completion(parse_completion(raw), self._defaults, key), OwnForm())
+            request, lambda raw, key: (convert_completion(parse_completion(raw), self._defaults, key), OwnForm())
         )
 
     async def responses(self, request: Request) -> ASGIApp:
         """`POST /v1/responses`."""
         if LAST_EVENT_ID in request.headers:
             raise refused(LAST_EVENT_ID, "is not supported here: a response cannot be resumed; send a chat completion")
-        return await self._complete(request, self._ask_response)
+        return await self._complete(request, self._convert_response)
 
-    def _ask_response(self, raw: bytes, key: str) -> tuple[Ask, Form]:
+    def _convert_response(self, raw: bytes, key: str) -> tuple[ApiRequest, Form]:
         body = parse_responses(raw)
         chat, names = chat_body(body)
         form = ResponseForm(body, names)
         try:
-            return ask_chat(chat, self._defaults, key), form
+            return convert_chat(chat, self._defaults, key), form
         except ApiError as error:
             raise form.refusal(error) from None
 
-    async def _complete(self, request: Request, make_ask: MakeAsk) -> ASGIApp:
+    async def _complete(self, request: Request, convert: Convert) -> ASGIApp:
         source = Source(self._client, _metadata(request))
-        ask, form = make_ask(await self._body(request), _key(request))
+        api_request, form = convert(await self._body(request), _key(request))
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id is not None:
-            return self._resume(ask, last_id, source)
-        answer = AnswerId(f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}", int(time.time()))
-        if not ask.is_stream:
-            return await self._whole(request, ask, form, answer, source)
+            return self._resume(api_request, last_id, source)
+        answer = AnswerId(
+            f"{'chatcmpl' if api_request.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
+        )
+        if not api_request.is_stream:
+            return await self._whole(request, api_request, form, answer, source)
         sources = [
-            ChoiceSource(number * ask.n, ask.n, source.begun(one, takes_back=False))
-            for number, one in enumerate(ask.requests)
+            ChoiceSource(number * api_request.n, api_request.n, source.begun(one, takes_back=False))
+            for number, one in enumerate(api_request.requests)
         ]
-        places = [Place() for _ in range(ask.num_choices)]
-        return EventStream(Chunks(ask, answer), form, sources, places, self._timeouts, self._metrics)
+        places = [Place() for _ in range(api_request.num_choices)]
+        return EventStream(Chunks(api_request, answer), form, sources, places, self._timeouts, self._metrics)
 
-    async def _whole(self, request: Request, ask: Ask, form: Form, answer: AnswerId, source: Source) -> Response:
+    async def _whole(
+        self, request: Request, api_request: ApiRequest, form: Form, answer: AnswerId, source: Source
+    ) -> Response:
         try:
-            collected = await while_connected(request.receive, source.collected(ask))
+            collected = await while_connected(request.receive, source.collected(api_request))
         except InflightError as error:
-            raise form.refusal(from_router(error, ask.prompt_param, ask.renamed)) from None
+            raise form.refusal(from_router(error, api_request.prompt_param, api_request.renamed)) from None
         choices = [choice for choices, _ in collected for choice in choices]
         usages = [usage for _, usage in collected]
 
         def body() -> bytes:
-            return encoded(form.whole(whole_answer(ask, answer, choices, usages)))
+            return encoded(form.whole(whole_answer(api_request, answer, choices, usages)))
 
-        if not ask.scores_prompts:
+        if not api_request.scores_prompts:
             return _json(body())
         # Its log probabilities may be as many as the tokens of many prompts: streams go on meanwhile.
         return _json(await asyncio.to_thread(body))
 
-    def _resume(self, ask: Ask, last_id: str, source: Source) -> EventStream:
+    def _resume(self, api_request: ApiRequest, last_id: str, source: Source) -> EventStream:
         """Resumes after an event of an earlier answer, of any gateway. The body must be the same."""
         answer, places = read_event_id(last_id)
-        if not ask.is_stream:
+        if not api_request.is_stream:
             raise refused("stream", f"must be true with {LAST_EVENT_ID}")
-        if len(places) != ask.num_choices:
-            text = f"is of an answer with {len(places)} choices, but this body requests {ask.num_choices}"
+        if len(places) != api_request.num_choices:
+            text = f"is of an answer with {len(places)} choices, but this body requests {api_request.num_choices}"
             raise refused(LAST_EVENT_ID, text)
-        prompts = [places[first : first + ask.n] for first in range(0, len(places), ask.n)]
+        prompts = [places[first : first + api_request.n] for first in range(0, len(places), api_request.n)]
         if any(place.request_id != prompt[0].request_id for prompt in prompts for place in prompt):
             raise refused(LAST_EVENT_ID, "is of a gateway of an earlier version; send the request again")
-        sources = [ChoiceSource(number * ask.n, ask.n, source.resumed(prompt)) for number, prompt in enumerate(prompts)]
-        return EventStream(Chunks(ask, answer), OwnForm(), sources, places, self._timeouts, self._metrics)
+        sources = [
+            ChoiceSource(number * api_request.n, api_request.n, source.resumed(prompt))
+            for number, prompt in enumerate(prompts)
+        ]
+        return EventStream(Chunks(api_request, answer), OwnForm(), sources, places, self._timeouts, self._metrics)
 
     async def _body(self, request: Request) -> bytes:
         limit = self._settings.max_body_bytes

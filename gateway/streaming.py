@@ -17,9 +17,9 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers import Chunks, Form, logprobs_of, shown_usage
+from gateway.disconnects import while_connected
 from gateway.errors import ApiError, from_router
 from gateway.event_ids import Place, event_id
-from gateway.leaving import while_connected
 from gateway.logprobs import num_characters, prompt_positions
 from gateway.metrics import Metrics
 from inflight.errors import InflightError
@@ -171,7 +171,7 @@ class EventStream:
                 for index in source.indexes:
                     self._prompt_tokens[index] = accepted.prompt_tokens
                     yield from self._opening(index)
-            case Prompt() as prompt if self._chunks.ask.echoes:
+            case Prompt() as prompt if self._chunks.api_request.echoes:
                 for index in source.indexes:
                     yield from self._prompt(index, prompt)
             case Delta() as delta:
@@ -179,22 +179,22 @@ class EventStream:
             case Finished() as finished if not self._places[source.first + finished.choice].has_finished:
                 yield self._finished(source.first + finished.choice, finished)
             case Done() as done:
-                self._usages[source.first] = shown_usage(self._chunks.ask, done.usage)
+                self._usages[source.first] = shown_usage(self._chunks.api_request, done.usage)
 
     def _prompt(self, index: int, prompt: Prompt) -> Iterator[bytes]:
         place = self._places[index]
         positions = prompt_positions(prompt)[max(0, place.num_prompt_tokens - prompt.offset) :]
-        if logprobs := logprobs_of(self._chunks.ask, positions, place.num_characters):
+        if logprobs := logprobs_of(self._chunks.api_request, positions, place.num_characters):
             place.num_prompt_tokens += len(positions)
             place.num_characters += num_characters(positions)
             yield self._event(self._chunks.text(index, "", logprobs))
 
     def _text(self, index: int, delta: Delta) -> Iterator[bytes]:
         place = self._places[index]
-        if self._chunks.ask.drops_output and (delta.num_tokens or place.num_tokens):
+        if self._chunks.api_request.drops_output and (delta.num_tokens or place.num_tokens):
             place.num_tokens = delta.offset + delta.num_tokens
             return
-        logprobs = logprobs_of(self._chunks.ask, delta.logprobs, place.num_characters)
+        logprobs = logprobs_of(self._chunks.api_request, delta.logprobs, place.num_characters)
         place.num_tokens = delta.offset + delta.num_tokens
         place.num_characters += num_characters(delta.logprobs)
         place.text_bytes += len(delta.text.encode())
@@ -224,7 +224,7 @@ class EventStream:
 
     def _ending(self) -> bytes:
         usages = [self._usages[source.first] for source in self._sources]
-        counted = self._event(self._chunks.usage(usages)) if self._chunks.ask.include_usage else b""
+        counted = self._event(self._chunks.usage(usages)) if self._chunks.api_request.include_usage else b""
         return counted + self._form.end()
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
@@ -233,8 +233,8 @@ class EventStream:
         return self._form.event(told, event_id(self._chunks.answer, self._places))
 
     def _error(self, error: InflightError) -> ApiError:
-        ask = self._chunks.ask
-        return self._form.refusal(from_router(error, ask.prompt_param, ask.renamed))
+        api_request = self._chunks.api_request
+        return self._form.refusal(from_router(error, api_request.prompt_param, api_request.renamed))
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         """Sends a message. Raises `TimeoutError` if the client does not read."""

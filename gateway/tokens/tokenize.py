@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from gateway.asking import Defaults, ask_chat
 from gateway.bodies import MAX_PROMPT_VALUES, Body, ChatBody, TokenId, read_fields, validated
+from gateway.conversion import Defaults, convert_chat
 from inflight.v1 import inference_pb2
 
 # Parameters of a chat, which are checked as such.
@@ -64,7 +64,7 @@ def parse_tokenize(raw: bytes) -> inference_pb2.TokenizeRequest:
         request.text = body.prompt
         return request
     chat = {name: getattr(body, name) for name in _OF_CHATS}
-    asked = ask_chat(validated(ChatBody, {"model": request.model, **chat}), Defaults(max_choices=1), "")
+    asked = convert_chat(validated(ChatBody, {"model": request.model, **chat}), Defaults(max_choices=1), "")
     request.chat.CopyFrom(asked.requests[0].chat)
     return request
 

@@ -23,7 +23,7 @@ from common.errors import Reason, RequestError
 from common.rpc.status import Unparsed, takes_unparsed
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 from router.api.constraining import Constraining
-from router.api.many import TRACE_KEYS, ManyCall, StreamLimit
+from router.api.generate_many import TRACE_KEYS, ManyCall, StreamLimit
 from router.api.prepare import PreparedRequest, RequestPreparation, model_limits
 from router.api.request_status import REQUEST_STATE_PROTO, request_standing
 from router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from common.errors import Reason
 from common.settings import SettingError
 from gateway.app import GatewayApp
-from gateway.asking import UNSTREAMED_INTERVAL, Ask, Defaults, ask_chat, ask_completion
 from gateway.bodies import (
     MAX_PROMPT_VALUES,
     MAX_VALUES,
@@ -24,6 +23,7 @@ from gateway.bodies import (
     parse_chat,
     parse_completion,
 )
+from gateway.conversion import UNSTREAMED_INTERVAL, ApiRequest, Defaults, convert_chat, convert_completion
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
@@ -39,18 +39,18 @@ DEFAULTS = Defaults(max_choices=16)
 HI = [{"role": "user", "content": "hi"}]
 
 
-def chat(key: str = "", defaults: Defaults = DEFAULTS, **fields: Any) -> Ask:
+def chat(key: str = "", defaults: Defaults = DEFAULTS, **fields: Any) -> ApiRequest:
     body = {"model": "m", "messages": HI, **fields}
-    return ask_chat(parse_chat(json.dumps(body).encode()), defaults, key)
+    return convert_chat(parse_chat(json.dumps(body).encode()), defaults, key)
 
 
-def completion(key: str = "", **fields: Any) -> Ask:
+def completion(key: str = "", **fields: Any) -> ApiRequest:
     body = {"model": "m", "prompt": "hi", **fields}
-    return ask_completion(parse_completion(json.dumps(body).encode()), DEFAULTS, key)
+    return convert_completion(parse_completion(json.dumps(body).encode()), DEFAULTS, key)
 
 
 def test_parameters_become_the_routers_fields() -> None:
-    ask = chat(
+    api_request = chat(
         temperature=0.5, top_p=0.9, top_k=-1, seed=-1, stop="x", max_completion_tokens=7, min_tokens=2, ignore_eos=True,
         stop_token_ids=[3], frequency_penalty=1, logit_bias={"5": -100}, user="u", metadata={"a": "b"},
         prompt_cache_key="s", priority=1, chat_template_kwargs={"thinking": False}, truncate_prompt_tokens=9,
@@ -83,8 +83,8 @@ def test_parameters_become_the_routers_fields() -> None:
     message = inference_pb2.ChatMessage(role="user", content=[inference_pb2.ContentPart(text="hi")])
     expected.chat.messages.append(message)
     expected.chat.template_kwargs.update({"thinking": False})
-    assert ask.requests == (expected,)
-    assert (ask.is_stream, ask.renamed) == (False, {"max_tokens": "max_completion_tokens"})
+    assert api_request.requests == (expected,)
+    assert (api_request.is_stream, api_request.renamed) == (False, {"max_tokens": "max_completion_tokens"})
 
 
 def test_what_is_left_out_is_left_to_the_model() -> None:
@@ -125,8 +125,8 @@ SCHEMA_TEXT = json.dumps(SCHEMA)
     ],
 )  # fmt: skip
 def test_forms_of_the_output_are_constraints(fields: dict[str, Any], constraint: dict[str, Any]) -> None:
-    for ask in (chat(**fields), completion(**fields)):
-        assert ask.requests[0].constraint == types_pb2.Constraint(**constraint)
+    for api_request in (chat(**fields), completion(**fields)):
+        assert api_request.requests[0].constraint == types_pb2.Constraint(**constraint)
     assert not chat(response_format={"type": "text"}).requests[0].HasField("constraint")
 
 
@@ -165,8 +165,8 @@ def test_messages_keep_roles_parts_and_calls() -> None:
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
 )
 def test_prompts_may_be_texts_and_token_ids(prompt: Any, prompts: list[Any]) -> None:
-    ask = completion(prompt=prompt)
-    assert [request.text or list(request.token_ids.ids) for request in ask.requests] == prompts
+    api_request = completion(prompt=prompt)
+    assert [request.text or list(request.token_ids.ids) for request in api_request.requests] == prompts
 
 
 def test_allowed_token_ids_may_be_a_large_part_of_the_vocabulary() -> None:
@@ -175,10 +175,10 @@ def test_allowed_token_ids_may_be_a_large_part_of_the_vocabulary() -> None:
 
 
 def test_choices_of_a_prompt_differ_by_their_seed_and_every_choice_by_its_key() -> None:
-    ask = completion(key="k", prompt=["a", "b"], n=2, seed=2**63 - 1)
-    assert [(request.text, request.n) for request in ask.requests] == [("a", 2), ("b", 2)]
-    assert [request.sampling.seed for request in ask.requests] == [2**63 - 1] * 2
-    assert [request.idempotency_key for request in ask.requests] == ["k", "k:1"]
+    api_request = completion(key="k", prompt=["a", "b"], n=2, seed=2**63 - 1)
+    assert [(request.text, request.n) for request in api_request.requests] == [("a", 2), ("b", 2)]
+    assert [request.sampling.seed for request in api_request.requests] == [2**63 - 1] * 2
+    assert [request.idempotency_key for request in api_request.requests] == ["k", "k:1"]
     assert not any(request.sampling.HasField("seed") for request in completion(n=2).requests)
 
 
@@ -396,10 +396,10 @@ VALUES = st.recursive(
 )
 
 
-def told(parse: Callable[[bytes], Any], ask: Callable[[Any, Defaults, str], Ask], raw: bytes) -> int:
+def told(parse: Callable[[bytes], Any], convert: Callable[[Any, Defaults, str], ApiRequest], raw: bytes) -> int:
     """What a body gets: the status, or 200 where it is a request that can be sent."""
     try:
-        for request in ask(parse(raw), DEFAULTS, "").requests:
+        for request in convert(parse(raw), DEFAULTS, "").requests:
             assert inference_pb2.GenerateRequest.FromString(request.SerializeToString()) == request
     except ApiError as error:
         json.dumps(error.body())
@@ -411,8 +411,8 @@ def told(parse: Callable[[bytes], Any], ask: Callable[[Any, Defaults, str], Ask]
 def test_any_json_is_a_request_or_refused_in_words(body: Any) -> None:
     for sound in ({}, {"model": "m", "messages": HI, "prompt": "hi"}):
         raw = json.dumps({**body, **sound} if isinstance(body, dict) else body).encode()
-        assert told(parse_chat, ask_chat, raw) in (200, 400)
-        assert told(parse_completion, ask_completion, raw) in (200, 400)
+        assert told(parse_chat, convert_chat, raw) in (200, 400)
+        assert told(parse_completion, convert_completion, raw) in (200, 400)
 
 
 def test_what_nests_too_deep_is_refused() -> None:

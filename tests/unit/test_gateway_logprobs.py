@@ -14,7 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from gateway.answers import FinishedChoice, encoded, whole_answer
-from gateway.asking import Ask
+from gateway.conversion import ApiRequest
 from gateway.event_ids import AnswerId
 from gateway.logprobs import num_characters, of_chat, of_completion
 from inflight.events import FinishReason, Logprob, PositionLogprobs, Usage
@@ -32,10 +32,10 @@ def alone(*texts: str | bytes) -> list[Position]:
     return [PositionLogprobs(token(text), ()) for text in texts]
 
 
-def answered(ask: Ask, text: str, positions: list[Position]) -> Any:
+def answered(api_request: ApiRequest, text: str, positions: list[Position]) -> Any:
     """The answer as its reader has it: JSON, and no constant that JSON does not know."""
     choice = FinishedChoice(text, FinishReason.LENGTH, positions)
-    whole = encoded(whole_answer(ask, AnswerId("a", 1), [choice], [Usage(1, 0, len(positions), 0)]))
+    whole = encoded(whole_answer(api_request, AnswerId("a", 1), [choice], [Usage(1, 0, len(positions), 0)]))
     return json.loads(whole, parse_constant=pytest.fail)
 
 
@@ -73,8 +73,8 @@ def test_completions_tell_lists_side_by_side_and_always_the_token_produced() -> 
 
 
 def test_without_being_asked_for_they_are_null() -> None:
-    for ask in (chat(), completion()):
-        assert answered(ask, "a", alone("a"))["choices"][0]["logprobs"] is None
+    for api_request in (chat(), completion()):
+        assert answered(api_request, "a", alone("a"))["choices"][0]["logprobs"] is None
 
 
 def test_what_cannot_come_is_very_unlikely_and_what_is_not_known_says_so() -> None:
@@ -120,7 +120,7 @@ def test_tokens_divided_anywhere_begin_at_their_character(text: str, cuts: list[
 
 
 @pytest.mark.parametrize(
-    ("ask", "fields", "param"),
+    ("api_request", "fields", "param"),
     [
         (chat, {"top_logprobs": 2}, "top_logprobs"),
         (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -131,15 +131,15 @@ def test_tokens_divided_anywhere_begin_at_their_character(text: str, cuts: list[
         (completion, {"top_logprobs": 1}, "top_logprobs"),
     ],
 )
-def test_what_openai_does_not_take_is_refused(ask: Any, fields: dict[str, Any], param: str) -> None:
+def test_what_openai_does_not_take_is_refused(api_request: Any, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(Exception, match=param) as refused:
-        ask(**fields)
+        api_request(**fields)
     assert (refused.value.status, refused.value.param) == (400, param)  # type: ignore[attr-defined]
 
 
 def test_they_are_asked_of_the_router_as_the_client_asks() -> None:
-    def asked(ask: Ask) -> tuple[bool, int]:
-        output = ask.requests[-1].output
+    def asked(api_request: ApiRequest) -> tuple[bool, int]:
+        output = api_request.requests[-1].output
         return output.logprobs, output.top_logprobs
 
     assert asked(chat(logprobs=True, top_logprobs=20, n=2)) == (True, 20)

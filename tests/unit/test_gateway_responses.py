@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.answers import Chunks, FinishedChoice, whole_answer
-from gateway.asking import Ask, Defaults, ask_chat
 from gateway.bodies import parse_chat
+from gateway.conversion import ApiRequest, Defaults, convert_chat
 from gateway.errors import ApiError
 from gateway.event_ids import AnswerId
 from gateway.responses.bodies import REFUSED, UNSUPPORTED, FieldNames, ResponsesBody, chat_body, parse_responses
@@ -37,9 +37,9 @@ def parsed(**fields: Any) -> ResponsesBody:
     return parse_responses(json.dumps({"model": "m", "input": "hi", **fields}).encode())
 
 
-def asked(**fields: Any) -> tuple[Ask, FieldNames]:
+def asked(**fields: Any) -> tuple[ApiRequest, FieldNames]:
     body, names = chat_body(parsed(**fields))
-    return ask_chat(body, Defaults(max_choices=4), ""), names
+    return convert_chat(body, Defaults(max_choices=4), ""), names
 
 
 def messages_of(**fields: Any) -> list[tuple[str, str]]:
@@ -78,8 +78,8 @@ def test_calls_belong_to_the_message_before_them() -> None:
         {"type": "function_call_output", "call_id": "g", "output": [{"type": "input_text", "text": "2"}]},
         call("h"),
     ]
-    ask, names = asked(input=items)
-    _, first, one, two, second = ask.requests[0].chat.messages
+    api_request, names = asked(input=items)
+    _, first, one, two, second = api_request.requests[0].chat.messages
     assert [each.name for each in first.tool_calls] == ["f", "g"]
     assert [(each.tool_call_id, each.content[0].text) for each in (one, two)] == [("f", "1"), ("g", "2")]
     assert [each.name for each in second.tool_calls] == ["h"]
@@ -99,7 +99,7 @@ def test_parameters_are_those_of_a_chat() -> None:
         "top_logprobs": 2, "service_tier": "flex", "prompt_cache_key": "s",
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }  # fmt: skip
-    assert ask_chat(parse_chat(json.dumps(chat).encode()), Defaults(max_choices=4), "").requests == (request,)
+    assert convert_chat(parse_chat(json.dumps(chat).encode()), Defaults(max_choices=4), "").requests == (request,)
 
 
 def test_what_has_no_effect_is_taken() -> None:
@@ -192,8 +192,8 @@ def events_of(sent: bytes) -> list[dict[str, Any]]:
 
 def streamed(parts: list[Part], reason: FinishReason, **fields: Any) -> list[dict[str, Any]]:
     """The events of a stream with these parts."""
-    (ask, _), form = asked(stream=True, **fields), ResponseForm(parsed(stream=True, **fields), FieldNames(()))
-    chunks = Chunks(ask, ANSWER)
+    (api_request, _), form = asked(stream=True, **fields), ResponseForm(parsed(stream=True, **fields), FieldNames(()))
+    chunks = Chunks(api_request, ANSWER)
     opening = chunks.opening(0)
     assert opening is not None
     num_calls = len({part.index for part in parts if isinstance(part, ToolCallPart)})
@@ -228,8 +228,8 @@ def test_response_that_is_cut_off_is_incomplete() -> None:
 
 
 def test_error_in_the_middle_of_a_stream_is_a_failed_response() -> None:
-    (ask, _), form = asked(stream=True), ResponseForm(parsed(stream=True), FieldNames(()))
-    chunks = Chunks(ask, ANSWER)
+    (api_request, _), form = asked(stream=True), ResponseForm(parsed(stream=True), FieldNames(()))
+    chunks = Chunks(api_request, ANSWER)
     opening = chunks.opening(0)
     assert opening is not None
     sent = form.event(opening, "") + form.event(chunks.text(0, "Hel"), "")
@@ -291,7 +291,7 @@ def test_tools_are_those_of_a_chat() -> None:
     )  # fmt: skip
     for own, of_chat in choices:
         body = parse_chat(json.dumps({**chat, "tool_choice": of_chat}).encode())
-        assert ask_chat(body, Defaults(max_choices=4), "").requests == (chosen(own),)
+        assert convert_chat(body, Defaults(max_choices=4), "").requests == (chosen(own),)
 
 
 def test_form_of_a_message_does_not_hold_for_calls() -> None:
@@ -330,9 +330,11 @@ def test_whole_response_is_the_one_that_its_stream_ends_with(pieces: list[list[s
     parts = joined(pieces)
     choice = Choice()
     choice.take_parts(tuple(parts))
-    ask, _ = asked(tools=[F])
+    api_request, _ = asked(tools=[F])
     finished = FinishedChoice(choice.content, reason, reasoning=choice.reasoning, tool_calls=list(choice.tool_calls))
-    whole = ResponseForm(parsed(tools=[F]), FieldNames(())).whole(whole_answer(ask, ANSWER, [finished], [USAGE]))
+    whole = ResponseForm(parsed(tools=[F]), FieldNames(())).whole(
+        whole_answer(api_request, ANSWER, [finished], [USAGE])
+    )
     assert whole == streamed(parts, reason, tools=[F])[-1]["response"]
 
 
@@ -350,7 +352,7 @@ def status_of(raw: bytes) -> int:
     """The status of a body; 200 for one that is a request that can be sent."""
     try:
         chat, _ = chat_body(parse_responses(raw))
-        for request in ask_chat(chat, Defaults(max_choices=4), "").requests:
+        for request in convert_chat(chat, Defaults(max_choices=4), "").requests:
             assert inference_pb2.GenerateRequest.FromString(request.SerializeToString()) == request
     except ApiError as error:
         json.dumps(error.body())

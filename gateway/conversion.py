@@ -1,4 +1,4 @@
-"""Conversion of a client's body to requests to the router: one request of the protocol for each prompt. Pure.
+"""Conversion of a client's body to requests to the router: one `GenerateRequest` for each prompt. Pure.
 
 Choice `prompt * n + k` is the k-th of a prompt, as in OpenAI's numbering.
 """
@@ -18,9 +18,9 @@ from inflight.functions.wire import function_of, set_tool_choice
 from inflight.requests import PRIORITIES, Priority
 from inflight.v1 import inference_pb2, types_pb2
 
-# OpenAI's default for completions. A chat without a limit may use the rest of the model's context.
 # Tokens per event of an answer that is sent as a whole: fewer events cost gateway and router less.
 UNSTREAMED_INTERVAL = 16
+# OpenAI's default for completions. A chat without a limit may use the rest of the model's context.
 DEFAULT_COMPLETION_TOKENS = 16
 UINT64 = 2**64
 MAX_KEY_CHARACTERS = 100
@@ -47,13 +47,14 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """The requests to the router, of `n` choices each, and the form of the answer. `renamed` maps fields of the router
-    to parameters of this API.
+class ApiRequest:
+    """One request to this API: its requests to the router, of `n` choices each, and the form of the answer. `renamed`
+    maps fields of the router to parameters of this API, for errors.
 
     `num_top` is the number of likeliest tokens per position; None: no log probabilities. `num_prompt_top` is the same
-    for vLLM's `prompt_logprobs`. With `echoes` the answer begins with the prompt. With `drops_output` it has only that:
-    the router's requests generate at least one token. `reasoning_fields` are the fields of messages with reasoning.
+    for vLLM's `prompt_logprobs`. With `echoes` the answer begins with the prompt. With `drops_output` it has only the
+    prompt: the one token that the router generates at least is dropped. `reasoning_fields` are the fields of messages
+    with reasoning.
     """
 
     kind: Literal["chat", "completion"]
@@ -86,7 +87,7 @@ class Ask:
         return "messages" if self.kind == "chat" else "prompt"
 
 
-def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
+def convert_chat(body: ChatBody, defaults: Defaults, key: str) -> ApiRequest:
     """Converts a chat. `key` is the idempotency key, or empty. Raises `ApiError`."""
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
@@ -105,11 +106,11 @@ def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
     if body.safety_identifier:
         request.metadata["user"] = body.safety_identifier
     renamed = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    ask = _ask("chat", body, [request], defaults, key, renamed)
-    return replace(ask, reasoning_fields=defaults.reasoning_fields)
+    api_request = _api_request("chat", body, [request], defaults, key, renamed)
+    return replace(api_request, reasoning_fields=defaults.reasoning_fields)
 
 
-def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
+def convert_completion(body: CompletionBody, defaults: Defaults, key: str) -> ApiRequest:
     """Converts a completion. `key` is the idempotency key, or empty. Raises `ApiError`."""
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     drops_output = bool(body.echo) and max_tokens == 0
@@ -138,18 +139,18 @@ def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
             request.output.echo = True
             _score(request, body.logprobs)
         requests.append(request)
-    ask = _ask("completion", body, requests, defaults, key, {})
-    return replace(ask, echoes=bool(body.echo), drops_output=drops_output)
+    api_request = _api_request("completion", body, requests, defaults, key, {})
+    return replace(api_request, echoes=bool(body.echo), drops_output=drops_output)
 
 
-def _ask(
+def _api_request(
     kind: Literal["chat", "completion"],
     body: Common,
     requests: list[inference_pb2.GenerateRequest],
     defaults: Defaults,
     key: str,
     renamed: dict[str, str],
-) -> Ask:
+) -> ApiRequest:
     n = body.n or 1
     _check_count(len(requests) * n, defaults)
     if len(key) > MAX_KEY_CHARACTERS:
@@ -166,7 +167,7 @@ def _ask(
     num_top = output.top_logprobs if output.logprobs else None
     renamed |= _constraint_names(body)
     form = (n, bool(body.stream), include_usage, num_top, is_running, renamed, body.prompt_logprobs)
-    return Ask(kind, body.model, tuple(requests), *form)
+    return ApiRequest(kind, body.model, tuple(requests), *form)
 
 
 def _check_count(num_choices: int, defaults: Defaults) -> None:

@@ -1,4 +1,4 @@
-"""Cancellation of work whose client has disconnected."""
+"""Detection of clients that disconnect, and cancellation of the work for them."""
 
 from __future__ import annotations
 

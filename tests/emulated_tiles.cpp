@@ -88,12 +88,13 @@ void compute(const uint16_t* weights, const uint16_t* numbers, int64_t num_rows,
     }
     const auto scratch = std::make_unique<ProductScratch>();
     const Product<Factor> product(matrix, rows, num_rows, 1, stream, nullptr);
+    const auto finish = [&](int64_t block, int64_t first_row, int count, const float* tile) {
+        for (int row = 0; row < count; ++row)
+            std::memcpy(out + (first_row + row) * columns + block * BLOCK_COLUMNS, tile + row * BLOCK_COLUMNS,
+                        BLOCK_COLUMNS * sizeof(float));
+    };
     for (int64_t task = 0; task < product.num_tasks; ++task)
-        product.compute(task, *scratch, PrepareNothing{}, [&](int64_t block, int64_t first_row, int count, const float* tile) {
-            for (int row = 0; row < count; ++row)
-                std::memcpy(out + (first_row + row) * columns + block * BLOCK_COLUMNS, tile + row * BLOCK_COLUMNS,
-                            BLOCK_COLUMNS * sizeof(float));
-        });
+        product.compute(task, *scratch, PrepareNothing{}, finish);
 }
 
 }  // namespace

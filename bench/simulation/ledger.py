@@ -40,6 +40,7 @@ from router.store.types import (
     Duplicate,
     Ending,
     ExecutorReport,
+    HandBackDetails,
     HandBackRefusal,
     LeaseLapsed,
     Placement,
@@ -150,16 +151,16 @@ class Ledger:
         request_id: str,
         attempt: int,
         max_attempts: int,
-        why: dict[str, Any],
+        details: HandBackDetails,
         on_result: Callable[[HandBackOutcome], None],
         on_failure: OnFailure,
     ) -> None:
-        """Calls `AdmissionStore.hand_back`; `why` are its arguments by name."""
+        """Calls `AdmissionStore.hand_back`."""
 
         def answer(reply: Reply, own: OwnEvent | None) -> None:
             on_result(own or parse_hand_back(request_id, reply))
 
-        args = hand_back_args(request_id, attempt, max_attempts, **why)
+        args = hand_back_args(request_id, attempt, max_attempts, details)
         self._operate("hand_back", args, answer, on_failure, own_id=request_id)
 
     def absolve(self, request_id: str, attempt: int) -> None:

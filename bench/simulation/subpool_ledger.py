@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 from bench.redis.wire import command
 from bench.simulation.ledger import HandBackOutcome, Ledger, OnFailure, SubmitOutcome
@@ -29,6 +29,7 @@ from router.store.types import (
     Demand,
     Ending,
     ExecutorReport,
+    HandBackDetails,
     PoolListener,
     PoolLoad,
     ReportOutcome,
@@ -109,11 +110,11 @@ class SubPoolLedger:
         request_id: str,
         attempt: int,
         max_attempts: int,
-        why: dict[str, Any],
+        details: HandBackDetails,
         on_result: Callable[[HandBackOutcome], None],
         on_failure: OnFailure,
     ) -> None:
-        self._ask(lambda: self.store.hand_back(request_id, attempt, max_attempts, **why), on_result, on_failure)
+        self._ask(lambda: self.store.hand_back(request_id, attempt, max_attempts, **details), on_result, on_failure)
 
     def absolve(self, request_id: str, attempt: int) -> None:
         self._ask(lambda: self.store.absolve(request_id, attempt), lambda result: None, lambda: None)
@@ -187,9 +188,11 @@ class VirtualStore:
         self.num_taken_out += 1
         return found
 
-    async def hand_back(self, request_id: str, attempt: int, max_attempts: int, **why: Any) -> HandBackOutcome:
+    async def hand_back(
+        self, request_id: str, attempt: int, max_attempts: int, **details: Unpack[HandBackDetails]
+    ) -> HandBackOutcome:
         return await self._answer(
-            lambda answer, fail: self.ledger.hand_back(request_id, attempt, max_attempts, why, answer, fail)
+            lambda answer, fail: self.ledger.hand_back(request_id, attempt, max_attempts, details, answer, fail)
         )
 
     async def absolve(self, request_id: str, attempt: int) -> None:

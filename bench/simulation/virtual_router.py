@@ -67,6 +67,7 @@ from router.store.types import (
     Attempt,
     CancelOutcome,
     ExecutorReport,
+    HandBackDetails,
     HandBackRefusal,
     LeaseLapsed,
     Placement,
@@ -409,7 +410,7 @@ class VirtualRouter:
     def _hand_back(self, life: Lifecycle, placement: Placement, why: RequeueReason) -> None:
         stream = client_of(life).stream
         max_attempts = self._shape.max_attempts
-        reason = {
+        details: HandBackDetails = {
             "rejected": why in (RequeueReason.REJECTED, RequeueReason.HANDED_BACK),
             "preempted": why in KEEPS_EXECUTOR,
             "output_tokens": len(stream.output_ids),
@@ -428,7 +429,7 @@ class VirtualRouter:
                 self._tell(life, HandBackAnswered(placement, why, outcome, max_attempts))
 
         def ask() -> None:
-            self.ledger.hand_back(life.request_id, placement.attempt, max_attempts, reason, answered, ask_again)
+            self.ledger.hand_back(life.request_id, placement.attempt, max_attempts, details, answered, ask_again)
 
         ask()
 

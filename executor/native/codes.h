@@ -5,10 +5,10 @@
 //
 //     sum = Σ over groups of scale · (Σ (code - center) · x + shift · Σ x)
 //
-// so that a weight is never rounded, whatever its scale. A row's groups are added in the order of the depth and a group's
-// products too, so a row's product does not depend on the other rows. A block is 32 columns of a product, as in
-// matmul.h, and of one format. Blocks of a matrix may differ, and some may be plain. A block has 32 float32 factors, and
-// then for each group of the depth
+// so that a weight is never rounded, whatever its scale. A row's groups are added in the order of the depth and a
+// group's products too, so a row's product does not depend on the other rows. A block is 32 columns of a product, as in
+// matmul.h, and of one format. Blocks of a matrix may differ, and some may be plain. A block has 32 float32 factors,
+// and then for each group of the depth
 //
 //     [group_size * bits / 32 lanes, 32 columns] lanes, [32] scales, [32] shifts if there are any
 //
@@ -46,10 +46,10 @@ struct CodeFormat {
 
 extern "C" {
 
-// A part of a matrix, some of its columns; decoder.py's `_CodedPart`, in the same order. Codes are `[num_columns, depth *
-// bits / 8]`, those of 4 bits in pairs, the first in the lower half of a byte. Scales and shifts are
-// `[num_columns, num_groups]` of halves or float32, and factors `[num_columns]`. Column i of the codes multiplies number
-// order[i] of a row, or without an order number i.
+// A part of a matrix, some of its columns; decoder.py's `_CodedPart`, in the same order. Codes are
+// `[num_columns, depth * bits / 8]`, those of 4 bits in pairs, the first in the lower half of a byte. Scales and shifts
+// are `[num_columns, num_groups]` of halves or float32, and factors `[num_columns]`. Column i of the codes multiplies
+// number order[i] of a row, or without an order number i.
 struct CodedPart {
     const uint8_t* codes;
     const void *scales, *shifts;

@@ -68,13 +68,13 @@ struct PrepareNothing {
     void operator()(int64_t, int64_t, int) const {}
 };
 
-// rows · matrix, in passes over the columns. A pass has as many rows as stay in the second-level cache meanwhile. A task
-// has some blocks of columns and some rows of a pass: so few that all threads end a product at about the same time. The
-// tasks of a column are neighbours, so that its blocks come from memory once.
+// rows · matrix, in passes over the columns. A pass has as many rows as stay in the second-level cache meanwhile. A
+// task has some blocks of columns and some rows of a pass: so few that all threads end a product at about the same
+// time. The tasks of a column are neighbours, so that its blocks come from memory once.
 //
 // A task multiplies all its blocks with a tile of rows before the next tile, so that the sums are still in the
-// first-level cache when `finish` reads them. A deep block is multiplied in pieces, each as long as may be prefetched at
-// once.
+// first-level cache when `finish` reads them. A deep block is multiplied in pieces, each as long as may be prefetched
+// at once.
 template <class Element>
 class Product {
   public:
@@ -97,8 +97,8 @@ class Product {
           after_(after),
           num_tasks(num_rows == 0 ? 0 : num_passes_ * num_columns_ * tasks_of_column_) {}
 
-    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns. Before a tile is
-    // computed, calls `prepare(first_block, first_row, num_rows)`.
+    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns. Before a tile
+    // is computed, calls `prepare(first_block, first_row, num_rows)`.
     template <class Prepare, class Finish>
     void compute(int64_t task, ProductScratch& scratch, const Prepare& prepare, const Finish& finish) const {
         const int64_t first_block = column_of(task) * blocks_at_once_;
@@ -144,8 +144,8 @@ class Product {
         return std::clamp<int64_t>(rows_of_pass_ / (LEAST_TILES * TILE_ROWS), 1, wanted);
     }
 
-    // Returns the rows of one of `count` parts of about the same size. A part of few rows would take nearly as long as one
-    // of many: it waits for its own sums, and for the blocks that the last tile prefetches.
+    // Returns the rows of one of `count` parts of about the same size. A part of few rows would take nearly as long as
+    // one of many: it waits for its own sums, and for the blocks that the last tile prefetches.
     int64_t rows_of_part(int64_t num_rows, int64_t count) const {
         if (num_rows <= 0) return 1;
         return round_up((num_rows + count - 1) / count, matrix_.mixed == nullptr ? PART_ROWS<Element> : CODED_ROWS);

@@ -190,8 +190,9 @@ ALWAYS_INLINE Floats soft_capped(Floats x, float cap) {
     return (ratio > 0.0f) ? magnitude : -magnitude;
 }
 
-ALWAYS_INLINE constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
+ALWAYS_INLINE constexpr int64_t round_up(int64_t value, int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
 
 template <class Element>
 ALWAYS_INLINE typename Element::Unit unit_at(const typename Element::Number* numbers, int64_t index) {

@@ -7,7 +7,7 @@ thread, so the engine loop does no work for metrics.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -97,7 +97,7 @@ class StandingMetrics(Collector):
 
     def _gauges(self, status: EngineStatus) -> Iterator[Metric]:
         description, kv = self._service.description, status.kv
-        for name, text, value in (
+        figures = (
             ("seats", "Seats: maximum sequences per step.", description.max_num_sequences),
             ("seats_used", "Sequences with a seat.", status.num_running),
             ("sequences_waiting", "Accepted sequences without a seat.", _num_waiting(status)),
@@ -116,10 +116,8 @@ class StandingMetrics(Collector):
                 "1 if the executor accepts no new work, else 0.",
                 int(status.draining or not self._service.takes_work),
             ),
-        ):
-            gauge = GaugeMetricFamily(f"inflight_{name}", text, labels=["model"])
-            gauge.add_metric([description.model], value)
-            yield gauge
+        )
+        return _families(GaugeMetricFamily, "inflight_", "model", description.model, figures)
 
     def _kv_groups(self, status: EngineStatus) -> Iterator[Metric]:
         """Yields the blocks of each KV pool: that of the layers that attend to the whole context, which is the only one
@@ -141,7 +139,7 @@ class StandingMetrics(Collector):
 
     def _counters(self, status: EngineStatus) -> Iterator[Metric]:
         kv, host = status.kv, status.kv.host_prefixes
-        for name, text, value in (
+        figures = (
             ("device_busy_seconds", "Seconds in which the device computed.", status.device_busy_s),
             ("work_seconds", "Seconds in which the executor had work.", status.elapsed_s),
             ("preemptions", "Preemptions of sequences.", status.num_preemptions),
@@ -158,10 +156,8 @@ class StandingMetrics(Collector):
                 "Sequences ended because the logits were NaN or -inf only.",
                 status.num_invalid_logits,
             ),
-        ):
-            counter = CounterMetricFamily(f"inflight_{name}", text, labels=["model"])
-            counter.add_metric([self._service.description.model], value)
-            yield counter
+        )
+        return _families(CounterMetricFamily, "inflight_", "model", self._service.description.model, figures)
 
     def _split_counters(self, status: EngineStatus) -> Iterator[Metric]:
         model = self._service.description.model
@@ -184,7 +180,7 @@ class StandingMetrics(Collector):
     def _vllm(self, status: EngineStatus) -> Iterator[Metric]:
         """Yields metrics under vLLM's names, which autoscalers and load generators read."""
         model, steps = self._service.description.model, self._steps
-        for name, text, value in (
+        gauges = (
             ("num_requests_running", "Sequences with a seat.", status.num_running),
             ("num_requests_waiting", "Accepted sequences without a seat.", _num_waiting(status)),
             (
@@ -192,20 +188,16 @@ class StandingMetrics(Collector):
                 "Share of the KV blocks in use, 0 to 1.",
                 status.used_blocks / status.total_blocks,
             ),
-        ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-            gauge.add_metric([model], value)
-            yield gauge
-        for name, text, count in (
+        )
+        yield from _families(GaugeMetricFamily, "vllm:", "model_name", model, gauges)
+        counters = (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", status.kv.query_tokens),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", status.kv.hit_tokens),
             ("num_preemptions", "Preemptions of sequences.", status.num_preemptions),
             ("prompt_tokens", "Prompt tokens of sequences that got a seat.", steps.prompt_tokens),
             ("generation_tokens", "Output tokens.", steps.output_tokens),
-        ):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-            counter.add_metric([model], count)
-            yield counter
+        )
+        yield from _families(CounterMetricFamily, "vllm:", "model_name", model, counters)
         description = self._service.description
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
@@ -221,14 +213,12 @@ class StandingMetrics(Collector):
         if store is None:
             return
         uses = store.uses()
-        for name, text, value in (
+        slots = (
             ("slots", "Slots for LoRA adapters.", store.num_slots),
             ("slots_used", "Slots with an adapter that is in the folder.", sum(use.is_resident for use in uses)),
             ("slots_held", "Slots for adapters that sequences hold.", store.num_held),
-        ):
-            gauge = GaugeMetricFamily(f"inflight_adapter_{name}", text, labels=["model"])
-            gauge.add_metric([model], value)
-            yield gauge
+        )
+        yield from _families(GaugeMetricFamily, "inflight_adapter_", "model", model, slots)
         seconds = CounterMetricFamily("inflight_adapter_load_seconds", "Seconds that loads took.", labels=["model"])
         seconds.add_metric([model], store.load_s)
         yield seconds
@@ -269,15 +259,27 @@ class StandingMetrics(Collector):
             for position, count in enumerate(counts or (0,)):
                 by_position.add_metric([model, str(position)], count)
             yield by_position
-        for name, text, number in (
+        totals = (
             ("num_drafts", "Drafts of which tokens were verified.", drafts.num_drafts),
             ("num_draft_tokens", "Drafted tokens that were verified.", drafts.num_verified),
             ("num_accepted_tokens", "Drafted tokens that were accepted.", drafts.num_accepted),
-        ):
-            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=["model_name"])
-            counter.add_metric([model], number)
-            yield counter
+        )
+        yield from _families(CounterMetricFamily, "vllm:spec_decode_", "model_name", model, totals)
 
 
 def _num_waiting(status: EngineStatus) -> int:
     return status.num_waiting + status.num_preempted
+
+
+def _families(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    prefix: str,
+    label: str,
+    model: str,
+    figures: Iterable[tuple[str, str, float]],
+) -> Iterator[Metric]:
+    """Yields a metric with one sample, that of the model, for each figure: its name, text and value."""
+    for name, text, value in figures:
+        metric = family(f"{prefix}{name}", text, labels=[label])
+        metric.add_metric([model], value)
+        yield metric

@@ -32,6 +32,7 @@ from router.store.types import (
     ExecutorReport,
     ExecutorStanding,
     Explanation,
+    HandBackDetails,
     HandBackRefusal,
     HeldSequence,
     LedgerState,
@@ -150,22 +151,25 @@ def parse_unheard(reply: Reply) -> list[tuple[str, float]]:
     return [(executor_id, ms / 1000) for executor_id, ms in zip(flat[::2], flat[1::2], strict=True)]
 
 
-def hand_back_args(
-    request_id: str,
-    attempt: int,
-    max_attempts: int,
-    *,
-    rejected: bool,
-    preempted: bool,
-    output_tokens: int,
-    progressed: bool = False,
-    stood_still: bool = False,
-    placement_blocks: int | None = None,
-) -> list[Argument]:
+def hand_back_args(request_id: str, attempt: int, max_attempts: int, details: HandBackDetails) -> list[Argument]:
     """Returns the arguments of hand_back.lua for one placement."""
-    why = "preempted" if preempted else "rejected" if rejected else "stood_still" if stood_still else "lost"
-    blocks: Argument = "" if placement_blocks is None else placement_blocks
-    return [request_id, attempt, max_attempts, why, output_tokens, int(progressed), blocks]
+    why = "lost"
+    if details.get("preempted"):
+        why = "preempted"
+    elif details.get("rejected"):
+        why = "rejected"
+    elif details.get("stood_still"):
+        why = "stood_still"
+    blocks = details.get("placement_blocks")
+    return [
+        request_id,
+        attempt,
+        max_attempts,
+        why,
+        details.get("output_tokens", 0),
+        int(details.get("progressed", False)),
+        "" if blocks is None else blocks,
+    ]
 
 
 def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:

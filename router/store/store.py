@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from redis.asyncio import Redis
 
@@ -60,6 +60,7 @@ from router.store.types import (
     Ending,
     ExecutorReport,
     Explanation,
+    HandBackDetails,
     HandBackRefusal,
     LeaseLapsed,
     LedgerState,
@@ -223,39 +224,14 @@ class AdmissionStore:
         return parse_cancel(request_id, reply)
 
     async def hand_back(
-        self,
-        request_id: str,
-        attempt: int,
-        max_attempts: int,
-        *,
-        rejected: bool = False,
-        preempted: bool = False,
-        output_tokens: int = 0,
-        progressed: bool = False,
-        stood_still: bool = False,
-        placement_blocks: int | None = None,
+        self, request_id: str, attempt: int, max_attempts: int, **details: Unpack[HandBackDetails]
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Returns a failed placement; the request waits at its former position if attempts are left.
 
-        With `output_tokens` it waits without its deadline, which was met. `rejected`: the executor did not accept it,
-        so the attempt does not count. In both cases the executor gets nothing new before its next report. `preempted`:
-        the request gave up its seat; that does not count either, and the executor keeps getting work. `progressed`:
-        this placement produced tokens, so the request did not cause the loss; the count of losses starts again.
-        `stood_still`: the executor reports a stalled engine; that counts although the executor lives.
-        `placement_blocks` are those of the next placement; None: as many as before. UNDECIDED:
-        whether attempts are left depends on whether executors died, which is known within seconds; call again.
+        UNDECIDED: whether attempts are left depends on whether executors died, which is known within seconds; call
+        again.
         """
-        args = hand_back_args(
-            request_id,
-            attempt,
-            max_attempts,
-            rejected=rejected,
-            preempted=preempted,
-            output_tokens=output_tokens,
-            progressed=progressed,
-            stood_still=stood_still,
-            placement_blocks=placement_blocks,
-        )
+        args = hand_back_args(request_id, attempt, max_attempts, details)
         reply, event = await self._detached(self._hand_backs.ask(_Asked(request_id, args)))
         if isinstance(event, Dropped):
             return event

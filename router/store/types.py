@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from common.errors import Reason
 
@@ -369,6 +369,24 @@ class Dropped:
     request_id: str
     reason: DropReason
     adapter: str = field(default="", compare=False)
+
+
+class HandBackDetails(TypedDict, total=False):
+    """Why a placement is handed back, and what it did. Without a reason its executor was lost."""
+
+    rejected: bool
+    """The executor did not accept it: the attempt does not count, and the executor gets nothing new before its next
+    report."""
+    preempted: bool
+    """The request gave up its seat: the attempt does not count, and the executor keeps getting work."""
+    stood_still: bool
+    """The executor reports a stalled engine: the attempt counts although the executor lives."""
+    output_tokens: int
+    """Tokens so far, 0 if left out. With any, the request waits without its first-token deadline, which was met."""
+    progressed: bool
+    """This placement produced tokens, so the request did not cause the loss: the count of losses starts again."""
+    placement_blocks: int | None
+    """Blocks of the next placement; None: as many as before."""
 
 
 class HandBackRefusal(Enum):

@@ -23,7 +23,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from common.errors import Reason, RequestError
 from router.store.store import AdmissionStore, SubmitOutcome
@@ -39,6 +39,7 @@ from router.store.types import (
     Ending,
     ExecutorReport,
     Explanation,
+    HandBackDetails,
     HandBackRefusal,
     LeaseLapsed,
     LedgerState,
@@ -244,32 +245,12 @@ class SubPoolStore:
         return outcome
 
     async def hand_back(
-        self,
-        request_id: str,
-        attempt: int,
-        max_attempts: int,
-        *,
-        rejected: bool = False,
-        preempted: bool = False,
-        output_tokens: int = 0,
-        progressed: bool = False,
-        stood_still: bool = False,
-        placement_blocks: int | None = None,
+        self, request_id: str, attempt: int, max_attempts: int, **details: Unpack[HandBackDetails]
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Hands back in the sub-pool that has the request."""
 
         async def hand_back_in(store: AdmissionStore) -> Placement | Queued | Dropped | HandBackRefusal:
-            return await store.hand_back(
-                request_id,
-                attempt,
-                max_attempts,
-                rejected=rejected,
-                preempted=preempted,
-                output_tokens=output_tokens,
-                progressed=progressed,
-                stood_still=stood_still,
-                placement_blocks=placement_blocks,
-            )
+            return await store.hand_back(request_id, attempt, max_attempts, **details)
 
         return await self._ask(request_id, hand_back_in, lambda found: int(found is HandBackRefusal.UNKNOWN), 1)
 

@@ -1,11 +1,12 @@
 """Streams of the asynchronous client that share calls of `GenerateMany`.
 
-A call carries streams with the same metadata, so of one caller. It opens with its first stream and ends with its last.
-It takes a limited number of streams at once and none after a while, because gRPC balances calls over routers, not
-streams. The blocking client makes a call for each stream: its threads would wait for the one that reads a shared call.
+A call carries streams with the same metadata, and so of one caller. It opens with its first stream and ends with its
+last. It takes a limited number of streams at once, and no new ones after `MAX_AGE_S`, because gRPC balances calls over
+routers, not streams. The blocking client makes a call for each stream, because its threads would have to wait for the
+one that reads a shared call.
 
-A stream that is not read fast enough is held: the router collects its tokens, and the other streams go on. With a
-router of an earlier version, which does not know the call, streams continue by calls of their own.
+If a stream is not read fast enough, the router holds it: it collects the stream's tokens, and the other streams
+continue. With a router of an earlier version, which does not know the call, each stream has its own call.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Time that prompts get in a step beside decodes. Pure.
 
-A step with prefill may take as long as the smallest inter-token target of the sequences that decode in it, and
-`max_inter_token_ms` at most. Without either, prompts are not limited. Where the decodes alone take so long that less
-than `LEAST_SHARE` of their time is left, prompts get that share, and one block of tokens in any case. So while
-sequences decode, prompts get at least a third of the device's time, or a block of tokens per step if that takes longer.
-Until the cost of prompts is known they get a few tokens per step.
+A step with prefill may take as long as the smallest inter-token target of the sequences that decode in it, and at most
+`max_inter_token_ms`. Without either, prompts are not limited. If less than `LEAST_SHARE` of the time of the decodes
+would be left, prompts get this share, and always at least one block of tokens. So while sequences decode, prompts get
+at least a third of the device's time, or a block of tokens per step if that takes longer. Until the cost of prompts is
+known, they get `FIRST_TOKENS` per step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Number of sequences that should wait here beyond the seats, so that a free seat is taken at the next step.
 
-When a sequence ends, its router learns of it and submits another one. Until that arrives, further sequences end. The
-depth is the number of ends in the time that such a refill takes: one waiting sequence for each. Sequences beyond that
-would only wait here instead of in the queue, from where another executor could take them. Ends at max_tokens count like
-those at a stop token, since routers foresee neither. Pure: times come from outside, in seconds.
+When a sequence ends, its router learns of it and submits another one, the *refill*. Before the refill arrives, other
+sequences end. The depth is the number of sequences that end in the time of a refill, so that each of their seats finds
+a waiting sequence. More sequences would only wait here instead of in the queue, from which another executor could take
+them. Ends at max_tokens count like those at a stop token, since routers foresee neither. Pure: times come from outside,
+in seconds.
 """
 
 from __future__ import annotations

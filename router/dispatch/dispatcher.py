@@ -1,11 +1,11 @@
-"""The dispatcher of one model: its requests between the service, the executors and the ledger.
+"""The dispatcher of one model, which connects its requests with the service, the executors and the ledger.
 
-`LiveRequests` decides; the dispatcher feeds it what happens and executes what it returns: calls of the ledger, messages
-on links, news for readers. It owns the calls that are under way, the links that are up and what has ended lately, and
-decides nothing about a request itself. The `LedgerWriter` writes ends and reports, the `QueueWatch` reports places in
-the queue, the `WaitingAudit` finds waiting requests that the ledger has lost.
+`LiveRequests` decides about requests. The dispatcher passes it events and executes the effects that it returns: calls
+of the ledger, messages on links, notices for readers. It owns the calls that are under way, the links that are up and
+the requests that ended recently. The `LedgerWriter` writes ends and reports, the `QueueWatch` reports places in the
+queue, and the `WaitingAudit` finds waiting requests that the ledger has lost.
 
-While Redis is away running streams go on: ends and hand-backs wait until it is back.
+While Redis is away, running streams continue; ends and hand-backs wait until it is back.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ from router.subpools.store import SubPoolStore
 
 Outcome = TypeVar("Outcome")
 
-# As many as go out in the calls that are under way (`router.store.batches`). A new request without a turn after
-# `SUBMIT_TURN_S` is refused: its client can ask another router, or later.
+# As many as fit into the calls that are under way at a time (`router.store.batches`). A new request that has no turn
+# after `SUBMIT_TURN_S` is refused: its client can ask another router, or ask later.
 MAX_CONCURRENT_SUBMITS = 32
 SUBMIT_TURN_S = 2.0
 
 
 class SubmitTurns:
-    """The turns of one pool."""
+    """Turns of the requests of one pool to be submitted; a bound on concurrent submits."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MAX_CONCURRENT_SUBMITS)
@@ -195,7 +195,7 @@ ANSWER_WAIT_S = 5.0
 # Errors that are final, so a client that comes back gets them again.
 LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
-# The words for observers.
+# Names of the reasons in metrics and traces.
 WHY_MOVED = {
     RequeueReason.LOST: "executor_lost",
     RequeueReason.REJECTED: "rejected",

@@ -1,10 +1,10 @@
 """The router's `Serve` stream to one executor: connect, describe, serve, and reconnect when it breaks.
 
 Owns the channel, the slots of the stream and the credits. Output goes to the request's stream. Events of the request's
-life cycle go to the pool (`LinkEvents`). A link that breaks reports this once, and every placement that went over it is
-void: either the executor is dead, or a router that attaches to it takes over. If a token is missing, the link attaches
-to the placement once more, from that token on; if that fails, the placement is given up and the request continues
-elsewhere. A frame that cannot be true breaks the link.
+life cycle go to the pool (`LinkEvents`). A link that breaks reports this once, and all its placements are void: either
+the executor is dead, or a router that attaches to it takes over. If a token is missing, the link attaches to the
+placement again, from that token on. If that fails, the placement is given up and the request continues elsewhere. An
+inconsistent frame breaks the link.
 """
 
 from __future__ import annotations

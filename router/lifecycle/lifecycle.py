@@ -1,35 +1,35 @@
 """The life cycle of requests on one router: a pure state machine.
 
-Events go in: words and answers of the ledger, what links and clients report, and timers (`router.lifecycle.events`).
-Effects come out, for one module to execute: `router.dispatch.dispatcher`, and `bench.simulation` in virtual time.
-Nothing in this folder does I/O, waits, reads a clock or draws a random number.
+Events go in: events and answers of the ledger, events of links and clients, and timers (`router.lifecycle.events`).
+Effects come out. `router.dispatch.dispatcher` executes them, and in virtual time `bench.simulation`. No module in this
+folder does I/O, waits, reads a clock or draws a random number.
 
-`LiveRequests` are the requests of one model, `Lifecycle` is one of them. Its state says where it is, as far as this
-router knows:
+`LiveRequests` holds the requests of one model. A `Lifecycle` is one request. Its state says where the request is, as
+far as this router knows:
 
     NEW           not submitted yet
-    SUBMITTING    the first submit is under way, and nothing is known of its outcome
+    SUBMITTING    the first submit is under way, and its outcome is unknown
     WAITING       in the ledger's queue
     RESUBMITTING  the ledger has lost it; it is submitted again
-    ATTACHING     it ran at another router; its executor is asked for its output
+    ATTACHING     it ran at another router; this router asks its executor for its output
     PLACED        on an executor, under `attempt`
-    REPLAYING     it has ended on its executor, which sends the output once more
-    HANDING_BACK  its placement came to nothing and is being returned to the queue
-    WITHDRAWING   it is not wanted any more and is being taken out of the queue
-    ENDED         no longer served here; what its executor still owes is settled when it comes
-    LEFT          no longer served here; another router has it, or will
+    REPLAYING     it has ended on its executor, which sends the output again
+    HANDING_BACK  its placement failed and is being returned to the queue
+    WITHDRAWING   no longer wanted; it is being removed from the queue
+    ENDED         no longer served here; later messages of its executor are only settled
+    LEFT          no longer served here; another router serves it, or will
 
-Several calls can be under way at once (`calls`): a submit whose reply is lost is overtaken by a resubmission, a client
-leaves while a placement is handed back. So an answer is legal wherever its call is under way, and its effect depends on
-the state that it meets. `router.lifecycle.transitions` has every state that an event can lead to. Anything else raises
-`IllegalTransition` and changes nothing.
+Several calls can be under way at once (`calls`). For example, a submit whose reply is lost is overtaken by a
+resubmission, or a client leaves while a placement is handed back. So an answer is legal in every state in which its
+call is under way, and its effect depends on the state. `router.lifecycle.transitions` has every state that an event can
+lead to. Any other transition raises `IllegalTransition` and changes nothing.
 
-A placement is fenced by its attempt: `Lifecycle.handle` drops an event whose attempt is not the current one, and
-nothing behind it has to check that. Output does not pass here; a link compares the same `current_attempt` where it
-looks up the stream of a slot.
+A placement is fenced by its attempt: `Lifecycle.handle` drops an event whose attempt is not the current one, so the
+code behind it need not check that. Output does not pass through here; a link compares the same `current_attempt` when
+it looks up the stream of a slot.
 
-Invariants: a placement that the ledger gave is sent, settled or handed back; a request that is served leaves by exactly
-one `Forget`; after its end or error nothing changes either.
+Invariants: a placement that the ledger gave is sent, settled or handed back; a served request leaves by exactly one
+`Forget`; once the end or the error of a request is known, it does not change.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ from router.store.types import (
 # reports.
 MAX_CONSECUTIVE_PREEMPTIONS = 3
 
-# Reasons that say nothing against the executor: the ledger may place new requests there before its next report.
+# Reasons that are not failures of the executor: the ledger may place new requests there before its next report.
 KEEPS_EXECUTOR = frozenset({RequeueReason.PREEMPTED, RequeueReason.EXTENDED})
 
 # Attempts count from 1.
 NO_ATTEMPT = 0
 
-# What a waiting request outlasts when it is submitted again.
+# Refusals of a resubmission after which a waiting request is submitted again.
 PASSING_REASONS = frozenset({Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE})
 
 
@@ -142,7 +142,7 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AskLedger:
-    """Submit the request to the ledger; `is_served`: again."""
+    """Submit the request to the ledger; `is_served`: not for the first time."""
 
     life: Lifecycle
     is_served: bool
@@ -150,7 +150,7 @@ class AskLedger:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tell the caller of the first submit how it went."""
+    """Return the outcome of the first submit to its caller."""
 
     life: Lifecycle
     outcome: Admitted | RequestError
@@ -197,7 +197,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class TakeIn:
-    """Read the sequence from its first token on."""
+    """Begin to read the sequence's output, from its first token on."""
 
     life: Lifecycle
     has_started: bool
@@ -248,14 +248,14 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class SettleUnused:
-    """Return a reservation of which nothing more is known."""
+    """Return a reservation whose use is not known."""
 
     ending: Ending
 
 
 @dataclass(frozen=True, slots=True)
 class ClearSuspicion:
-    """No executor that was lost under the request before this placement counts any more."""
+    """Have the ledger forget the executors that were lost before this placement, because it has brought a token."""
 
     life: Lifecycle
     attempt: int
@@ -285,7 +285,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A placement or drop for which this request, no longer served, is not the one. Consumed by `LiveRequests`."""
+    """A placement or drop that reached a request which is no longer served. `LiveRequests` handles it."""
 
     outcome: Placement | Dropped
 
@@ -322,7 +322,7 @@ S = RequestState
 
 
 class Lifecycle:
-    """One request. `output` is its stream, `deadline` when it must have ended, on the clock that the caller uses;
+    """One request. `output` is its stream. `deadline` is the time by which it must have ended, on the caller's clock.
     `is_repeatable`: a client may send it again under the same id."""
 
     def __init__(

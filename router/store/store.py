@@ -81,18 +81,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ROUNDS = 64
-# A call of so many holds Redis for about a millisecond.
+# A call with this many occupies Redis for about a millisecond.
 MAX_SETTLED_PER_CALL = 16
 
-# The mode of a cancel that takes a request out.
+# The mode of a cancel that removes a waiting request for another pool.
 TAKE_OUT = 2
 
-# Scripts that must not run late: by then the request may belong to another router, or be repeated. Their argument says
-# until when the caller waits; of the first two it is in front of the requests. `submit` and `adopt` may make the caller
-# the owner; these are their outcomes in that case.
+# Scripts that must not run late: by then the request may belong to another router, or be repeated. An argument says
+# until when the caller waits; in `submit` and `cancel` it precedes the requests.
+# `submit` and `adopt` may make the caller the owner of a request; `OWNED` has their outcomes in that case.
 TIMELY = frozenset({"submit", "cancel", "adopt"})
 OWNED = frozenset({"PLACED", "QUEUED", "ADOPTED"})
-# Scripts that do not belong to a request; each runs once at a time. All others take turns.
+# Scripts that do not belong to a request. Each has at most one call under way; all others take turns.
 UNPROMPTED = frozenset({"settle", "report", "renew", "reap"})
 
 OwnEvent = Placement | Dropped

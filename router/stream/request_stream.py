@@ -1,9 +1,9 @@
-"""The output of one request between its admission and its end, and for a while after.
+"""The output of one request, from its admission until some time after its end.
 
-`RequestStream` collects what executors send, keyed by absolute offset, and hands it to the one reader that writes to
-the client. A later reader gets everything from the beginning, and the reader before it fails with TAKEN_OVER. The life
-cycle (`router.lifecycle`) knows where the request is. A stream never touches Redis or gRPC. Invariants: `output_ids[i]`
-is the token at offset i and never changes; nothing arrives after the end.
+`RequestStream` collects the tokens that executors send, by offset, and gives them to one reader, which writes to the
+client. A later reader gets all output from the beginning, and the reader before it fails with TAKEN_OVER. The life
+cycle (`router.lifecycle`) knows where the request is. A stream never uses Redis or gRPC. Invariants: `output_ids[i]` is
+the token at offset i and never changes; no output arrives after the end.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.router_stream import make_submit, router_stream
 LENGTH = 40
 SHAPE = ExecutorShape(max_num_sequences=1, num_standby_sequences=2)
 # Shorter than any test waits, longer than a busy machine delays a step.
-WATCHDOG_S = 0.5
+WATCHDOG_S = 3.0
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

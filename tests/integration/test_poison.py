@@ -31,7 +31,7 @@ from tests.integration.test_requests import collect, expected_ids, ids_of
 
 POISON = [4, 4, 4, 4, 4]
 # Shorter than any test waits, longer than a busy machine delays a step.
-WATCHDOG_S = 0.5
+WATCHDOG_S = 3.0
 
 
 def poison(executor: RunningExecutor, deaths: list[RunningExecutor]) -> None:

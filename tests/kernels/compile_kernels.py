@@ -1,6 +1,8 @@
 """A compiler of all kernels for a GPU that is not present: `python -m tests.kernels.compile_kernels 90`.
 
-With `--digest` it compiles nothing and prints a digest of all that determines the code, apart from Triton's version.
+There may be several kinds of GPU. With `--digest` it compiles nothing and prints for each a digest of all that
+determines the code, apart from Triton's version. With `--sample` it compiles the first launch of each kind of each
+kernel.
 
 The launchers run on tensors without storage. In place of a launch, the kernel is compiled for the arguments it was
 given, specialised as Triton does it: for integers that are 1 and for what 16 divides. Prints a line of JSON each.
@@ -87,9 +89,10 @@ FP8_VARIANT, MIN_FP8_CAPABILITY = replace(LLAMA_8B, kv_dtype=torch.float8_e4m3fn
 BATCHES = ([1] * 128, [4] * 8, [1] * 4, [1] * 32 + [480])
 
 
-def main(capability: int, *, is_digest: bool = False) -> int:
-    """Compiles everything, or prints the digest; returns the exit code."""
+def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
+    """Compiles everything or a sample, or prints the digest."""
     seen: set[str] = set()
+    sampled: set[tuple[str, bool, bool]] = set()
     digest = hashlib.sha256(str(capability).encode())
 
     def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -101,16 +104,18 @@ def main(capability: int, *, is_digest: bool = False) -> int:
             return
         seen.add(key)
         digest.update(f"{kernel.cache_key} {key}".encode())
-        if is_digest:
+        is_decode = bool(bound.get("IS_DECODE"))
+        has_fp8 = "*fp8e4nv" in source.signature.values()
+        kind = (kernel.__name__, is_decode, has_fp8)
+        if is_digest or (is_sample and kind in sampled):
             return
+        sampled.add(kind)
         log = StringIO()
         with redirect_stdout(log):
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         figures = {"shared_bytes": compiled.metadata.shared, "num_fused": compiled.asm["ptx"].count("fma.")}
         figures |= figures_of_ptxas(log.getvalue()) | figures_of_pipeline(compiled.asm["ttgir"])
         sizes = [bound[param.name] for param in kernel.params if param.is_constexpr]
-        is_decode = bool(bound.get("IS_DECODE"))
-        has_fp8 = "*fp8e4nv" in source.signature.values()
         name = {"kernel": kernel.__name__, "constants": sizes, "is_decode": is_decode, "has_fp8": has_fp8}
         print(json.dumps(name | figures | options), flush=True)
 
@@ -130,7 +135,6 @@ def main(capability: int, *, is_digest: bool = False) -> int:
         launch_adapters(shape)
     if is_digest:
         print(digest.hexdigest())
-    return 0
 
 
 def figures_of_ptxas(log: str) -> dict[str, int]:
@@ -237,4 +241,5 @@ def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), is_digest="--digest" in sys.argv))
+    for argument in filter(str.isdigit, sys.argv[1:]):
+        main(int(argument), is_digest="--digest" in sys.argv, is_sample="--sample" in sys.argv)

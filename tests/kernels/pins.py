@@ -2,7 +2,7 @@
 
 Registers of a thread, bytes that it spills, bytes of shared memory of a program, and the stages of the buffers into
 which loops load ahead. They follow from the version of Triton and a digest of the kernels and their launches, which are
-committed with them.
+committed with them. Figures are only committed of kernels without `faults`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,20 @@ MAX_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 10
 FIGURES = ("registers", "spill_bytes", "shared_bytes", "buffers")
 
 
-def compile_for(capability: int, cache: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def compile_for(capabilities: Iterable[int], cache: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Runs `compile_kernels` in a process of its own."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     return subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_kernels", str(capability), *options],
+        [sys.executable, "-m", "tests.kernels.compile_kernels", *map(str, capabilities), *options],
         cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=590, check=False,
     )  # fmt: skip
 
 
-def digest_for(capability: int, cache: Path) -> str:
-    """Returns the digest of what determines the code of every kernel."""
-    result = compile_for(capability, cache, "--digest")
+def find_digests(cache: Path) -> dict[str, str]:
+    """Returns for each kind of GPU the digest of what determines the code of every kernel."""
+    result = compile_for(MAX_SHARED_BYTES, cache, "--digest")
     assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+    return dict(zip(map(str, MAX_SHARED_BYTES), result.stdout.split(), strict=True))
 
 
 def figures_of(compiled: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -51,19 +52,36 @@ def figures_of(compiled: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
+def faults(compiled: list[dict[str, Any]], capability: int) -> list[str]:
+    """Returns what no kernel may be like, in words."""
+    found = []
+    for kernel in compiled:
+        name = f"{kernel['kernel']} {kernel['constants']}"
+        if kernel["shared_bytes"] > MAX_SHARED_BYTES[capability]:
+            found.append(f"{name} needs {kernel['shared_bytes']} bytes of shared memory")
+        if kernel["kernel"] == "change_kernel" and kernel["num_fused"]:
+            found.append(f"{name}: a penalty is a product and a subtraction, each rounded, as in torch and C++")
+        if kernel["kernel"] == "attend_kernel" and kernel["is_decode"] and min(kernel["buffers"], default=0) < 2:
+            found.append(f"{name}: decodes load keys and values a tile ahead")
+    return found
+
+
 def main() -> int:
     """Compiles for every kind of GPU and writes the file; returns the exit code."""
     pinned: dict[str, dict[str, list[Any]]] = {}
-    digests: dict[str, str] = {}
     for capability in MAX_SHARED_BYTES:
         with tempfile.TemporaryDirectory() as cache:
-            digests[str(capability)] = digest_for(capability, Path(cache))
-            result = compile_for(capability, Path(cache))
+            result = compile_for([capability], Path(cache))
         if result.returncode != 0:
             print(result.stderr, file=sys.stderr)
             return 1
-        pinned[str(capability)] = figures_of([json.loads(line) for line in result.stdout.splitlines()])
-    write(digests, pinned)
+        compiled = [json.loads(line) for line in result.stdout.splitlines()]
+        if found := faults(compiled, capability):
+            print(*found, sep="\n", file=sys.stderr)
+            return 1
+        pinned[str(capability)] = figures_of(compiled)
+    with tempfile.TemporaryDirectory() as cache:
+        write(find_digests(Path(cache)), pinned)
     return 0
 
 

@@ -102,14 +102,14 @@ def test_tokens_are_the_same_alone_together_and_after_their_blocks_were_away(fol
     assert runs[0] == runs[1]
 
 
-def test_block_has_a_byte_for_each_number_and_a_float32_scale_for_each_token_and_head(folder: Path) -> None:
+def test_block_has_a_byte_for_each_number_and_a_float32_scale_for_each_token_and_head(two_layers: Path) -> None:
     fp8_bytes, plain_bytes = 2 * 2 * 16 * (16 + 4), 2 * 2 * 16 * 16 * 4
-    model, mixed = load(folder), load(folder, skip_layers=(0,))
+    model, mixed = load(two_layers), load(two_layers, skip_layers=(0,))
     assert (model.kv_bytes_per_block(16), model.kv_cache_dtype_name) == (2 * fp8_bytes, "fp8")
     assert mixed.kv_bytes_per_block(16) == fp8_bytes + plain_bytes
     assert mixed.kv_cache_dtype_name == "fp8 except float32 in layers 0"
     predicted = pool_of(
-        read_model_shape(str(folder)),
+        read_model_shape(str(two_layers)),
         Machine(1 << 30, True, 0.9, 0, MemoryOptions(kv_cache_dtype="fp8")),
         "float32",
         16,

@@ -82,19 +82,19 @@ def logits_of(model: PagedModel, batch: StepBatch) -> Tensor:
     return model.forward(batch)
 
 
-def test_logits_are_near_those_of_the_unrounded_model(folder: Path) -> None:
+def test_logits_are_near_those_of_the_unrounded_model(two_layers: Path) -> None:
     batch = make_case([Spec(20, 20), Spec(3, 3)], 16).batch
     ids = torch.randint(VOCABULARY_SIZE, (batch.num_tokens,), dtype=batch.token_ids.dtype)
     batch.token_ids.copy_(ids)
-    plain, fp8 = (logits_of(load(folder, weight_dtype), batch) for weight_dtype in ("auto", "fp8"))
+    plain, fp8 = (logits_of(load(two_layers, weight_dtype), batch) for weight_dtype in ("auto", "fp8"))
     distance = relative_distance(fp8, plain)
     # Rounding changes each number by up to 1/16: 0.14 to 0.30 for eight seeds. It is 0 if nothing is rounded, and more
     # than 1 for unrelated logits.
     assert 0.005 < distance < 0.5
 
 
-def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(folder: Path) -> None:
-    model = load(folder)
+def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(two_layers: Path) -> None:
+    model = load(two_layers)
     assert model.weight_dtype_name == "fp8"
     assert model._network is not None
     assert model.gpu_decoder is not None
@@ -110,7 +110,7 @@ def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(folder: Pat
     ]
     num_bytes = sum(weight.nbytes for weight in left.values())
     num_bytes += sum(matrix.numbers.nbytes + matrix.scales.nbytes for matrix in matrices)
-    assert num_bytes == fp8_weight_bytes(read_model_shape(str(folder)), "float32")
+    assert num_bytes == fp8_weight_bytes(read_model_shape(str(two_layers)), "float32")
 
 
 def test_model_with_biases_is_loaded_and_passes_the_check_against_transformers(tmp_path: Path) -> None:

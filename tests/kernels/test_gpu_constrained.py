@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from executor.scheduler.sequence import Processors, Sequence
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, load, outputs
 from tests.small_vocabulary import EOS_ID, OTHER_EOS_ID, VOCABULARY_SIZE, schema_grammar
 from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
 from tests.unit.test_constrained import make
 
 GRAMMARS = (
@@ -23,12 +21,6 @@ GRAMMARS = (
     schema_grammar({"type": "string", "maxLength": 12}),
     schema_grammar({"type": ["boolean", "null"]}),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from common.model_source import resolve_model
 from executor.model.model import PagedModel
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}
@@ -48,12 +46,6 @@ LOADED: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(**sizes(**GEMMA, layer_types=["sliding_attention", "full_attention"])),
 }
 PROMPTS = [[5, 9, 3, 77, 41, 8, 2, 30, 64, 12, 33, 90, 7], [14], [21, 22, 23, 24, 25, 26]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 def load(folder: Path) -> PagedModel:

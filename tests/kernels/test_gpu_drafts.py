@@ -3,12 +3,13 @@ drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from executor.gpu.graphs import Capture
 from executor.gpu.runner import GpuRunner
@@ -22,8 +23,7 @@ from tests.drafting import CHEAP, GuessingProposer, eager
 from tests.kernels import test_gpu_constrained, test_gpu_runner
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, assert_same_sequences, load
 from tests.scheduling import run_overlapped
-from tests.tiny_models import VOCABULARY_SIZE
-from tests.torch_threads import torch_threads
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 
 MAKERS: Mapping[str, Callable[[], list[Sequence]]] = {
     "plain": test_gpu_runner.requests,
@@ -32,16 +32,10 @@ MAKERS: Mapping[str, Callable[[], list[Sequence]]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Models by the kind of the requests: only one has the vocabulary of the grammars."""
-    plain = test_gpu_runner.write_model(tmp_path_factory.mktemp("plain"))
+    plain = save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("plain") / "tiny")
     constrained = test_gpu_constrained.write_model(tmp_path_factory.mktemp("constrained"))
     return {"plain": plain, "changed": plain, "constrained": constrained}
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from common.model_source import resolve_model
 from executor.attention.backend import KvShape
 from executor.attention.flashinfer import FlashInfer, Heads
 from executor.attention.triton import TritonAttention
@@ -25,34 +23,15 @@ from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sampling
 from tests.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper as StandIn
-from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, sequence
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, load, outputs, sequence
 
 # Few and small steps, since the interpreter is slow.
 SMALL = replace(LIMITS, max_num_sequences=2, context_length=24)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> PagedModel:
-    return PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu")
-
-
 @pytest.fixture
-def model(loaded: PagedModel) -> PagedModel:
-    loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    return loaded
+def model(folder: Path) -> PagedModel:
+    return load(folder, "triton")
 
 
 @pytest.fixture(autouse=True)
@@ -100,11 +79,7 @@ def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
     assert f"prompt chunks use flashinfer: {times}" in caplog.text
     assert all(not kv.keys.any() and not kv.values.any() for kv in model.kv), "nothing of the trial is left"
     StandIn.num_runs = 0
-    reference = PagedModel.load(
-        resolve_model(str(folder)), dtype_name="float32", backend_name="reference", device_name="cpu"
-    )
-    reference.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    expected = _outputs(ModelRunner(reference, SMALL, BLOCK_SIZE))
+    expected = _outputs(ModelRunner(load(folder, "reference"), SMALL, BLOCK_SIZE))
     assert _outputs(runner) == expected
     assert StandIn.num_runs > 0, "steps with chunks are computed by it"
 

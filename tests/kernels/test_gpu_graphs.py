@@ -4,13 +4,12 @@ are refused."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from common.model_source import ModelError, resolve_model
 from executor.attention.backend import StepAttention
@@ -21,27 +20,13 @@ from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from tests.kernels.test_gpu_drafts import check_drafts
-from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, assert_same_sequences, outputs, requests
-from tests.kernels.test_gpu_runner import load as load_with_kv
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, assert_same_sequences, load, outputs, requests
 
 Compute = Callable[[Bucket], None]
 DECODES = [Bucket.of_decodes(count) for count in (1, 2, 3)]
 # Tokens of the largest step with chunks that has a graph here, and the buckets below.
 MOST_TOKENS = 8
 MIXED = [Bucket(MOST_TOKENS, 3, False)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @dataclass
@@ -71,26 +56,15 @@ class Captured:
         return {bucket: StandIn(bucket, self.fault(compute), self.replays) for bucket in buckets}
 
 
-def load(folder: Path, backend_name: str, *, weight_dtype: str = "auto", kv_cache_dtype: str = "auto") -> PagedModel:
-    return PagedModel.load(
-        resolve_model(str(folder)),
-        dtype_name="float32",
-        backend_name=backend_name,
-        device_name="cpu",
-        weight_dtype=weight_dtype,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> PagedModel:
-    return load(folder, "triton")
+@pytest.fixture(autouse=True)
+def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that compile kernels compile nothing in the interpreter, and `test_gpu_runner` runs them."""
+    monkeypatch.setattr("executor.gpu.runner.warm_up_lengths", lambda *_: [])
 
 
 @pytest.fixture
-def model(loaded: PagedModel) -> PagedModel:
-    loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    return loaded
+def model(folder: Path) -> PagedModel:
+    return load(folder, "triton")
 
 
 def runner_of(model: PagedModel, captured: Captured) -> GpuRunner:
@@ -103,12 +77,10 @@ def runner_of(model: PagedModel, captured: Captured) -> GpuRunner:
 def test_replayed_steps_yield_the_tokens_of_the_generic_runner(
     folder: Path, model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = load(folder, "reference")
-    reference.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     expected, ours = requests(), requests()
     for some in (*expected[2:], *ours[2:]):
         some.num_top_logprobs, some.num_prompt_logprobs = 2, 1
-    outputs(ModelRunner(reference, LIMITS, BLOCK_SIZE), expected)
+    outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), expected)
     captured = Captured({})
     runner = runner_of(model, captured)
     runner.prepare()
@@ -132,7 +104,14 @@ def test_replayed_steps_yield_the_tokens_of_the_generic_runner(
 
 def test_replayed_steps_in_fp8_yield_the_tokens_of_launched_ones(folder: Path) -> None:
     """Padding tokens have no attention, so rows of zeros are rounded, and are written to the spare block."""
-    model = load(folder, "triton", weight_dtype="fp8", kv_cache_dtype="fp8")
+    model = PagedModel.load(
+        resolve_model(str(folder)),
+        dtype_name="float32",
+        backend_name="triton",
+        device_name="cpu",
+        weight_dtype="fp8",
+        kv_cache_dtype="fp8",
+    )
     assert model.gpu_decoder is not None
     found, replays = [], dict[Bucket, int]()
     for uses_graphs in (False, True):
@@ -152,7 +131,7 @@ def test_replayed_steps_in_fp8_yield_the_tokens_of_launched_ones(folder: Path) -
 def test_steps_with_drafts_are_replayed(folder: Path) -> None:
     captured = Captured({})
     limits = replace(LIMITS, max_num_tokens=14, max_drafts=5)
-    check_drafts(folder, "plain", limits, load_with_kv, captures_graphs=True, capture_graphs=captured)
+    check_drafts(folder, "plain", limits, load, captures_graphs=True, capture_graphs=captured)
     assert captured.replays[Bucket(14, 3, False)] > 1
 
 
@@ -177,9 +156,9 @@ def test_without_graphs_none_is_captured_and_steps_have_no_padding(model: PagedM
     assert runner._step._states.numel() == 0
 
 
-def test_graphs_are_checked_in_a_pool_of_one_block_too(loaded: PagedModel) -> None:
-    loaded.allocate_kv(1, BLOCK_SIZE)
-    runner_of(loaded, captured := Captured({})).prepare()
+def test_graphs_are_checked_in_a_pool_of_one_block_too(model: PagedModel) -> None:
+    model.allocate_kv(1, BLOCK_SIZE)
+    runner_of(model, captured := Captured({})).prepare()
     assert captured.replays == dict.fromkeys(DECODES + MIXED, 1)
 
 

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from transformers import LlamaConfig
-
-from common.model_source import resolve_model
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from tests.evicted_prefixes import conversations
+from tests.kernels.test_gpu_runner import loaded
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:
-    source = resolve_model(str(folder))
-    model = PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
+    model = loaded(folder, backend_name)
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from executor.gpu.runner import GpuRunner
 from executor.scheduler.limits import Batching, SchedulerLimits
 from executor.scheduler.sequence import Processors
 from tests.tiny_models import sizes
-from tests.torch_threads import torch_threads
 
 BLOCK_SIZE = 16
 LIMITS = SchedulerLimits(
@@ -33,12 +31,6 @@ LIMITS = SchedulerLimits(
     enable_prefix_cache=True,
 )
 REQUESTS = [TimedRequest([5, 9, 40], 3, 0.0), TimedRequest([7] * 10, 2, 0.01), TimedRequest([8], 3, 0.0)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

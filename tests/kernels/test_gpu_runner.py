@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from common.model_source import resolve_model
 from executor.engine.runner import StepRunner
@@ -22,8 +21,7 @@ from executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, Sch
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, Stopping
 from tests.scheduling import run_overlapped
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.tiny_models import VOCABULARY_SIZE
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 16
@@ -38,25 +36,16 @@ LIMITS = SchedulerLimits(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-def write_model(folder: Path) -> Path:
-    """Writes a random model of one layer."""
-    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), folder / "tiny")
+@cache
+def loaded(folder: Path, backend_name: str) -> PagedModel:
+    """The model, loaded and checked once: its check takes as long as some steps."""
+    source = resolve_model(str(folder))
+    return PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:
-    source = resolve_model(str(folder))
-    model = PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
+    """The model with new KV."""
+    model = loaded(folder, backend_name)
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from executor.scheduler.limits import Batching, SchedulerLimits
 from executor.scheduler.scheduler import INVALID_LOGITS, Scheduler
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8
@@ -36,12 +34,6 @@ LIMITS = SchedulerLimits(
 )
 BACKENDS = {"native": "cpu", "torch": "reference", "triton": "triton"}
 GREEDY = Sampling(0.0, 0, 1.0, 0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 def broken_id() -> int:

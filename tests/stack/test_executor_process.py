@@ -23,6 +23,8 @@ from tests.tiny_models import save_model, sizes
 
 # So long that no sequence of a test reaches it.
 CONTEXT_LENGTH = 100_000
+# Longer than a busy machine delays a step.
+WATCHDOG_S = 3
 ARGUMENTS = (
     "--insecure",
     *("--device", "cpu"),
@@ -84,13 +86,13 @@ async def start_two(router: RouterStream) -> None:
 
 
 async def test_terminated_executor_hands_everything_back_and_exits_with_0(model: Path, tmp_path: Path) -> None:
-    async with executor_process(model, tmp_path, "--drain-timeout-s", "1", "--watchdog-s", "1") as child:
+    async with executor_process(model, tmp_path, "--drain-timeout-s", "1", "--watchdog-s", str(WATCHDOG_S)) as child:
         generation = await generation_of(child)
         async with router_stream(child.address, generation=generation) as router:
             await start_two(router)
             # A process that is stopped for longer than its watchdog allows an engine goes on as if nothing had been
             os.kill(child.pid, signal.SIGSTOP)
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(1.5 * WATCHDOG_S)
             os.kill(child.pid, signal.SIGCONT)
             num_tokens = len(router.of("runs")[0].tokens)
             await router.until(lambda: len(router.of("runs")[0].tokens) > num_tokens + 100)

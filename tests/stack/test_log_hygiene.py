@@ -86,12 +86,12 @@ def request(**fields: Any) -> inference_pb2.GenerateRequest:
 
 
 async def events_of(stub: Any, message: Any, credential: str) -> list[inference_pb2.StreamEvent]:
-    return [one.event async for one in stub.Generate(message, metadata=bearer(credential), timeout=60)]
+    return [one.event async for one in stub.Generate(message, metadata=bearer(credential), timeout=300)]
 
 
 async def fails(stub: Any, method: str, message: Any, credential: str) -> None:
     """The call ends in an error, whichever."""
-    call = getattr(stub, method)(message, metadata=bearer(credential), timeout=30)
+    call = getattr(stub, method)(message, metadata=bearer(credential), timeout=120)
     with pytest.raises(grpc.aio.AioRpcError):
         await (call.read() if method in ("Generate", "Resume") else call)
 

@@ -68,7 +68,8 @@ def write_gguf(
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSource:
-    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    # Only of models: the kernels are those that other tests have compiled
+    monkeypatch.setattr(model_source, "cache_folder", lambda: tmp_path / "cache")
     write_gguf(tmp_path / "tiny.Q4_1.gguf")
     return resolve_model(str(tmp_path / "tiny.Q4_1.gguf"))
 
@@ -113,7 +114,7 @@ TEMPLATE = "{{ messages[0]['content'] }}"
 def test_recommended_sampling_of_a_known_chat_model_is_its_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
-    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_source, "cache_folder", lambda: tmp_path / "cache")
     write_gguf(tmp_path / "tiny.gguf", **{"temperature": 0.0, **keys})
     folder = import_gguf(resolve_model(str(tmp_path / "tiny.gguf")))
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1, 2], **sampling}

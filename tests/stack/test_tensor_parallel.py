@@ -1,7 +1,9 @@
-"""Executors of several ranks in the whole stack: the tokens of one rank, also when a worker is killed or stopped."""
+"""Executors of several ranks in the whole stack: the tokens of one rank, with an adapter, and also when a worker is
+killed or stopped."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -15,8 +17,12 @@ import pytest
 
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
+from tests.adapter_files import save_adapter
 from tests.executors_linked import wait_for_executors
+from tests.gateways import run_gateway
 from tests.stack.test_equality import COMMON, answers, differences, random_request
+from tests.stack.test_ranks_in_process import GREEDY, NUM_TOKENS, adapted, loaded, request, tokens_of
+from tests.torch_threads import torch_threads
 
 NUM_REQUESTS = 60
 NUM_AT_ONCE = 8
@@ -94,3 +100,33 @@ async def test_streams_continue_elsewhere_when_a_worker_is_killed_or_stopped(tin
             assert reason in child.log_file.read_text()
             assert not [pid for pid, _, _ in processes() if pid in blow.pids]
         assert len({blow.executor for blow in blows}) == 2
+
+
+def tokens_of_one_rank(model: str, adapters: Path, name: str) -> tuple[list[int], list[int]]:
+    """The greedy outputs of the same prompt with an adapter, and without one."""
+    with torch_threads(1), loaded(model, 1, dtype="float32", adapter_folder=adapters) as one:
+        assert one.adapters is not None
+        (with_adapter,), (without,) = (
+            tokens_of(one, [sequence]) for sequence in (adapted(one.adapters, 3, name), request(3, GREEDY))
+        )
+        return with_adapter, without
+
+
+@pytest.mark.timeout(600)
+async def test_adapter_of_two_ranks_answers_through_the_gateway_as_one_rank(tiny_model: Path, tmp_path: Path) -> None:
+    # Given what one rank in this process says
+    folder = tmp_path / "adapters"
+    save_adapter(folder / "sql", seed=1, rank=8)
+    expected, of_base = await asyncio.to_thread(tokens_of_one_rank, str(tiny_model), folder, "sql")
+    assert expected != of_base
+    # Then a client of the gateway gets the same from two ranks
+    args = (*ARGUMENTS, *RANKS, "--adapter-folder", str(folder), "--max-adapters", "2")
+    options = StackOptions(executors=1, model=str(tiny_model), executor_args=args, run_dir=tmp_path / "run")
+    async with LocalStack(options) as stack:
+        await wait_for_executors(stack.address, 1)
+        async with run_gateway(stack.address) as gateway, gateway.openai() as openai:
+            asked: dict[str, Any] = {"prompt": request(3, GREEDY).token_ids, "max_tokens": NUM_TOKENS, "temperature": 0}
+            extra = {"ignore_eos": True, "return_token_ids": True}
+            for model, tokens in ((f"{tiny_model.name}:sql", expected), (tiny_model.name, of_base)):
+                answer: Any = await openai.completions.create(model=model, extra_body=extra, **asked)
+                assert answer.choices[0].token_ids == tokens

@@ -61,8 +61,8 @@ MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 NUM_SEEDS = 2**64
 # As most models write JSON in calls: a space behind a colon or a comma.
 MAX_WHITESPACE_IN_ARGUMENTS = 1
-# In place of the content hash of an adapter whose name is absent. No executor serves it, so the ledger refuses a request
-# that it does not know already.
+# In place of the content hash of an adapter whose name is absent. No executor serves it, so the ledger refuses a
+# request that it does not know already.
 ABSENT_ADAPTER = "0" * 64
 
 

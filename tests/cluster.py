@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from common.protocol import PROTOCOL_VERSION
 from common.rpc.server import GrpcServer
 from common.telemetry.tracing import NO_TRACING, Tracing
+from executor.adapters.store import AdapterStore
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
 from executor.engine.runner import PendingStep
@@ -110,6 +111,7 @@ class ExecutorShape:
     overlap: bool = True
     make_proposer: Callable[[], Proposer] | None = None
     kv_window: KvWindow | None = None
+    adapters: AdapterStore | None = None
 
 
 class BrakedStep:
@@ -261,7 +263,9 @@ async def start_executor(
     device = BrakedDevice(FakeDevice(pool, scheduler.windows, num_window_tokens), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     identity = _identity(name, model, shape, generation, limits)
-    service = ExecutorService(identity, engine, retention, tracing=tracing, grammars=grammars)
+    service = ExecutorService(
+        identity, engine, retention, tracing=tracing, grammars=grammars, adapters=shape.adapters
+    )
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")
@@ -279,6 +283,7 @@ async def start_executor(
 
 
 def _identity(name: str, model: str, shape: ExecutorShape, generation: int, limits: SchedulerLimits) -> Identity:
+    num_adapter_slots = 0 if shape.adapters is None else shape.adapters.num_slots
     description = executor_pb2.DescribeResponse(
         executor_id=name,
         generation=generation,
@@ -296,9 +301,16 @@ def _identity(name: str, model: str, shape: ExecutorShape, generation: int, limi
         batching=types_pb2.BATCHING_MODE_INFLIGHT,
         scheduler_policy=policy_proto(limits),
         host_blocks=shape.num_host_blocks,
+        num_adapter_slots=num_adapter_slots,
     )
     max_drafts = 0 if shape.make_proposer is None else NUM_DRAFTS
-    submission = SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset(), max_drafts=max_drafts)
+    submission = SubmissionLimits(
+        CONTEXT_LENGTH,
+        VOCABULARY_SIZE,
+        frozenset(),
+        max_drafts=max_drafts,
+        num_adapter_slots=num_adapter_slots,
+    )
     return Identity(description, submission)
 
 

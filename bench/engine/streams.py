@@ -39,11 +39,11 @@ def times_of(
     models: Sequence[PagedModel], natives: Sequence[NativeDecoder], shape: StepShape, rounds: int
 ) -> tuple[list[float], list[float]]:
     """Returns each model's least processor time per thread and median wall time of one shape, in milliseconds. The
-    models take turns."""
+    models take turns, once more than `rounds`, and the first turn does not count."""
     batch = batch_of(shape)
     times: list[list[tuple[float, float]]] = [[] for _ in models]
     turns = list(zip(models, natives, times, strict=True))
-    for index in range(rounds):
+    for index in range(rounds + 1):
         for model, native, seconds in turns if index % 2 else reversed(turns):
             seconds.append(timed(model, native, batch))
     least = [min(cpu_s for cpu_s, _ in seconds[1:]) * 1e3 for seconds in times]

@@ -44,6 +44,13 @@ class QuantizedWeight:
         """Memory of codes, scales and offsets."""
         return sum(part.numel() * part.element_size() for part in (self.codes, self.scale, self.offset))
 
+    def free(self) -> None:
+        """Frees the memory of the numbers, whatever refers to them. They must not be read any more."""
+        for part in (self.codes, self.scale, self.offset):
+            storage = part.untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+
     def rows(self, start: int, end: int) -> QuantizedWeight:
         """Returns the rows `[start, end)` as views."""
         codes, scale, offset = (part[start:end] for part in (self.codes, self.scale, self.offset))

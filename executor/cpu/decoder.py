@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.machine import return_free_memory
 from executor.adapters.weights import AdapterMatrix, AdapterWeights
 from executor.attention.backend import LayerKv
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
@@ -143,8 +144,9 @@ class NativeDecoder:
         self._calls, self._decoder, self._pool = calls, decoder, pool
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
-    def pack(self, weights: DecoderWeights) -> None:
-        """Packs a model, once. Quantized matrices stay so, except in products of int8 and in unusual groups."""
+    def pack(self, weights: DecoderWeights, *, frees_quantized: bool = False) -> None:
+        """Packs a model, once. Quantized matrices stay so, except in products of int8 and in unusual groups. With
+        `frees_quantized` the memory of each of them is freed when it is packed."""
         for layer, part, first, matrix in _matrices(weights, self.shard):
             if self._keeps_codes(matrix):
                 coded, kept = _coded_part(matrix, first, self.form.dtype)
@@ -155,8 +157,14 @@ class NativeDecoder:
         for layer, part, vector in _vectors(weights, self.shard):
             numbers = vector.detach().float().contiguous()
             self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr(), 0, numbers.shape[0])
-        for layer, part, first, matrix in _matrices(weights, self.shard):
-            self._pack_matrix(layer, part, first, matrix)
+        for layer, part, matrices in _fused_matrices(weights, self.shard):
+            for first, matrix in _with_first_columns(matrices):
+                self._pack_matrix(layer, part, first, matrix)
+            for matrix in matrices if frees_quantized else ():
+                if isinstance(matrix, QuantizedWeight):
+                    matrix.free()
+            if frees_quantized and part is Packed.DOWN:
+                return_free_memory()
 
     def _keeps_codes(self, matrix: Matrix) -> TypeGuard[QuantizedWeight]:
         return isinstance(matrix, QuantizedWeight) and is_supported(matrix) and not self.form.has_int8_weights
@@ -378,19 +386,24 @@ def _matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Pack
     """Yields the matrices: layer (for a matrix of an expert, its index among those of all layers), part, which of the
     part's columns is the matrix's first, and the matrix."""
     for layer, part, matrices in _fused_matrices(weights, shard):
-        first = 0
-        for matrix in matrices:
-            # The last ranks may have no columns.
-            if matrix.shape[0]:
-                yield layer, part, first, matrix
-            first += matrix.shape[0]
+        for first, matrix in _with_first_columns(matrices):
+            yield layer, part, first, matrix
+
+
+def _with_first_columns(matrices: tuple[Matrix, ...]) -> Iterator[tuple[int, Matrix]]:
+    """Yields which column of the product of several matrices is the first of each, and the matrix."""
+    first = 0
+    for matrix in matrices:
+        # The last ranks may have no columns.
+        if matrix.shape[0]:
+            yield first, matrix
+        first += matrix.shape[0]
 
 
 def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, tuple[Matrix, ...]]]:
-    """Yields layer, part, and the matrices that are one product."""
+    """Yields layer, part, and the matrices that are one product. The layers are first: if they are freed when they are
+    packed, there is memory for a packed embedding and output layer beside a tied one."""
     shape = weights.shape
-    yield 0, Packed.EMBEDDING, (shard.embedding(weights),)
-    yield 0, Packed.HEAD, (shard.head(weights),)
     for index, layer in enumerate(weights.layers):
         yield index, Packed.QKV, shard.qkv(shape, layer.qkv_matrices)
         yield index, Packed.OUTPUT, (shard.hidden(shape, layer.output),)
@@ -404,6 +417,8 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
             index_of_all = index * shape.num_experts + expert
             yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up(shape, (gate_up[expert],))
             yield index_of_all, Packed.EXPERT_DOWN, (shard.hidden(shape, down[expert]),)
+    yield 0, Packed.EMBEDDING, (shard.embedding(weights),)
+    yield 0, Packed.HEAD, (shard.head(weights),)
 
 
 def _coded_part(weight: QuantizedWeight, first: int, dtype: torch.dtype) -> tuple[_CodedPart, CodedWeight]:

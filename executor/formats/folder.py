@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,14 +82,15 @@ def load_folder(
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     network = empty_network(config, dtype)
-    with ExitStack() as files:
-        opened = [files.enter_context(safe_open(folder / name, framework="pt")) for name in weight_files(folder)]
-        file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 -- no mapping
-        fill(network, placed(_weights(network, form, file_of), dtype, device))
+    file_of: dict[str, Path] = {}
+    for path in (folder / name for name in weight_files(folder)):
+        with safe_open(path, framework="pt") as file:
+            file_of |= dict.fromkeys(file.keys(), path)
+    fill(network, placed(_weights(network, form, file_of), dtype, device))
     return network
 
 
-def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Any]) -> Iterator[tuple[str, Matrix]]:
+def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Path]) -> Iterator[tuple[str, Matrix]]:
     """Yields the parameters of the network by name."""
     leaves: defaultdict[str, list[str]] = defaultdict(list)
     for name in file_of:
@@ -99,8 +99,10 @@ def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Any])
             leaves[layer].append(leaf)
 
     def tensor(layer: str, leaf: str) -> Tensor:
+        # Opened for each tensor and copied, because what was read of an open file stays in the memory of the process.
         name = f"{layer}.{leaf}"
-        loaded: Tensor = file_of[name].get_tensor(name)
+        with safe_open(file_of[name], framework="pt") as file:
+            loaded: Tensor = file.get_tensor(name).clone()
         return loaded
 
     linears = linear_layers(network)

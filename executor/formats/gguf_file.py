@@ -60,21 +60,19 @@ def load_gguf(
 ) -> PreTrainedModel:
     """Loads a file for which there is no `unsupported_reason`; see `placed`."""
     network = empty_network(config, dtype)
-    # Copy on write, since torch warns of memory that cannot be written.
-    content = torch.from_numpy(np.memmap(path, mode="c", dtype=np.uint8))
-    fill(network, placed(_weights(header, config, content), dtype, device))
+    fill(network, placed(_weights(header, config, path), dtype, device))
     for tensor in header.tensors:
         if tensor.name == ROPE_DIVISORS:
-            _divide_frequencies(network, _dense(tensor, _bytes(tensor, content)))
+            _divide_frequencies(network, _dense(tensor, _bytes(tensor, path)))
     return network
 
 
-def _weights(header: GgufHeader, config: PretrainedConfig, content: Tensor) -> Iterator[tuple[str, Matrix]]:
+def _weights(header: GgufHeader, config: PretrainedConfig, path: Path) -> Iterator[tuple[str, Matrix]]:
     for tensor in header.tensors:
         name = _parameter(tensor.name)
         if name is None:
             continue
-        rows = _bytes(tensor, content)
+        rows = _bytes(tensor, path)
         kind = BLOCK_TYPES.get(tensor.type_number)
         if kind is not None:
             _check_row(tensor, kind.num_numbers)
@@ -96,8 +94,9 @@ def _parameter(name: str) -> str | None:
     return f"{NAMES[stem]}.{leaf}" if stem in NAMES else None
 
 
-def _bytes(tensor: GgufTensor, content: Tensor) -> Tensor:
-    return content[tensor.start : tensor.start + tensor.num_bytes]
+def _bytes(tensor: GgufTensor, path: Path) -> Tensor:
+    # Not mapped, because what was read of a mapped file stays in the memory of the process.
+    return torch.from_numpy(np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.start))
 
 
 def _dense(tensor: GgufTensor, content: Tensor) -> Tensor:

@@ -153,6 +153,7 @@ class PagedModel:
             raise ModelError(f"tensor parallelism needs a CPU, and the device is {device}")
         dtype = choose_dtype(dtype_name, device)
         network, folder = load_network(source, dtype, device)
+        return_free_memory()
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
             _choose_rope(network, max_sequence_length)
@@ -394,8 +395,9 @@ def _native_forward(
             if reason := indivisible_reason(weights.shape, shard.num_ranks):
                 raise ModelError(f"tensor_parallel_size={shard.num_ranks}: {reason}")
             form = form_of(weights, network.dtype, weight_dtype == "int8")
+            same_on_all_ranks = _same_on_all_ranks(weights, choice.backend, shard)
             native = _native_decoder(weights, choice.backend, form, weight_stream, shard)
-            return NativeForward(native=native, same_on_all_ranks=_same_on_all_ranks(weights, choice.backend, shard))
+            return NativeForward(native=native, same_on_all_ranks=same_on_all_ranks)
         weights = obstacle
     if isinstance(weights, str):
         log.info("using the forward pass of transformers, because %s", weights)
@@ -429,10 +431,10 @@ def _gpu_decoder(
 def _native_decoder(
     weights: DecoderWeights, backend: CpuAttention, form: DecoderForm, stream: WeightStream | None, shard: Shard
 ) -> NativeDecoder:
-    """Packs the model, or a shard of it, for the C++ code."""
+    """Packs the model, or a shard of it, for the C++ code. The network cannot compute with quantized weights then."""
     native = NativeDecoder(backend.library, backend.pool, form, stream, shard)
     log.info("weights are read with %s", native.stream)
-    native.pack(weights)
+    native.pack(weights, frees_quantized=True)
     return native
 
 

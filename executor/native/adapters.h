@@ -73,7 +73,8 @@ class AdapterSlots {
         int64_t most_panels[NUM_PRODUCTS] = {};
     };
 
-    explicit AdapterSlots(const DecoderShape& shape) : num_layers_(shape.num_layers) {
+    explicit AdapterSlots(const DecoderShape& shape)
+        : num_layers_(shape.num_layers), num_adapted_(shape.num_experts == 0 ? NUM_ADAPTED : ADAPT_GATE) {
         const int64_t attention = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
         const int64_t hidden = shape.hidden_columns().count, inner = shape.inner_columns().count;
         const int64_t outputs[NUM_ADAPTED] = {attention, kv, kv, hidden, inner, inner, hidden};
@@ -88,7 +89,9 @@ class AdapterSlots {
 
     // Bytes of a slot for adapters up to a rank.
     int64_t slot_bytes(int64_t max_rank) const {
-        const std::vector<AdapterMatrix> matrices(num_layers_ * NUM_ADAPTED, {nullptr, nullptr, max_rank, 0.0f, 0.0f});
+        std::vector<AdapterMatrix> matrices(num_layers_ * NUM_ADAPTED, {nullptr, nullptr, 0, 0.0f, 0.0f});
+        for (size_t i = 0; i < matrices.size(); ++i)
+            if ((int)(i % NUM_ADAPTED) < num_adapted_) matrices[i].rank = max_rank;
         Cursor count(nullptr);
         place(matrices.data(), count);
         return count.used();
@@ -173,6 +176,7 @@ class AdapterSlots {
     }
 
     const int64_t num_layers_;
+    const int num_adapted_;  // the first ones; experts have no adapters
     int64_t outputs_[NUM_ADAPTED], inputs_[NUM_PRODUCTS];
     int64_t slot_bytes_ = 0;
     std::unique_ptr<Arena> arena_;

@@ -4,7 +4,7 @@
 
 #include <sys/mman.h>
 
-#include <cstdlib>
+#include <cstdint>
 #include <cstring>
 #include <new>
 
@@ -12,16 +12,18 @@
 
 namespace inflight {
 
-// Memory in huge pages where the system has them, because weights and activations are read from end to end.
+// Memory of zeros in huge pages where the system has them, because weights and activations are read from end to end.
 class Arena {
   public:
-    explicit Arena(size_t num_bytes) : num_bytes_(round_up(num_bytes + 1, HUGE_PAGE)) {
-        memory_ = static_cast<char*>(std::aligned_alloc(HUGE_PAGE, num_bytes_));
-        if (memory_ == nullptr) throw std::bad_alloc();
+    // The system allocates a page at the first write to it. With `reserves` that is now, so that it counts as used.
+    explicit Arena(size_t num_bytes, bool reserves = true) : num_bytes_(round_up(num_bytes + 1, HUGE_PAGE)) {
+        mapped_ = mmap(nullptr, num_bytes_ + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+        memory_ = reinterpret_cast<char*>(round_up(reinterpret_cast<intptr_t>(mapped_), HUGE_PAGE));
         madvise(memory_, num_bytes_, MADV_HUGEPAGE);
-        std::memset(memory_, 0, num_bytes_);
+        if (reserves) std::memset(memory_, 0, num_bytes_);
     }
-    ~Arena() { std::free(memory_); }
+    ~Arena() { munmap(mapped_, num_bytes_ + HUGE_PAGE); }
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
@@ -31,6 +33,7 @@ class Arena {
   private:
     static constexpr int64_t HUGE_PAGE = 2 << 20;
     size_t num_bytes_;
+    void* mapped_;
     char* memory_;
 };
 

@@ -78,11 +78,11 @@ class PackedWeights {
         viewed_size.include(mixture.views());
     }
 
-    // Allocates memory for all weights, once.
+    // Allocates memory for all weights, once. It fills while they are packed and their sources are freed.
     void allocate() {
         Cursor count(nullptr);
         place(count);
-        arena_ = std::make_unique<Arena>(count.used());
+        arena_ = std::make_unique<Arena>(count.used(), false);
         Cursor cursor(arena_->data());
         place(cursor);
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
+from common.errors import RequestError
 from common.grammar import grammar_hash
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
@@ -60,6 +61,9 @@ MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 NUM_SEEDS = 2**64
 # As most models write JSON in calls: a space behind a colon or a comma.
 MAX_WHITESPACE_IN_ARGUMENTS = 1
+# In place of the content hash of an adapter whose name is absent. No executor serves it, so the ledger refuses a
+# request that it does not know already.
+ABSENT_ADAPTER = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ class RequestPreparation:
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
         allowed = tenant_limits(names.tenant, self._admission.config)
-        adapter_hash = self._adapter_hash(request.adapter_id, names.tenant, pool)
+        adapter_hash = await self._adapter_hash(request.adapter_id, names, pool)
         await check_rates(pool, spec, allowed, names.tenant, ledger_id(names.tenant, names.request_id))
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
             prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most_tokens(spec, limits), names.tenant)
@@ -213,9 +217,21 @@ class RequestPreparation:
         )
         return PreparedRequest(spec, streams, has_ended=_ends(streams[0], prior_ids, end))
 
-    def _adapter_hash(self, adapter_id: str, tenant: str, pool: ModelBackend) -> str:
-        """Returns the content hash of an adapter that the tenant may use; empty for the base model."""
-        return pool.adapter(adapter_id, self._admission.config.adapters_of(tenant)).hash if adapter_id else ""
+    async def _adapter_hash(self, adapter_id: str, names: Names, pool: ModelBackend) -> str:
+        """Returns the content hash of an adapter that the tenant may use; empty for the base model.
+
+        A request keeps the adapter of its admission. So its repeat is taken also while the name is absent.
+        """
+        if not adapter_id:
+            return ""
+        allowed = self._admission.config.adapters_of(names.tenant)
+        try:
+            return pool.adapter(adapter_id, allowed).hash
+        except RequestError:
+            may_repeat = bool(names.digest) and (allowed is None or adapter_id in allowed)
+            if may_repeat and await pool.dispatcher.knows(ledger_id(names.tenant, names.request_id)):
+                return ABSENT_ADAPTER
+            raise
 
     def restore(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
         """Rebuilds the stream of a request that another router admitted, from what its executor was told. Its deadline

@@ -428,6 +428,12 @@ class Dispatcher:
             self._execute([CancelSequence(placement.executor_id, request_id, placement.attempt)])
         return outcome.state
 
+    async def knows(self, request_id: str) -> bool:
+        """Returns whether a request of any router waits, runs or has ended recently."""
+        if self.stream_of(request_id) is not None or self._ended.find(request_id, time.monotonic()) is not None:
+            return True
+        return await self._store.explain(request_id) is not None
+
     async def explain(self, request_id: str) -> Explanation | None:
         """Returns the state of a request of any router; None if there is no such request."""
         return await self._store.explain(request_id)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from executor.adapters.folder import AdapterFolder, KnownAdapter
+from executor.adapters.store import AdapterStore
+from executor.adapters.weights import AdapterWeights
 from inflight.v1 import inference_pb2, types_pb2
 from router.dispatch import dispatcher as dispatch
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
@@ -216,6 +221,64 @@ async def test_key_of_another_request_is_refused(
         cluster.executors[0].brake.release()
         await client.read_rest(call)
     client.check_whole(PROMPT, NUM_TOKENS)
+
+
+class Adapters:
+    """The folder of an executor's adapters, as `AdapterStore` reads it."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def look(self) -> tuple[KnownAdapter, ...]:
+        return tuple(KnownAdapter(name, sha256(name.encode()).hexdigest(), 4, Path(name)) for name in self.names)
+
+    def read(self, adapter: KnownAdapter) -> AdapterWeights:
+        return AdapterWeights(())
+
+
+async def until_served(cluster: Cluster, store: AdapterStore, *names: str) -> None:
+    """Waits until all routers know of exactly these adapters."""
+    store.look()
+    async with asyncio.timeout(60):
+        for router in cluster.routers:
+            while [*next(iter(router.pools.by_name.values())).adapters] != [*names]:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("named", ["by the field", "in the model's name"])
+async def test_repeat_finds_the_running_request_while_its_adapter_is_absent(
+    redis_url: str, pool: str, named: str
+) -> None:
+    # Given a request with an adapter that runs, and the adapter's folder removed
+    folder = Adapters("sql", "tone")
+    store = AdapterStore(cast(AdapterFolder, folder), 2, lambda slot, adapter, weights: None)
+    shape = ExecutorShape(adapters=store)
+    fields = {"adapter_id": "sql"} if named == "by the field" else {"model": f"{pool}:sql"}
+    async with run_cluster(redis_url, pool, routers=2, shape=shape) as cluster:
+        await until_served(cluster, store, "sql", "tone")
+        _, call = await begun(cluster, 5, idempotency_key="k", **fields)
+        folder.names = ("tone",)
+        await until_served(cluster, store, "tone")
+        # Then a repeat reads it at its router, and at another
+        for router in cluster.routers:
+            before, call = call, router.stub.Generate(request_of(idempotency_key="k", **fields))
+            client = Client()
+            await client.read_tokens(call, 5)
+            assert (await status_of(before)).code() is grpc.StatusCode.ABORTED
+            # And no other request gets the adapter, nor does one with the same key
+            other_key = router.stub.Generate(request_of(idempotency_key="l", **fields))
+            assert "has no adapter 'sql'; its adapters: tone" in ((await status_of(other_key)).details() or "")
+            same_key = router.stub.Generate(token_request(PROMPT, 4, idempotency_key="k", **fields))
+            assert (await status_of(same_key)).code() is grpc.StatusCode.ALREADY_EXISTS
+        cluster.executors[0].brake.release()
+        await client.read_rest(call)
+        client.check_whole(PROMPT, NUM_TOKENS)
+        # And once it has ended
+        for router in cluster.routers:
+            again = Client()
+            await again.read_rest(router.stub.Generate(request_of(idempotency_key="k", **fields)))
+            again.check_whole(PROMPT, NUM_TOKENS)
+        assert store.num_held == 0
 
 
 async def test_repeat_of_a_waiting_request_keeps_its_place(redis_url: str, pool: str) -> None:

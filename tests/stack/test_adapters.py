@@ -1,4 +1,5 @@
-"""LoRA adapters through the whole stack: three of them and the base at once, and an executor that dies."""
+"""LoRA adapters through the whole stack, with executors of two ranks: three of them and the base at once, the tokens of
+one rank, and an executor that dies."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from inflight.local.state import read_state
 from tests.adapter_files import save_adapter
 from tests.executors_linked import wait_for_executors
 from tests.gateways import run_gateway
+from tests.stack.test_ranks_in_process import GREEDY, NUM_TOKENS, adapted, loaded, request, tokens_of
+from tests.torch_threads import torch_threads
 
 MODEL = "tiny"
 NAMES = ("one", "three", "two")
@@ -30,17 +33,22 @@ EXECUTOR_ARGS = (
     *("--max-tokens-in-paged-kv-cache", "4096"),
     *("--max-adapters", "2"),
     *("--max-adapter-rank", "8"),
+    *("--tensor-parallel-size", "2"),
 )
 PROMPT = "Once upon a time"
 ASKED: dict[str, Any] = {"temperature": 0.9, "seed": 5, "ignore_eos": True, "want_token_ids": True}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> AsyncIterator[LocalStack]:
-    """Two executors of the tiny model that serve three adapters in two slots."""
-    folder = tmp_path_factory.mktemp("adapters")
+def save_adapters(folder: Path) -> Path:
     for seed, name in enumerate(NAMES):
         save_adapter(folder / name, seed=seed, rank=4 + 4 * (seed % 2))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def adapter_stack(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> AsyncIterator[LocalStack]:
+    """Two executors of the tiny model that serve three adapters in two slots."""
+    folder = save_adapters(tmp_path_factory.mktemp("adapters"))
     options = StackOptions(
         executors=2,
         model=str(tiny_model),
@@ -57,8 +65,8 @@ async def complete(client: AsyncClient, adapter: str, max_tokens: int = 24) -> C
     return await client.complete(PROMPT, adapter_id=adapter, max_tokens=max_tokens, **ASKED)
 
 
-async def test_adapters_and_the_base_at_once_say_what_each_says_alone(adapted: LocalStack) -> None:
-    async with AsyncClient(adapted.address) as client, run_gateway(adapted.address) as gateway:
+async def test_adapters_and_the_base_at_once_say_what_each_says_alone(adapter_stack: LocalStack) -> None:
+    async with AsyncClient(adapter_stack.address) as client, run_gateway(adapter_stack.address) as gateway:
         alone = {name: await complete(client, name) for name in ("", *NAMES)}
         assert len({completion.token_ids for completion in alone.values()}) == 4
 
@@ -76,13 +84,41 @@ async def test_adapters_and_the_base_at_once_say_what_each_says_alone(adapted: L
         assert [answer.model for answer in answers] == listed
 
 
-async def test_request_with_an_adapter_continues_with_it_when_its_executor_dies(adapted: LocalStack) -> None:
-    async with AsyncClient(adapted.address) as client:
+def tokens_of_one_rank(model: Path, adapters: Path) -> dict[str, list[int]]:
+    """The greedy outputs of one rank in this process for one prompt, by adapter; without for an empty name."""
+    with torch_threads(1), loaded(str(model), 1, dtype="float32", adapter_folder=adapters, max_adapters=3) as one:
+        assert one.adapters is not None
+        requests = {name: adapted(one.adapters, 3, name) for name in NAMES} | {"": request(3, GREEDY)}
+        return {name: tokens_of(one, [sequence])[0] for name, sequence in requests.items()}
+
+
+async def test_two_ranks_answer_through_the_gateway_with_the_tokens_of_one(
+    adapter_stack: LocalStack, tiny_model: Path, tmp_path: Path
+) -> None:
+    expected = await asyncio.to_thread(tokens_of_one_rank, tiny_model, save_adapters(tmp_path))
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
+    prompt, asked = request(3, GREEDY).token_ids, {"max_tokens": NUM_TOKENS, "temperature": 0.0}
+    async with (
+        AsyncClient(adapter_stack.address) as client,
+        run_gateway(adapter_stack.address) as gateway,
+        gateway.openai() as openai,
+    ):
+        for name, tokens in expected.items():
+            model = f"{MODEL}:{name}" if name else MODEL
+            named: dict[str, Any] = {"model": model, **asked}
+            completion = await client.complete(token_ids=prompt, ignore_eos=True, want_token_ids=True, **named)
+            assert [*completion.token_ids] == tokens
+            answer = await openai.completions.create(prompt=prompt, extra_body={"ignore_eos": True}, **named)
+            assert answer.choices[0].text == completion.text
+
+
+async def test_request_with_an_adapter_continues_with_it_when_its_executor_dies(adapter_stack: LocalStack) -> None:
+    async with AsyncClient(adapter_stack.address) as client:
         whole = await complete(client, "two", max_tokens=600)
         stream = client.generate(PROMPT, adapter_id="two", max_tokens=600, **ASKED)
         deltas = aiter(stream)
         await anext(deltas)
-        state = read_state(adapted.options.run_dir)
+        state = read_state(adapter_stack.options.run_dir)
         assert state is not None
         (pid,) = (one.pid for one in state.processes if one.name == stream.transcript.executor_id)
         os.kill(pid, signal.SIGKILL)

@@ -16,8 +16,18 @@ from router.dispatch.adapters import Adapter, adapters_of
 from router.executors.frame_checks import check_report
 from router.executors.link import ExecutorLink
 from router.request.executor_context import FrameError, context_of
-from router.request.ids import prefix_hashes
-from router.store.types import Dropped, DropReason, Placement, Queued, Refused, ServedAdapter
+from router.request.ids import keyed_request_id, ledger_id, prefix_hashes
+from router.store.types import (
+    DEFAULT_TENANT,
+    Dropped,
+    DropReason,
+    Explanation,
+    LedgerState,
+    Placement,
+    Queued,
+    Refused,
+    ServedAdapter,
+)
 from tests.cluster import token_request
 from tests.scripted_store import CallContext, ScriptedRouter, place, settled
 
@@ -116,6 +126,31 @@ async def test_request_keeps_the_content_of_its_admission(router: ScriptedRouter
         assert place(restored, Placement("r", 2, "e0", 1, adapter=B)).adapter_hash == B
         assert restored.demand().adapter == B
         router.stores["m"].tell(Dropped("r", DropReason.NEVER_FITS))
+        call.cancel()
+        await settled()
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+async def test_repeat_of_a_waiting_request_needs_no_name(is_allowed: bool) -> None:
+    # Given a request of another router that waits with an adapter whose name no executor reports now
+    served = '["sql"]' if is_allowed else "[]"
+    router = ScriptedRouter("m", rules=parse_tenants(f"[tenants.default]\nadapters = {served}", frozenset("m")))
+    link = router.link("e0", "m", num_adapter_slots=2)
+    store, name = router.stores["m"], ledger_id(DEFAULT_TENANT, keyed_request_id(DEFAULT_TENANT, "k"))
+    store.explanations[name] = Explanation(LedgerState.WAITING)
+    store.answers.append(Queued(0))
+    async with router.running():
+        request = token_request([1], 2, idempotency_key="k", adapter_id="sql")
+        call = asyncio.create_task(router.service.Generate(request, cast(Any, CallContext())))
+        await settled()
+        if not is_allowed:
+            with pytest.raises(RequestError, match="has no adapter 'sql'"):
+                await call
+            return
+        # Then it is placed with the content of its admission
+        store.tell(Placement(name, 1, "e0", 1, adapter=A))
+        await settled()
+        assert [submit.adapter_hash for submit in link._outbox.submits] == [A]
         call.cancel()
         await settled()
 

@@ -20,9 +20,10 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQCon
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import common.model_source as model_source
+import executor.model.model as model_module
 from common.model_source import ModelError, resolve_model
 from executor.checkpoint.gguf import import_gguf
 from executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
@@ -376,3 +377,26 @@ def test_doctor_names_the_format_or_what_is_not_supported(gptq_folder: Path, tmp
     assert (found.verdict, found.text) == (doctor.Verdict.GOOD, "GPTQ, 4 bits, groups of 128")
     refused = doctor.weights(str(changed(gptq_folder, tmp_path / "model", quant_method="hqq")))
     assert (refused.verdict, refused.advice[:38]) == (doctor.Verdict.MISSING, "quantization method 'hqq' is not suppo")
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gguf"])
+def test_numbers_of_a_checkpoint_leave_memory_when_they_are_packed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    if kind == "gguf":
+        path = save_gguf(path.with_suffix(".gguf"), "llama", [KINDS["Q4_K"], KINDS["Q8_0"]])
+    else:
+        save_quantized(path, "llama", gptq_config(4, 64), gptq(4, 64))
+    read: list[QuantizedWeight] = []
+
+    def load(*args: Any) -> tuple[PreTrainedModel, Path]:
+        network, folder = load_network(*args)
+        assert str(path) not in Path("/proc/self/maps").read_text()
+        read.extend(module.weight for module in network.modules() if isinstance(module, QuantizedLinear))
+        return network, folder
+
+    monkeypatch.setattr(model_module, "load_network", load)
+    PagedModel.load(resolve_model(str(path)), dtype_name="float32", device_name="cpu")
+    assert len(read) >= 14
+    assert [weight.codes.untyped_storage().nbytes() for weight in read] == [0] * len(read)

@@ -10,11 +10,13 @@ from typing import Any
 
 import gguf
 import pytest
+from transformers import MixtralConfig, Qwen3MoeConfig
 
 from common.model_source import resolve_model
 from common.settings import SettingError, load
 from executor import main as executor_main
 from executor.checkpoint.shards import WHOLE, Shard
+from executor.cpu.decoder import NativeDecoder
 from executor.formats.gguf_blocks import BLOCK_TYPES
 from executor.model.model import PagedModel
 from executor.settings import ExecutorSettings
@@ -25,6 +27,7 @@ from inflight.tools.sizing.model_shape import read_model_shape
 from inflight.tools.sizing.weights import GGUF_CODES, Role, cpu_weight_bytes
 from tests.quantized_checkpoints import (
     CONFIGS,
+    WIDE,
     awq,
     awq_config,
     compressed,
@@ -34,7 +37,7 @@ from tests.quantized_checkpoints import (
     save_gguf,
     save_quantized,
 )
-from tests.tiny_models import save_model
+from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
@@ -61,7 +64,12 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "fp8": lambda path: save_quantized(
         path, "llama", compressed_config("float-quantized", **FP8), compressed("float-quantized", **FP8)
     ),
+    "mixtral": lambda path: save_model(MixtralConfig(**sizes(**WIDE, num_local_experts=4)), path),
+    "qwen3-moe": lambda path: save_model(
+        Qwen3MoeConfig(**sizes(**WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=384)), path
+    ),
 }
+MAX_ADAPTER_RANK = 20
 
 
 @pytest.fixture(scope="module")
@@ -95,17 +103,22 @@ def head_padding(model: str, dtype: str, weight_dtype: str, num_ranks: int = 1) 
     return round((with_tokens - num_tokens / num_ranks) * each) + dense
 
 
-def loaded_bytes(model: str, dtype: str, weight_dtype: str, shard: Shard = WHOLE) -> int:
-    """Returns the memory of the matrices and the embedding of an executor, or of a rank."""
+def load_native(model: str, dtype: str, weight_dtype: str, shard: Shard = WHOLE) -> NativeDecoder:
+    """Returns the forward pass of an executor, or of a rank."""
     with torch_threads(1):
         loaded = PagedModel.load(
             resolve_model(model), dtype_name=dtype, device_name="cpu", weight_dtype=weight_dtype, shard=shard
         )
     assert loaded.native is not None
-    shape = loaded.native.form.shape
-    columns = shard.columns(shape.hidden_size)
-    embedding_bytes: int = shape.vocabulary_size * (columns.stop - columns.start) * BYTES_PER_NUMBER[dtype]
-    return loaded.native.num_matrix_bytes + embedding_bytes
+    return loaded.native
+
+
+def loaded_bytes(native: NativeDecoder) -> int:
+    """Returns the memory of the matrices and the embedding."""
+    shape = native.form.shape
+    columns = native.shard.columns(shape.hidden_size)
+    embedding_bytes: int = shape.vocabulary_size * (columns.stop - columns.start) * native.form.dtype.itemsize
+    return native.num_matrix_bytes + embedding_bytes
 
 
 def test_every_type_of_gguf_is_known_with_its_form() -> None:
@@ -121,25 +134,41 @@ def test_every_type_of_gguf_is_known_with_its_form() -> None:
         *((kind, "auto", "float32") for kind in ("dense", "gguf", "tied gguf", "gptq")),
         ("gguf", "dense", "bfloat16"),
         ("awq", "int8", "bfloat16"),
-        ("dense", "int8", "float32"),
-        *(("dense", "int4", dtype) for dtype in ("bfloat16", "float32")),
+        *((kind, "int8", "float32") for kind in ("dense", "qwen3-moe")),
+        ("mixtral", "int8", "bfloat16"),
+        *((kind, "int4", "bfloat16") for kind in ("dense", "mixtral")),
+        ("dense", "int4", "float32"),
     ],
 )
-def test_weights_take_the_predicted_memory(
+def test_weights_and_adapters_take_the_predicted_memory(
     kind: str, weight_dtype: str, dtype: str, checkpoints: Callable[[str], str]
 ) -> None:
     model = checkpoints(kind)
+    pool = predicted(model, dtype, weight_dtype=weight_dtype, max_adapters=1, max_adapter_rank=MAX_ADAPTER_RANK)
+    native = load_native(model, dtype, weight_dtype)
     # Norms and biases are predicted as well; blocks of columns and rows are padded.
-    expected = predicted(model, dtype, weight_dtype=weight_dtype).weight_bytes
-    expected += head_padding(model, dtype, weight_dtype)
-    assert expected == pytest.approx(loaded_bytes(model, dtype, weight_dtype), rel=0.015)
+    expected = pool.weight_bytes + head_padding(model, dtype, weight_dtype)
+    assert expected == pytest.approx(loaded_bytes(native), rel=0.015)
+    assert pool.adapter_bytes == native.adapter_slot_bytes(MAX_ADAPTER_RANK)
 
 
-@pytest.mark.parametrize("kind", ["dense", "gguf"])
-def test_a_rank_takes_the_predicted_memory(kind: str, checkpoints: Callable[[str], str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, "bfloat16") for kind in CHECKPOINTS), *((kind, "float32") for kind in ("dense", "gguf"))],
+)
+def test_a_rank_takes_the_predicted_memory(kind: str, dtype: str, checkpoints: Callable[[str], str]) -> None:
     model = checkpoints(kind)
-    expected = predicted(model, "float32", num_ranks=2).weight_bytes + head_padding(model, "float32", "auto", 2)
-    assert expected == pytest.approx(loaded_bytes(model, "float32", "auto", Shard(1, 2)), rel=0.015)
+    pool = predicted(model, dtype, num_ranks=2, max_adapters=1, max_adapter_rank=MAX_ADAPTER_RANK)
+    native = load_native(model, dtype, "auto", Shard(1, 2))
+    expected = pool.weight_bytes + head_padding(model, dtype, "auto", 2)
+    assert expected == pytest.approx(loaded_bytes(native), rel=0.015)
+    assert pool.adapter_bytes == native.adapter_slot_bytes(MAX_ADAPTER_RANK)
+
+
+def test_adapters_of_experts_are_refused_on_a_gpu(checkpoints: Callable[[str], str]) -> None:
+    machine = Machine(GIBIBYTE, True, 0.2, 0, MemoryOptions(max_adapters=1))
+    with pytest.raises(SettingError, match="adapters of models with experts need a CPU"):
+        pool_of(read_model_shape(checkpoints("mixtral")), machine, "bfloat16", 16)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

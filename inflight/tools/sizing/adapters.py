@@ -10,16 +10,21 @@ LANES, ALIGNMENT = 16, 64
 LEAST_GPU_RANK = 16
 # A rank's part of the columns of a projection is a multiple of the first, of gate and up of the second.
 PART_COLUMNS, PART_INNER_COLUMNS = 32, 64
+# The first of `_products`.
+NUM_ATTENTION_PRODUCTS = 2
 
 
-def cpu_adapter_slot_bytes(num_layers: int, inputs: LayerSizes, outputs: LayerSizes, max_rank: int, dtype: str) -> int:
-    """Returns the memory of a slot for an adapter of all seven projections. `outputs` are the sizes that a rank has of
-    the outputs; of one rank they are those of the inputs."""
+def cpu_adapter_slot_bytes(
+    num_layers: int, inputs: LayerSizes, outputs: LayerSizes, max_rank: int, dtype: str, *, has_experts: bool
+) -> int:
+    """Returns the memory of a slot for an adapter of all seven projections, or of the four of attention beside experts,
+    which have no adapters. `outputs` are the sizes that a rank has of the outputs; of one rank they are those of the
+    inputs."""
     size = BYTES_PER_NUMBER[dtype]
     pair = 4 // size
     rank = _up(max_rank, pair)
     total = 0
-    for depth, widths in _products(inputs, outputs):
+    for depth, widths in _products(inputs, outputs)[: NUM_ATTENTION_PRODUCTS if has_experts else None]:
         total += sum(_up(_up(width, LANES) * rank * size, ALIGNMENT) for width in widths)
         ranks = _up(rank * len(widths), LANES)
         total += _up(ranks * _up(depth, pair) * size, ALIGNMENT) + _up(ranks * 4, ALIGNMENT)

@@ -244,7 +244,7 @@ def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: in
 def fp8_weight_bytes(shape: ModelShape, dtype: str) -> int:
     """Returns the weights of an executor on a GPU with `--weight-dtype fp8`: a byte for each number of a layer's
     matrices and a float32 scale for each row of them; embedding, output layer and vectors are in `dtype`."""
-    if shape.sizes is None or any(weight.role is Role.EXPERT and weight.number for weight in shape.weights):
+    if shape.sizes is None or shape.has_experts:
         raise SettingError("--weight-dtype fp8 is for models without experts")
     num_matrix = sum(weight.number for weight in shape.weights if weight.role is Role.MATRIX)
     sizes = shape.sizes
@@ -261,10 +261,15 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
     if machine.is_gpu:
         if num_ranks > 1:
             raise SettingError("the memory of adapters on GPUs is computed for one rank")
+        if shape.has_experts:
+            raise SettingError("adapters of models with experts need a CPU: give --memory-gib")
         return options.max_adapters * gpu_adapter_slot_bytes(num_layers, shape.sizes, max_rank, dtype)
     kv = shape.kv_heads_of_rank(num_ranks) * shape.head_dim
     outputs = outputs_of_rank(shape.sizes, kv, num_ranks)
-    return options.max_adapters * cpu_adapter_slot_bytes(num_layers, shape.sizes, outputs, max_rank, dtype)
+    slot_bytes = cpu_adapter_slot_bytes(
+        num_layers, shape.sizes, outputs, max_rank, dtype, has_experts=shape.has_experts
+    )
+    return options.max_adapters * slot_bytes
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:

@@ -35,6 +35,11 @@ class ModelShape:
     num_window_layers: int = 0
     sliding_window: int = 0
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its feed-forward layers are experts."""
+        return any(weight.role is Role.EXPERT and weight.number for weight in self.weights)
+
     def numbers_of_ranks(self) -> list[int]:
         """Returns how many ranks can divide the heads between them."""
         num_heads = self.num_kv_heads if self.sizes is None else self.sizes.attention // self.head_dim

@@ -21,7 +21,7 @@ from tests.stack.test_equality import COMMON, answers, differences, random_reque
 NUM_REQUESTS = 60
 NUM_AT_ONCE = 8
 ARGUMENTS = (*COMMON, "--max-num-sequences", "8", "--max-tokens-in-paged-kv-cache", "4096")
-# The time-out is longer than a busy machine keeps a rank from the processor. Only one worker is stopped, and waited for.
+# The time-out is longer than a busy machine keeps a rank from the processor. One worker is stopped, and waited for.
 RANKS = ("--tensor-parallel-size", "2", "--tensor-parallel-timeout-s", "12")
 
 

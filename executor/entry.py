@@ -28,6 +28,9 @@ from executor.settings import ExecutorSettings
 log = logging.getLogger(__name__)
 
 SPIN_COUNT = "10000"
+# `device_index` is below it.
+MAX_DEVICES = 64
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,6 +44,8 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     start_logging("executor", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
+    if settings.device != "cpu" and settings.device_index:
+        os.environ[DEVICES] = devices_from(settings.device_index, os.environ.get(DEVICES))
     if settings.tensor_parallel_rank:
         from executor.ranks import check_parallel, run_worker
 
@@ -53,3 +58,10 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     from executor.main import load_model, run_executor
 
     return asyncio.run(run_executor(settings, load_model(settings), tls))
+
+
+def devices_from(first: int, visible: str | None) -> str:
+    """Returns the GPUs that CUDA shows without those before `first`, which thus becomes the first. CUDA itself ignores
+    numbers from the first on that it does not have."""
+    devices = [str(number) for number in range(MAX_DEVICES)] if visible is None else visible.split(",")
+    return ",".join(devices[first:])

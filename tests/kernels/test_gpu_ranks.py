@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,21 +24,24 @@ from transformers import Gemma2Config, LlamaConfig, Olmo2Config, PretrainedConfi
 
 from common.model_source import ModelError, resolve_model
 from executor.checkpoint.shards import WHOLE, Shard
-from executor.engine.runner import DeviceLostError
 from executor.gpu.graphs import Bucket
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
 from executor.parallel.device_messages import RunnerSizes
 from executor.parallel.gpu_shard import GpuShard
 from executor.parallel.messages import Kind
-from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, Stopping
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Processors, Sampling, Sequence, Stopping
 from tests.kernels.test_gpu_graphs import Captured
-from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, assert_same_sequences, outputs
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, NUM_BLOCKS, assert_same_sequences, outputs
+from tests.kernels.test_gpu_runner import LIMITS as LIMITS_OF_ONE
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 
 TIMEOUT_S = 300.0
-MOST_GRAPH_TOKENS = 8
+# Each launch takes the interpreter long.
+LIMITS = replace(LIMITS_OF_ONE, max_num_sequences=1, context_length=16)
 GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}
 # The ranks of the last one have unequal parts of every matrix, and some have none.
 FAMILY: dict[str, tuple[PretrainedConfig, int]] = {
@@ -186,8 +191,8 @@ def various_requests() -> list[Sequence]:
     samplings += [Sampling(1.0, 0, 1.0, 3)]
     requests = []
     for number, sampling in enumerate(samplings):
-        prompt = [(7 * number + 5 * i) % VOCABULARY_SIZE for i in range(2 + 3 * number)]
-        stopping = Stopping(3, 0, frozenset())
+        prompt = [(7 * number + 5 * i) % VOCABULARY_SIZE for i in range(2 + number)]
+        stopping = Stopping(2, 0, frozenset())
         requests.append(Sequence(f"r{number}", 1, prompt, len(prompt), sampling, stopping, 1, b"salt"))
     requests[0].num_top_logprobs, requests[0].num_prompt_logprobs = 2, 1
     requests[3].processors = Processors(((11, 3.0),), presence_penalty=2.0)
@@ -205,37 +210,39 @@ def test_ranks_choose_the_tokens_of_one_rank(folder: Path, monkeypatch: pytest.M
     one = load(folder)
     one.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     assert one.gpu_decoder is not None
-    outputs(GpuRunner(one.gpu_decoder, one.kv, LIMITS, BLOCK_SIZE), expected)
+    outputs(GpuRunner(one.gpu_decoder, one.kv, LIMITS, BLOCK_SIZE), expected, scheduler())
 
-    replays: list[dict[Bucket, int]] = []
-    graphed: Callable[..., GpuRunner] = lambda *args, **options: GpuRunner(
-        *args, **options, capture_graphs=Captured(replays[-1])
-    )
-    replays += [{}, {}]
+    replays: list[dict[Bucket, int]] = [{}, {}]
+    graphed = partial(GpuRunner, capture_graphs=Captured(replays[1]))
     monkeypatch.setattr("executor.parallel.gpu_shard.GpuRunner", graphed)
     group = Group(folder, 2)
     with group.leading():
         runner = leading_runner(folder, group, Captured(replays[0]))
-        outputs(runner, ours)
+        outputs(runner, ours, scheduler())
     group.raise_failures()
 
     assert_same_sequences(ours, expected)
     assert replays[0] == replays[1] != {}
 
 
+def scheduler() -> Scheduler:
+    return Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+
+
 def leading_runner(folder: Path, group: Group, captured: Captured) -> GpuRunner:
     """The leader's runner, prepared together with those of the others."""
     model = load(folder, group.shard, group)
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    assert model.gpu_decoder is not None and model.gpu_ranks is not None
-    sizes = RunnerSizes.of(LIMITS, BLOCK_SIZE, uses_graphs=True, max_graph_tokens=MOST_GRAPH_TOKENS)
+    assert model.gpu_decoder is not None
+    assert model.gpu_ranks is not None
+    sizes = RunnerSizes.of(LIMITS, BLOCK_SIZE, uses_graphs=True, max_graph_tokens=0)
     model.gpu_ranks.start_runners(sizes)
     runner = GpuRunner(
         model.gpu_decoder,
         model.kv,
         LIMITS,
         BLOCK_SIZE,
-        max_graph_tokens=MOST_GRAPH_TOKENS,
+        max_graph_tokens=0,
         capture_graphs=captured,
         followers=model.gpu_ranks,
     )

@@ -214,6 +214,8 @@ def test_ranks_choose_the_tokens_of_one_rank(folder: Path, monkeypatch: pytest.M
 
     replays: list[dict[Bucket, int]] = [{}, {}]
     graphed = partial(GpuRunner, capture_graphs=Captured(replays[1]))
+    # There is nothing to compile.
+    monkeypatch.setattr("executor.gpu.runner.warm_up_lengths", lambda *_: [[1]])
     monkeypatch.setattr("executor.parallel.gpu_shard.GpuRunner", graphed)
     group = Group(folder, 2)
     with group.leading():

@@ -114,9 +114,11 @@ class GpuStep:
         """Waits for the ids. May be called once."""
         before, self._before = self._before, None  # otherwise every step would keep the previous one alive
         try:
-            self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
-            if self._check is not None:
-                self._check()
+            try:
+                self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
+            finally:
+                if self._check is not None:
+                    self._check()
             self.copied_s = self._timer.copies_took_s()
             sampled_ids = self._on_host[: self._sampling.num_rows].tolist()
             self._sampling.append(sampled_ids)

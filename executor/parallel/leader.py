@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed does not expor
 
 from common.guard import guarded
 from common.model_source import ModelError
+from common.process import EXIT_FAILED
 from common.rpc.addresses import host_of
 from executor.checkpoint.shards import Shard
 from executor.cpu.decoder import NativeDecoder
@@ -84,7 +85,7 @@ class WorkerGroup:
         # Memory that each rank has taken since the ranks joined, in addition to its shard.
         self.reserved_bytes = 0
         self._exchange: Connected | None = None
-        self._is_joined = self._is_closing = False
+        self._is_joined = self._is_closing = self._is_connecting = False
         self._failing = threading.Lock()
         self._failure = ""
         self._has_failed = threading.Event()
@@ -136,7 +137,9 @@ class WorkerGroup:
         """Opens the exchange of ranks with a device each, once all have joined."""
         store = self._open_store()
         self._show_life()  # NCCL may take long to connect
+        self._is_connecting = device.type == "cuda"
         self._exchange = exchange = DeviceExchange(store, self.shard, device)
+        self._is_connecting = False
         return exchange
 
     @property
@@ -194,6 +197,10 @@ class WorkerGroup:
         if self._exchange is not None:
             self._exchange.abandon()
         self._kill()
+        if self._is_connecting:
+            # NCCL would wait for the lost rank, and cannot be told.
+            logging.shutdown()
+            os._exit(EXIT_FAILED)
         self._has_failed.set()
         self._adapter_replies.put(None)
         if self._on_failure is not None:

@@ -1,5 +1,5 @@
 """Ranks of the GPU forward pass in one process, by Triton's interpreter: the logits of transformers, and the tokens of
-one rank.
+the generic forward pass.
 
 Each rank computes on a thread, and one of them at a time, because the interpreter is not made for more. Messages are
 those of the leader to its workers; processes and the exchange between them are left to `tests/stack`.
@@ -27,6 +27,7 @@ from executor.checkpoint.shards import WHOLE, Shard
 from executor.gpu.graphs import Bucket
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
 from executor.parallel.device_messages import RunnerSizes
 from executor.parallel.gpu_shard import GpuShard
 from executor.parallel.messages import Kind
@@ -36,6 +37,7 @@ from executor.scheduler.sequence import Processors, Sampling, Sequence, Stopping
 from tests.kernels.test_gpu_graphs import Captured
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, NUM_BLOCKS, assert_same_sequences, outputs
 from tests.kernels.test_gpu_runner import LIMITS as LIMITS_OF_ONE
+from tests.kernels.test_gpu_runner import load as load_with_kv
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 
@@ -205,12 +207,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(config, tmp_path_factory.mktemp("model") / "tiny")
 
 
-def test_ranks_choose_the_tokens_of_one_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_choose_the_tokens_of_the_generic_forward_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, ours = various_requests(), various_requests()
-    one = load(folder)
-    one.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    assert one.gpu_decoder is not None
-    outputs(GpuRunner(one.gpu_decoder, one.kv, LIMITS, BLOCK_SIZE), expected, scheduler())
+    outputs(ModelRunner(load_with_kv(folder, "reference"), LIMITS, BLOCK_SIZE), expected, scheduler())
 
     replays: list[dict[Bucket, int]] = [{}, {}]
     graphed = partial(GpuRunner, capture_graphs=Captured(replays[1]))

@@ -188,16 +188,16 @@ def test_norms_of_all_heads_are_refused_with_the_reason(tmp_path: Path) -> None:
 
 
 def various_requests() -> list[Sequence]:
-    """Greedy, seeded, restricted and changed rows, of which one reports log probabilities, also of its prompt."""
-    samplings = [Sampling(0.0, 0, 1.0, 0), Sampling(1.0, 0, 1.0, 2**63 + 5), Sampling(0.8, 5, 0.9, 7)]
-    samplings += [Sampling(1.0, 0, 1.0, 3)]
+    """A greedy row that reports log probabilities, also of its prompt, a seeded one, and one that is restricted and
+    changed."""
+    samplings = [Sampling(0.0, 0, 1.0, 0), Sampling(1.0, 0, 1.0, 2**63 + 5), Sampling(0.8, 5, 1.0, 7)]
     requests = []
     for number, sampling in enumerate(samplings):
         prompt = [(7 * number + 5 * i) % VOCABULARY_SIZE for i in range(2 + number)]
         stopping = Stopping(2, 0, frozenset())
         requests.append(Sequence(f"r{number}", 1, prompt, len(prompt), sampling, stopping, 1, b"salt"))
     requests[0].num_top_logprobs, requests[0].num_prompt_logprobs = 2, 1
-    requests[3].processors = Processors(((11, 3.0),), presence_penalty=2.0)
+    requests[2].processors = Processors(((11, 3.0),), presence_penalty=2.0)
     return requests
 
 

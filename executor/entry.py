@@ -30,6 +30,9 @@ from executor.settings import ExecutorSettings
 log = logging.getLogger(__name__)
 
 SPIN_COUNT = "10000"
+# `device_index` is below it.
+MAX_DEVICES = 64
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,6 +46,8 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     start_logging("executor", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
+    if settings.device != "cpu" and settings.device_index:
+        os.environ[DEVICES] = devices_from(settings.device_index, os.environ.get(DEVICES))
     if settings.tensor_parallel_rank:
         with _without_garbage_collection():
             from executor.ranks import check_parallel, run_worker
@@ -67,3 +72,10 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def devices_from(first: int, visible: str | None) -> str:
+    """Returns the GPUs that CUDA shows without those before `first`, which thus becomes the first. CUDA itself ignores
+    numbers from the first on that it does not have."""
+    devices = [str(number) for number in range(MAX_DEVICES)] if visible is None else visible.split(",")
+    return ",".join(devices[first:])

@@ -15,7 +15,7 @@ import time
 from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from starlette.applications import Starlette
@@ -50,7 +50,7 @@ from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.parallel.decoder import ParallelDecoder
 from executor.parallel.leader import WorkerGroup
-from executor.ranks import check_parallel, load_shard, open_group, threads_per_rank
+from executor.ranks import check_devices, check_parallel, load_shard, open_group, threads_per_rank
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.drafting import Drafting
 from executor.scheduler.limits import InterTokenTargets, KvWindow
@@ -65,6 +65,9 @@ from executor.settings import ExecutorSettings
 from executor.speculation.budget import DraftBudget
 from executor.speculation.choice import choose_proposer
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+
+if TYPE_CHECKING:
+    from executor.parallel.device_messages import RunnerSizes
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +99,7 @@ class Loaded:
 def load_model(settings: ExecutorSettings) -> Loaded:
     """Starts the other ranks if there are any, loads the model and sizes its KV pool and its steps."""
     check_parallel(settings)
+    check_devices(settings)
     group = open_group(settings)
     try:
         return _load_model(settings, group)
@@ -189,8 +193,15 @@ def _kv_budget(
     settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, group: WorkerGroup | None
 ) -> KvBudget:
     if model.device.type == "cuda":
-        working_bytes = _working_bytes(settings, model, limits)
-        free_bytes = torch.cuda.mem_get_info(model.device)[0] - working_bytes - _staging_bytes(settings, model)
+
+        def free_beside_steps() -> int:
+            used = _working_bytes(settings, model, limits) + _staging_bytes(settings, model)
+            return int(torch.cuda.mem_get_info(model.device)[0]) - used
+
+        if model.gpu_ranks is None:
+            free_bytes = free_beside_steps()
+        else:
+            free_bytes = model.gpu_ranks.least_free_bytes(_runner_sizes(settings, limits), free_beside_steps)
         fraction = settings.kv_cache_free_gpu_mem_fraction
     else:
         free_bytes = _free_bytes(group)
@@ -228,6 +239,18 @@ def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: Schedu
 
     return working_bytes(
         model,
+        limits,
+        settings.tokens_per_block,
+        uses_graphs=settings.enable_cuda_graphs,
+        max_graph_tokens=settings.cuda_graph_max_tokens,
+    )
+
+
+def _runner_sizes(settings: ExecutorSettings, limits: SchedulerLimits) -> RunnerSizes:
+    """Returns what the runners of all ranks are made with."""
+    from executor.parallel.device_messages import RunnerSizes  # imports triton, which only this needs
+
+    return RunnerSizes.of(
         limits,
         settings.tokens_per_block,
         uses_graphs=settings.enable_cuda_graphs,
@@ -443,6 +466,8 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
         return ModelRunner(model, loaded.limits, settings.tokens_per_block)
     from executor.gpu.runner import GpuRunner  # imports triton, which only this needs
 
+    if model.gpu_ranks is not None:
+        model.gpu_ranks.start_runners(_runner_sizes(settings, loaded.limits))
     runner = GpuRunner(
         model.gpu_decoder,
         model.kv,
@@ -451,6 +476,7 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
         uses_graphs=settings.enable_cuda_graphs,
         max_graph_tokens=settings.cuda_graph_max_tokens,
         flashinfer=model.flashinfer,
+        followers=model.gpu_ranks,
     )
     runner.prepare()
     if runner.uses_flashinfer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -16,12 +17,23 @@ from common.model_source import ModelSource, resolve_model
 from common.settings import ENV_PREFIX, SettingError
 from executor.attention.cpu import CpuAttention
 from executor.checkpoint.shards import Shard
-from executor.model.model import PagedModel
+from executor.model.model import PagedModel, choose_device
+from executor.parallel.cpu_shard import CpuShard
 from executor.parallel.leader import GroupSettings, WorkerGroup
-from executor.parallel.member import Member
+from executor.parallel.member import Executes, Member, Welcome
 from executor.settings import ExecutorSettings
 
 log = logging.getLogger(__name__)
+
+# What a GPU forward pass of several ranks lacks: settings, and the values with which they do not need it.
+WITHOUT_RANKS_ON_GPUS = {
+    "adapter_folder": (None,),
+    "attention_backend": ("auto", "triton"),
+    "kv_cache_dtype": ("auto", "bfloat16", "float32"),
+    "kv_cache_host_memory_bytes": (0,),
+    "speculation": ("off",),
+    "weight_dtype": ("auto", "dense"),
+}
 
 
 def check_parallel(settings: ExecutorSettings) -> None:
@@ -39,14 +51,35 @@ def check_parallel(settings: ExecutorSettings) -> None:
             raise SettingError(f"{name}={value} is not host:port")
 
 
+def check_devices(settings: ExecutorSettings) -> None:
+    """Raises `SettingError` if there are too few GPUs, or for settings with which ranks do not run on GPUs."""
+    size, first = settings.tensor_parallel_size, settings.device_index
+    device = choose_device(settings.device)
+    if first and settings.device != "cpu" and device.type != "cuda":
+        raise SettingError(f"device_index={first}: torch finds no such GPU")
+    if size == 1 or (device.type == "cpu" and settings.attention_backend != "triton"):
+        return
+    for name, allowed in WITHOUT_RANKS_ON_GPUS.items():
+        if (value := getattr(settings, name)) not in allowed:
+            raise SettingError(f"{name}={value} does not go with tensor_parallel_size={size} on GPUs")
+    if device.type == "cuda" and _starts_others(settings) and (count := torch.cuda.device_count()) < size:
+        raise SettingError(
+            f"tensor_parallel_size={size} needs a GPU for each rank from device_index={first} on, and torch finds "
+            f"{count}"
+        )
+
+
+def _starts_others(settings: ExecutorSettings) -> bool:
+    """Returns whether this process starts the other ranks."""
+    is_alone = settings.tensor_parallel_listen or settings.tensor_parallel_rank
+    return settings.tensor_parallel_size > 1 and not is_alone
+
+
 def threads_per_rank(settings: ExecutorSettings) -> int:
     """Returns the compute threads of this process."""
     if settings.num_threads:
         return settings.num_threads
-    starts_others = settings.tensor_parallel_size > 1 and not (
-        settings.tensor_parallel_listen or settings.tensor_parallel_rank
-    )
-    return max(1, num_usable_cores() // (settings.tensor_parallel_size if starts_others else 1))
+    return max(1, num_usable_cores() // (settings.tensor_parallel_size if _starts_others(settings) else 1))
 
 
 def open_group(settings: ExecutorSettings) -> WorkerGroup | None:
@@ -60,6 +93,7 @@ def open_group(settings: ExecutorSettings) -> WorkerGroup | None:
             settings.tensor_parallel_timeout_s,
             settings.max_num_tokens,
             _environment(settings),
+            has_gpus=choose_device(settings.device).type == "cuda",
         )
     )
 
@@ -87,18 +121,30 @@ def run_worker(settings: ExecutorSettings) -> int:
     # The leader drains its sequences on these signals, and needs its workers meanwhile.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    check_devices(settings)
     torch.set_num_threads(threads_per_rank(settings))
     rank = settings.tensor_parallel_rank
-    shard = Shard(rank, settings.tensor_parallel_size)
-    member = Member(shard, settings.tensor_parallel_leader, settings.adapter_folder)
+    member = Member(Shard(rank, settings.tensor_parallel_size), settings.tensor_parallel_leader)
     try:
         model = load_shard(settings, resolve_model(settings.model), member.shard, None)
-        assert isinstance(model.backend, CpuAttention)
-        member.serve(model, model.backend.library, model.hello(rank))
+        member.serve(model.hello(rank), lambda welcome: _start_shard(settings, model, member, welcome))
     except Exception as error:
         member.fail(error)
         raise
     return 0
+
+
+def _start_shard(settings: ExecutorSettings, model: PagedModel, member: Member, welcome: Welcome) -> Executes:
+    """Connects a worker's part of the model with the other ranks."""
+    if model.gpu_decoder is not None:
+        from executor.model.gpu_memory import free_bytes_beside_steps  # imports triton, which only this needs
+        from executor.parallel.gpu_shard import GpuShard
+
+        ranks = member.open_device_exchange(welcome, model.device)
+        return GpuShard(model, model.gpu_decoder, ranks, partial(free_bytes_beside_steps, model))
+    assert model.native is not None and isinstance(model.backend, CpuAttention)
+    exchange = member.open_exchange(welcome, model.backend.library)
+    return CpuShard(model, model.native, exchange, settings.adapter_folder, member.reply)
 
 
 def _environment(settings: ExecutorSettings) -> Mapping[str, str]:

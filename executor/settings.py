@@ -29,6 +29,13 @@ class ExecutorSettings(ProcessSettings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="device that runs the model; auto: the GPU if torch finds one"
     )
+    device_index: int = Field(
+        0,
+        ge=0,
+        le=63,
+        description="which of the GPUs that CUDA shows is used, from 0; of the ranks that an executor starts, rank i "
+        "uses device_index + i",
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="type of weights and KV cache; auto: bfloat16 if the device supports it"
     )
@@ -173,7 +180,7 @@ class ExecutorSettings(ProcessSettings):
         ge=1,
         le=64,
         description="ranks: processes that compute each step together, each with a part of the weights and of the KV "
-        "heads; CPU only",
+        "heads; on GPUs, one for each, it has not been run yet",
     )
     tensor_parallel_listen: str = Field(
         "",

@@ -16,10 +16,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.kv_size import numbers_of_ranks
-from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
+from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
 from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
 
 # `PART_COLUMNS` and `PART_INNER_COLUMNS` of decoder.h.
@@ -133,6 +133,52 @@ def indivisible_reason(shape: DecoderShape, num_ranks: int) -> str | None:
         f"{shape.num_heads} heads and {shape.num_kv_heads} KV heads cannot be divided by {num_ranks}; "
         f"sizes that work: {', '.join(map(str, sizes))}"
     )
+
+
+def divide(weights: DecoderWeights, shard: Shard, device: torch.device) -> DecoderWeights:
+    """Returns copies of a rank's part of dense weights, on a device. Their `shape` is that of the whole model."""
+
+    def place(part: Matrix) -> Tensor:
+        assert isinstance(part, Tensor)
+        return part.to(device, copy=True)
+
+    def vector(part: Tensor | None) -> Tensor | None:
+        return None if part is None else place(part)
+
+    def layer_part(layer: LayerWeights) -> LayerWeights:
+        bias = None if layer.qkv_bias is None else place(shard.qkv_bias(shape, layer.qkv_bias))
+        qkv = torch.cat([place(part) for part in shard.qkv(shape, layer.qkv_matrices)])
+        output_bias = None if layer.output_bias is None else place(shard.hidden(shape, layer.output_bias))
+        return LayerWeights(
+            input_norm=vector(layer.input_norm),
+            qkv_parts=(_linear(qkv, bias),),
+            query_norm=vector(layer.query_norm),
+            key_norm=vector(layer.key_norm),
+            output=place(shard.hidden(shape, layer.output)),
+            output_bias=output_bias,
+            attention_output_norm=vector(layer.attention_output_norm),
+            post_attention_norm=vector(layer.post_attention_norm),
+            gate_up_parts=(torch.cat([place(part) for part in shard.gate_up(shape, layer.gate_up_parts)]),),
+            down=place(shard.hidden(shape, layer.down)),
+            feed_forward_output_norm=vector(layer.feed_forward_output_norm),
+        )
+
+    shape = weights.shape
+    return DecoderWeights(
+        shape=shape,
+        embedding=place(shard.embedding(weights)),
+        layers=tuple(map(layer_part, weights.layers)),
+        final_norm=place(weights.final_norm),
+        head=place(shard.head(weights)),
+    )
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def digest_of(weights: DecoderWeights) -> str:

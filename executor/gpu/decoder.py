@@ -2,12 +2,16 @@
 
 Queries, keys and values are one product, gate and up projection another. The host never waits for the device, and no
 shape depends on the content of a device tensor, so a step can be captured in a CUDA graph.
+
+Of several ranks, each has some columns of every matrix, and the KV heads that belong to its query heads. The ranks
+exchange what they have computed wherever the next operation needs whole rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +24,23 @@ from executor.checkpoint import fp8_weight
 from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope, joined
 from executor.checkpoint.fp8_weight import Fp8Weight
 from executor.checkpoint.quantized_weight import Matrix
+from executor.checkpoint.shards import PART_COLUMNS, PART_INNER_COLUMNS, WHOLE, Shard
 from executor.gpu.adapters import AdapterSlots, Product, slot_bytes
 from executor.gpu.layers import gated, linear, residual_norm, rope_write, rotation_table
 from executor.gpu.row_groups import RowGroups
 from executor.step.batch import StepBatch
+
+
+class Ranks(Protocol):
+    """The exchange between ranks, on the stream of the step. All ranks call the same functions in the same order."""
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Returns every rank's tensor, `[ranks, *part.shape]`. All have the same shape and type."""
+        ...
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrites `values` by those of rank 0."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,16 +72,34 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
     return None
 
 
+def undivided_reason(weights: DecoderWeights) -> str | None:
+    """Returns why ranks cannot divide a model for this forward pass; None if they can."""
+    norm = weights.layers[0].query_norm
+    if norm is not None and norm.numel() != weights.shape.head_dim:
+        return "its norms of queries and keys cover the heads of all ranks"
+    return None
+
+
 class GpuDecoder:
     """A model of the family. It takes over the network's weights: those that it fuses become views in the network.
 
     With `has_fp8_weights` the matrices of layers are rounded to FP8, and the network's own have no memory afterwards.
+
+    A `shard` of several ranks has the `weights` that `divide` returns. Its `ranks` must be set before the first step.
     """
 
     def __init__(
-        self, weights: DecoderWeights, backend: AttentionBackend, context_length: int, *, has_fp8_weights: bool = False
+        self,
+        weights: DecoderWeights,
+        backend: AttentionBackend,
+        context_length: int,
+        *,
+        has_fp8_weights: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
         self.shape = shape = weights.shape
+        self.shard = shard
+        self.ranks: Ranks | None = None
         self._epsilon = shape.norm_epsilon
         self._embedding, self._head, self._final_norm = weights.embedding, _dense(weights.head), weights.final_norm
         self._backend = backend
@@ -80,8 +115,13 @@ class GpuDecoder:
 
     @property
     def head(self) -> Tensor:
-        """`[vocabulary, hidden]`, in the dtype of the logits."""
+        """`[vocabulary, hidden]`, in the dtype of the logits; of a shard only its tokens."""
         return self._head
+
+    @property
+    def own_ids(self) -> slice:
+        """The tokens of the vocabulary whose logits this rank computes."""
+        return self.shard.columns(self.shape.vocabulary_size)
 
     @property
     def scorings(self) -> tuple[Scoring, ...]:
@@ -116,8 +156,9 @@ class GpuDecoder:
     ) -> Tensor:
         """Computes every token of a batch on the device, stores its KV, and returns the logits `[R + Q, vocabulary]`.
 
-        They have the weights' dtype, and are written to `logits` if that is given. Without `groups`, rows with adapters
-        are grouped here, on the host. `attention` takes the place of the backend's.
+        They have the weights' dtype, and are written to `logits` if that is given, of which a rank then writes
+        `own_ids` only. Without `groups`, rows with adapters are grouped here, on the host. `attention` takes the place
+        of the backend's.
         """
         hidden, delta = self._compute_layers(batch, kv, groups, attention or self._backend)
         if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
@@ -131,8 +172,15 @@ class GpuDecoder:
         return residual_norm(hidden, delta, self._final_norm, self._epsilon)
 
     def logits(self, states: Tensor, logits: Tensor | None = None) -> Tensor:
-        """Returns the logits of states, written to `logits` if that is given."""
-        return self._scaled(torch.mm(states, self._head.t(), out=logits))
+        """Returns the logits of states. With `logits` a rank writes its own there, and leaves the others."""
+        own = None if logits is None else logits[:, self.own_ids]
+        own = self._scaled(torch.mm(states, self._head.t(), out=own))
+        return self._whole(own, self.shape.vocabulary_size) if logits is None else logits
+
+    def gather_logits(self, logits: Tensor) -> None:
+        """Fills in the logits that other ranks have computed."""
+        if self.ranks is not None:
+            logits.copy_(self._whole(logits[:, self.own_ids], self.shape.vocabulary_size))
 
     def _compute_layers(
         self, batch: StepBatch, kv: Sequence[LayerKv], groups: RowGroups | None, attention: StepAttention
@@ -140,28 +188,43 @@ class GpuDecoder:
         """Returns the residual stream `[T, hidden]` and what is to be added to it."""
         if groups is None and batch.adapter_slots is not None:
             groups = RowGroups.of(batch, self.num_adapter_slots, self._head.device)
-        hidden = functional.embedding(batch.token_ids, self._embedding)
-        if self.shape.embedding_scale != 1.0:
-            hidden *= self.shape.embedding_scale
-        has_gelu = self.shape.activation == GELU_TANH
+        shape = self.shape
+        hidden = self._whole(functional.embedding(batch.token_ids, self._embedding), shape.hidden_size)
+        if shape.embedding_scale != 1.0:
+            hidden *= shape.embedding_scale
+        has_gelu = shape.activation == GELU_TANH
         delta: Tensor | None = None
         for index, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
             normed = self._add(hidden, delta, layer.input_norm)
             qkv = linear(normed, layer.qkv, layer.qkv_bias)
             self._adapt(index, Product.QKV, normed, qkv, groups)
             attended = self._attend(layer, qkv, batch, layer_kv, attention)
+            attended = self._whole(attended, shape.num_heads * shape.head_dim, shape.head_dim)
             delta = linear(attended, layer.output, layer.output_bias)
             self._adapt(index, Product.OUTPUT, attended, delta, groups)
+            delta = self._whole(delta, shape.hidden_size)
             delta = self._delta(delta, layer.attention_output_norm)
             normed = self._add(hidden, delta, layer.post_attention_norm)
             gate_up = linear(normed, layer.gate_up)
             self._adapt(index, Product.GATE_UP, normed, gate_up, groups)
-            inner = gated(gate_up, has_gelu)
+            inner = self._whole(gated(gate_up, has_gelu), shape.intermediate_size, PART_INNER_COLUMNS)
             delta = linear(inner, layer.down)
             self._adapt(index, Product.DOWN, inner, delta, groups)
+            delta = self._whole(delta, shape.hidden_size)
             delta = self._delta(delta, layer.feed_forward_output_norm)
         assert delta is not None
         return hidden, delta
+
+    def _whole(self, part: Tensor, num_columns: int, multiple: int = PART_COLUMNS) -> Tensor:
+        """Returns rows of `num_columns`, of which each rank has computed a part, as `Shard.columns` divides them."""
+        if self.ranks is None:
+            return part
+        first = self.shard.of(0).columns(num_columns, multiple)
+        if num_missing := first.stop - part.shape[1]:
+            # The parts of the last ranks may be smaller.
+            part = functional.pad(part, (0, num_missing))
+        parts = self.ranks.all_gather(part.contiguous())
+        return parts.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
 
     def _adapt(self, layer: int, product: Product, inputs: Tensor, outputs: Tensor, groups: RowGroups | None) -> None:
         """Adds the adapters' changes to a product, in place."""

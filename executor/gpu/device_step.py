@@ -2,6 +2,9 @@
 
 `DeviceStep` launches kernels. `GraphedStep` says in which layout a step is uploaded, and replays a graph if one has
 that layout.
+
+With several ranks, each computes its own part of the logits, and draws from them together with the others. Only if a
+step needs all logits they are gathered, on all ranks, behind the step.
 """
 
 from __future__ import annotations
@@ -13,16 +16,18 @@ import torch
 from torch import Tensor
 
 from executor.attention.backend import LayerKv, StepAttention
+from executor.engine.runner import NO_TOKEN
 from executor.gpu.decoder import GpuDecoder
 from executor.gpu.graphs import Bucket, Capture, Graph, bucket_of, decode_buckets
-from executor.gpu.sampling import draw
+from executor.gpu.sampling import DrawRows, draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
 from executor.step.batch import StepBatch
 
 
 class DeviceStep:
-    """Model, KV and buffers. After a step, `logits[:R + Q]` and `buffers.sampled_ids[:R]` are the step's."""
+    """Model, KV and buffers. After a step, `logits[:R + Q]` and `buffers.sampled_ids[:R]` are the step's. With several
+    ranks, the logits of others are -inf until they are gathered."""
 
     def __init__(
         self,
@@ -38,13 +43,16 @@ class DeviceStep:
         self.kv = kv
         self.block_size = block_size
         self.num_adapters = decoder.num_adapter_slots
-        self.logits = _empty_rows(max_num_logits, decoder.head, 0)
-        self._states = _empty_rows(max_num_states, decoder.head, 1)
+        self.logits = _empty_rows(max_num_logits, decoder.shape.vocabulary_size, decoder.head)
+        self._states = _empty_rows(max_num_states, decoder.shape.hidden_size, decoder.head)
         self._decoder = decoder
+        # Whether there may be logits of other ranks.
+        self._has_others = True
 
     def compute(self, layout: StepLayout, num_decodes: int, attention: StepAttention | None = None) -> None:
         """Fills in carried tokens, computes the model, and draws the next tokens. `attention` takes the place of the
         backend's."""
+        self.drop_others()
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, num_decodes, self.block_size)
         logits = self.logits[: layout.num_logits + layout.num_scored]
@@ -54,6 +62,7 @@ class DeviceStep:
     def compute_states(self, layout: StepLayout) -> None:
         """Computes the part of a step that depends on the numbers of tokens and sequences of its layout alone. Which
         sequences are decodes is found out on the device."""
+        self.drop_others()
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, layout.num_sequences, self.block_size)
         states = self._decoder.states(batch, self.kv, self.buffers.row_groups(layout))
@@ -67,10 +76,45 @@ class DeviceStep:
             self._decoder.logits(states, self.logits[:num_logits])
             self._draw(layout)
 
+    def drop_others(self) -> None:
+        """Makes the logits of other ranks -inf."""
+        if self._decoder.ranks is not None and self._has_others:
+            own = self._decoder.own_ids
+            self.logits[:, : own.start] = float("-inf")
+            self.logits[:, own.stop :] = float("-inf")
+            self._has_others = False
+
+    def gather_logits(self, num_rows: int) -> None:
+        """Fills in the first rows of logits of other ranks. All ranks must call it."""
+        if self._decoder.ranks is not None:
+            self._decoder.gather_logits(self.logits[:num_rows])
+            self._has_others = True
+
+    def gather_and_draw(self, layout: StepLayout) -> None:
+        """Gathers the logits of a step that needs all of them, and draws its tokens again."""
+        if self._decoder.ranks is not None:
+            self.gather_logits(layout.num_logits + layout.num_scored)
+            draw(*self._drawn(layout))
+
+    def overwrite_result(self) -> None:
+        """Overwrites logits and tokens, so that a step that writes none is noticed."""
+        self.logits.fill_(float("nan"))
+        self.buffers.sampled_ids.fill_(NO_TOKEN)
+        self._has_others = True
+
+    def broadcast_ids(self, num_rows: int) -> None:
+        """Gives all ranks the tokens of rank 0."""
+        if self._decoder.ranks is not None:
+            self._decoder.ranks.broadcast(self.buffers.sampled_ids[:num_rows])
+
     def _draw(self, layout: StepLayout) -> None:
+        if layout.num_logits:
+            ranks = self._decoder.ranks
+            draw(*self._drawn(layout), None if ranks is None else ranks.all_gather)
+
+    def _drawn(self, layout: StepLayout) -> tuple[Tensor, DrawRows, Tensor]:
         num_rows = layout.num_logits
-        if num_rows:
-            draw(self.logits[:num_rows], self.buffers.draw_rows(layout), self.buffers.sampled_ids[:num_rows])
+        return self.logits[:num_rows], self.buffers.draw_rows(layout), self.buffers.sampled_ids[:num_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +171,7 @@ class GraphedStep:
 
     def replay(self, graph: Graph, form: StepForm) -> None:
         """Computes a step of a captured form."""
+        self._step.drop_others()
         graph.replay()
         if form.layout.is_padded:
             self._step.finish(form.layout)
@@ -147,6 +192,6 @@ class GraphedStep:
             self._step.compute(form.layout, form.num_decodes)
 
 
-def _empty_rows(num_rows: int, head: Tensor, dim: int) -> Tensor:
-    """Returns rows of the output layer's outputs (`dim` 0) or inputs (1), not initialised."""
-    return torch.empty((num_rows, head.shape[dim]), dtype=head.dtype, device=head.device)
+def _empty_rows(num_rows: int, size: int, like: Tensor) -> Tensor:
+    """Returns rows that are not initialised, of the type and on the device of `like`."""
+    return torch.empty((num_rows, size), dtype=like.dtype, device=like.device)

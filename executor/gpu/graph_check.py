@@ -19,7 +19,6 @@ from torch import Tensor
 from common.model_source import ModelError
 from executor.attention.backend import StepAttention
 from executor.attention.flashinfer import FlashInfer, Timing, Verdict, decide
-from executor.engine.runner import NO_TOKEN
 from executor.gpu.device_step import DeviceStep, GraphedStep
 from executor.gpu.graphs import Bucket, Graph
 from executor.gpu.idle import idle_sampling
@@ -184,10 +183,10 @@ class TrialSteps:
     def take_result(self, num_rows: int) -> StepResult:
         """Copies logits and tokens of the newest step, and overwrites them, so that a step that writes none is
         noticed."""
-        logits, token_ids = self._step.logits, self._step.buffers.sampled_ids
-        result = StepResult(logits[:num_rows].clone(), token_ids[:num_rows].clone())
-        logits.fill_(float("nan"))
-        token_ids.fill_(NO_TOKEN)
+        self._step.gather_logits(num_rows)
+        logits, token_ids = self._step.logits[:num_rows], self._step.buffers.sampled_ids[:num_rows]
+        result = StepResult(logits.clone(), token_ids.clone())
+        self._step.overwrite_result()
         return result
 
     def _plan(self, flashinfer: FlashInfer, batch: StepBatch) -> StepAttention | None:

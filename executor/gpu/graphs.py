@@ -94,6 +94,8 @@ def capture(
 
     It runs once before it is captured, so that kernels are compiled and cuBLAS allocates its workspace.
     """
+    # With ranks, a thread of NCCL asks for events of earlier steps meanwhile, which `global` forbids to every thread.
+    mode = "thread_local" if torch.distributed.is_initialized() else "global"
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
     with frozen_garbage():
@@ -104,7 +106,7 @@ def capture(
                 compute(bucket)
             torch.cuda.synchronize()
             graphs[bucket] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[bucket], pool=pool, stream=stream):
+            with torch.cuda.graph(graphs[bucket], pool=pool, stream=stream, capture_error_mode=mode):
                 compute(bucket)
     torch.cuda.synchronize()
     return graphs

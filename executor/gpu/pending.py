@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class GpuStep:
     """A pending step. Steps must be read in the order of launch; `before` is the previous one.
 
     `allows_next` is False until the step was read, if it has rows that depend on its tokens: those are known then.
+    `check` raises if the step has ended with tokens that have no meaning.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class GpuStep:
         sampling: SamplingBatch,
         before: GpuStep | None,
         reported: StepLogprobs | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.began_s = timer.began_s
         self.ended_s = timer.began_s
@@ -106,12 +108,17 @@ class GpuStep:
         self.allows_next = not sampling.processed
         self._before = before
         self._reported = reported
+        self._check = check
 
     def result(self) -> tuple[int | None, ...]:
         """Waits for the ids. May be called once."""
         before, self._before = self._before, None  # otherwise every step would keep the previous one alive
         try:
-            self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
+            try:
+                self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
+            finally:
+                if self._check is not None:
+                    self._check()
             self.copied_s = self._timer.copies_took_s()
             sampled_ids = self._on_host[: self._sampling.num_rows].tolist()
             self._sampling.append(sampled_ids)

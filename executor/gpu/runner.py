@@ -4,12 +4,17 @@ demand.
 Launching waits for nothing, so the caller's thread makes the next plan while the device computes. Only a step with rows
 whose logits are changed must be read before the next one is launched. A step is the replay of a CUDA graph unless it
 has more tokens than the largest one. Without a GPU the same code computes immediately, as in the tests.
+
+With several ranks, each has a runner. All prepare themselves in the same way, and so exchange in the same order. Then
+the leader's launches, and tells the others what it uploads and computes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,7 +22,7 @@ from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.attention.backend import LayerKv, StepAttention
 from executor.attention.flashinfer import FlashInfer
 from executor.attention.gpu_host_tier import GpuHostTier
-from executor.engine.runner import PendingStep
+from executor.engine.runner import DeviceLostError, PendingStep
 from executor.gpu.decoder import GpuDecoder
 from executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
 from executor.gpu.graph_check import AttentionCheck, GraphCheck
@@ -26,8 +31,8 @@ from executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling
 from executor.gpu.pending import GpuStep, ReadBack, StepTimer
 from executor.gpu.processing import Processing, name_excluded
 from executor.gpu.step_buffers import StepBuffers
-from executor.gpu.step_layout import StepLayout
-from executor.gpu.table_entries import NO_ENTRIES, TableFollower
+from executor.gpu.step_layout import StepLayout, Words
+from executor.gpu.table_entries import NO_ENTRIES, TableEntries, TableFollower
 from executor.logits.grammar import MaskFiller
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.sequence import StepPlan
@@ -39,6 +44,37 @@ log = logging.getLogger(__name__)
 
 # Steps launched and not read; the engine has two at most.
 MAX_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedStep:
+    """What ranks other than the leader compute once it is uploaded. `needs_logits`: the leader needs all logits.
+    `changes_ids`: it may choose tokens that the others cannot know."""
+
+    form: StepForm
+    num_rows: int
+    needs_logits: bool
+    changes_ids: bool
+
+
+class Followers(Protocol):
+    """The runners of other ranks, as their leader sees them."""
+
+    def upload(self, words: Words, first: int, count: int) -> None:
+        """Lets them call `GpuRunner.receive`."""
+        ...
+
+    def launch(self, step: FollowedStep) -> None:
+        """Lets them call `GpuRunner.follow`."""
+        ...
+
+    def check(self) -> None:
+        """Raises `DeviceLostError` if one has failed. What the ranks have computed since has no meaning."""
+        ...
+
+    def lost(self, error: Exception) -> DeviceLostError:
+        """Returns the first cause of an error, after which the ranks no longer do the same."""
+        ...
 
 
 class GpuRunner:
@@ -55,14 +91,16 @@ class GpuRunner:
         max_graph_tokens: int = 0,
         capture_graphs: Capture | None = None,
         flashinfer: FlashInfer | None = None,
+        followers: Followers | None = None,
     ) -> None:
         """Steps that are not of decodes alone have graphs up to `max_graph_tokens`. `capture_graphs` is CUDA's unless
-        it is given; without it a CPU has no graphs. `prepare` decides whether `flashinfer` is used."""
+        it is given; without it a CPU has no graphs. `prepare` decides whether `flashinfer` is used. `followers` are
+        those of the leader of several ranks."""
         num_seats, max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
         self._device = decoder.head.device
         self._limits = limits
         self._packer = StepPacker(num_seats, max_blocks, block_size)
-        self._vocabulary_size = decoder.head.shape[0]
+        self._vocabulary_size = decoder.shape.vocabulary_size
         self._columns = SamplingColumns(num_seats, self._vocabulary_size)
         self._follower = TableFollower(num_seats, max_blocks)
         most_logits = limits.max_num_yields
@@ -88,8 +126,10 @@ class GpuRunner:
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
         self._newest: GpuStep | None = None
-        self._group = decoder.shape.num_heads // decoder.shape.num_kv_heads
+        shape = decoder.shard.shape(decoder.shape)
+        self._group = shape.num_heads // shape.num_kv_heads
         self._flashinfer = flashinfer
+        self._followers = followers
 
     @property
     def uses_flashinfer(self) -> bool:
@@ -127,28 +167,49 @@ class GpuRunner:
         entries = self._follower.follow(plan)
         sampling = self._columns.select(plan, batch)
         form = self._graphed.form_of(batch, sampling.num_rows)
-        layout = form.layout
         timer = StepTimer(self._device)
         # The masks are filled while the device computes.
         constrained = sampling.constrained()
         are_filled = self._masks.start(constrained) if constrained else None
-        with torch.inference_mode():
-            # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
-            if self._host_tier is not None and (plan.swaps_out or plan.swaps_in):
-                self._host_tier.swap(plan.swaps_out, plan.swaps_in)
-                timer.copied()
-            attention = self._plan_attention(form, batch)
-            self._buffers.upload(layout, batch, sampling, entries)
-            self._follower.sent()
-            self._graphed.compute(form, attention)
-            if are_filled is not None:
-                are_filled()
-            self._process(layout, sampling)
-            reported = self._report(layout, sampling)
-            on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
+        try:
+            with torch.inference_mode():
+                # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
+                if self._host_tier is not None and (plan.swaps_out or plan.swaps_in):
+                    self._host_tier.swap(plan.swaps_out, plan.swaps_in)
+                    timer.copied()
+                attention = self._plan_attention(form, batch)
+                self._upload(form, batch, sampling, entries)
+                self._follower.sent()
+                self._graphed.compute(form, attention)
+                if needs_logits(sampling):
+                    self._step.gather_and_draw(form.layout)
+                if are_filled is not None:
+                    are_filled()
+                self._process(form.layout, sampling)
+                reported = self._report(form.layout, sampling)
+                on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
+        except Exception as error:
+            if self._followers is not None:
+                raise self._followers.lost(error) from error
+            raise
         timer.stop()
-        self._newest = GpuStep(timer, self._read_back, on_host, sampling, self._newest, reported)
+        check = None if self._followers is None else self._followers.check
+        self._newest = GpuStep(timer, self._read_back, on_host, sampling, self._newest, reported, check)
         return self._newest
+
+    def receive(self, words: Words, first: int, count: int) -> None:
+        """Uploads what the leader has uploaded."""
+        with torch.inference_mode():
+            self._buffers.receive(words, first, count)
+
+    def follow(self, step: FollowedStep) -> None:
+        """Computes the step that was received, together with the leader."""
+        with torch.inference_mode():
+            self._graphed.compute(step.form)
+            if step.needs_logits:
+                self._step.gather_and_draw(step.form.layout)
+            if step.changes_ids:
+                self._step.broadcast_ids(step.num_rows)
 
     def repeat_decodes(self, num_rows: int) -> None:
         """Computes the decodes of the newest step again and discards their tokens, for measurements."""
@@ -162,6 +223,13 @@ class GpuRunner:
         self._masks.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _upload(self, form: StepForm, batch: StepBatch, sampling: SamplingBatch, entries: TableEntries) -> None:
+        """Sends a step to the device, and to other ranks."""
+        followers = self._followers
+        self._buffers.upload(form.layout, batch, sampling, entries, None if followers is None else followers.upload)
+        if followers is not None:
+            followers.launch(FollowedStep(form, sampling.num_rows, needs_logits(sampling), sampling.excludes))
 
     def _plan_attention(self, form: StepForm, batch: StepBatch) -> StepAttention | None:
         """Returns the attention of a step in place of the backend's. A graph has the attention that was captured."""
@@ -178,6 +246,7 @@ class GpuRunner:
         if sampling.excludes:
             num_rows = sampling.num_rows
             name_excluded(self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows])
+            self._step.broadcast_ids(num_rows)
 
     def _report(self, layout: StepLayout, sampling: SamplingBatch) -> StepLogprobs | None:
         """Starts the copy of the log probabilities that rows report."""
@@ -205,3 +274,11 @@ class GpuRunner:
         if not bucket.is_decodes:
             lengths = [min(bucket.num_tokens, self._limits.context_length)]
         self._upload_idle(lengths, self._graphed.form_in(bucket, len(lengths)).layout)
+
+
+def needs_logits(sampling: SamplingBatch) -> bool:
+    """Returns whether a step needs all logits of a row, rather than the best token of each part of the vocabulary."""
+    if sampling.excludes or sampling.reporting:
+        return True
+    restricts = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
+    return bool((restricts & (sampling.temperature > 0.0)).any())

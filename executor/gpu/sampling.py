@@ -1,10 +1,15 @@
 """Sampling on the GPU by the Triton kernels. The host waits for nothing.
 
 Rows that restrict the draw (min_p, top_k, top_p) get a threshold first, which costs the other rows nothing.
+
+The best token of a row is the best of those of each chunk of the vocabulary, and its noise depends on its id alone. So
+ranks that each have a part of the logits, and -inf for the others, need to exchange a value and an id per chunk only.
+That is wrong for rows that restrict the draw, whose thresholds depend on all logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -63,9 +68,11 @@ def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
     return edges, last_ids
 
 
-def draw(logits: Tensor, rows: DrawRows, token_ids: Tensor) -> None:
+def draw(
+    logits: Tensor, rows: DrawRows, token_ids: Tensor, all_gather: Callable[[Tensor], Tensor] | None = None
+) -> None:
     """Writes the tokens drawn from `logits[R, vocabulary]` to `token_ids[R]`; `NO_TOKEN` for a row without a usable
-    logit."""
+    logit. With `all_gather` of `Ranks`, the best of any rank's logits is drawn."""
     num_rows, vocabulary_size = logits.shape
     edges, last_ids = restrict(logits, rows)
     num_chunks = -(-vocabulary_size // CHUNK)
@@ -77,4 +84,9 @@ def draw(logits: Tensor, rows: DrawRows, token_ids: Tensor) -> None:
         *(vocabulary_size, logits.stride(0)),
         CHUNK=CHUNK,
     )
+    if all_gather is not None:
+        best = torch.stack((best_values.view(torch.int32), best_ids), 1)
+        # From [ranks, R, 2, chunks] to one row of chunks of all ranks.
+        values, ids = all_gather(best).permute(2, 1, 0, 3).flatten(2).contiguous().unbind(0)
+        best_values, best_ids, num_chunks = values.view(torch.float32), ids, values.shape[1]
     choose_kernel[(num_rows,)](best_values, best_ids, token_ids, num_chunks, PADDED_CHUNKS=power_of_two(num_chunks))

@@ -7,6 +7,8 @@ The host uses a ring of buffers; a buffer is written again only when its copy ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from executor.kernels.step_inputs import follow_tables_kernel, resolve_kernel
 from executor.step.batch import StepBatch
 from executor.step.sampling_columns import SamplingBatch
 
+# Takes the words of a copy, and where the entries in them begin, and how many they are.
+Mirror = Callable[[Words, int, int], None]
 RING = 2
 # Entries of block tables that fit one copy.
 MAX_ENTRIES = 4096
@@ -63,14 +67,26 @@ class StepBuffers:
         self._tables = torch.zeros((num_tables + 1, max_blocks), dtype=torch.int32, device=device)
         self.sampled_ids = torch.zeros(most.num_logits, dtype=torch.int32, device=device)
 
-    def upload(self, layout: StepLayout, batch: StepBatch, sampling: SamplingBatch, entries: TableEntries) -> None:
-        """Sends a step's inputs and its new block table entries."""
+    def upload(
+        self,
+        layout: StepLayout,
+        batch: StepBatch,
+        sampling: SamplingBatch,
+        entries: TableEntries,
+        mirror: Mirror | None = None,
+    ) -> None:
+        """Sends a step's inputs and its new block table entries, first to `mirror`, for the `receive` of others."""
         *before, last = entries.split(MAX_ENTRIES)
         for part in before:
-            self._send(self._ring.take(), 0, part)
+            self._send(self._ring.take(), 0, part, mirror)
         words = self._ring.take()
         num_used = layout.fill(words, batch, sampling, self.spare_table_row)
-        self._send(words, num_used, last)
+        self._send(words, num_used, last, mirror)
+
+    def receive(self, received: Words, first: int, count: int) -> None:
+        """Sends words that an `upload` elsewhere has mirrored."""
+        self._ring.take()[: len(received)] = received
+        self._copy(len(received), first, count)
 
     @property
     def max_blocks(self) -> int:
@@ -150,13 +166,18 @@ class StepBuffers:
     def _field(self, layout: StepLayout, name: str) -> Tensor:
         return self._words[layout.fields[name]]
 
-    def _send(self, words: Words, first: int, entries: TableEntries) -> None:
+    def _send(self, words: Words, first: int, entries: TableEntries, mirror: Mirror | None) -> None:
         """Copies the words `[0, first)` and the entries behind them, and applies the entries."""
         count = len(entries.places)
         second = _behind(first, count)
         words[first : first + count] = entries.places
         words[second : second + count] = entries.blocks
-        self._ring.copy_to(self._words, second + count)
+        if mirror is not None:
+            mirror(words[: second + count], first, count)
+        self._copy(second + count, first, count)
+
+    def _copy(self, num_words: int, first: int, count: int) -> None:
+        self._ring.copy_to(self._words, num_words)
         if count:
             self.follow(first, count)
 

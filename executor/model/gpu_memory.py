@@ -12,7 +12,20 @@ import torch
 
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
+from executor.parallel.device_messages import RunnerSizes
 from executor.scheduler.limits import SchedulerLimits
+
+
+def free_bytes_beside_steps(model: PagedModel, sizes: RunnerSizes) -> int:
+    """Returns the bytes of a worker's CUDA device that are free beside steps of these sizes."""
+    used = working_bytes(
+        model,
+        sizes.limits,
+        sizes.block_size,
+        uses_graphs=sizes.uses_graphs,
+        max_graph_tokens=sizes.max_graph_tokens,
+    )
+    return int(torch.cuda.mem_get_info(model.device)[0]) - used
 
 
 def working_bytes(

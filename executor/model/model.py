@@ -36,7 +36,7 @@ from executor.checkpoint.packed_linear import pack_linears
 from executor.checkpoint.quantized_linear import is_quantized, make_dense
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.rounding import round_linears
-from executor.checkpoint.shards import WHOLE, Shard, digest_of, indivisible_reason
+from executor.checkpoint.shards import WHOLE, Shard, digest_of, divide, indivisible_reason
 from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.cpu.streams import WeightStream
@@ -52,6 +52,7 @@ from executor.step.sampling_columns import SamplingBatch
 
 if TYPE_CHECKING:
     from executor.gpu.decoder import GpuDecoder
+    from executor.parallel.gpu_leader import GpuRanks
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +96,12 @@ class PagedModel:
         sampler: NativeSampler | None = None,
         layer_kv_dtypes: Sequence[torch.dtype] = (),
         weight_dtype: str = "auto",
+        *,
+        device: torch.device | None = None,
     ) -> None:
+        """`device` is that of the network unless it is given, for weights that were copied to another one."""
         self.description = description
-        self.device = network.device
+        self.device = device or network.device
         self.dtype = network.dtype
         self.backend_name = choice.backend.name
         self.backend_reason = choice.reason
@@ -106,7 +110,10 @@ class PagedModel:
         self.native = native
         # With other ranks, what computes on all of them; `native` is then this rank's part of it.
         self.parallel: ParallelDecoder | None = None
-        self._network = network if native is None else None
+        # With other ranks on GPUs, the others; `gpu_decoder` is then this rank's part.
+        self.gpu_ranks: GpuRanks | None = None
+        is_shard = gpu_decoder is not None and gpu_decoder.shard.num_ranks > 1
+        self._network = network if native is None and not is_shard else None
         self._layers = layers
         self._weight_dtype = weight_dtype
         self._layer_kv_dtypes = tuple(layer_kv_dtypes) or (network.dtype,) * len(layers)
@@ -149,10 +156,9 @@ class PagedModel:
         join before the model is checked.
         """
         device = choose_device(device_name)
-        if shard.num_ranks > 1 and device.type != "cpu":
-            raise ModelError(f"tensor parallelism needs a CPU, and the device is {device}")
         dtype = choose_dtype(dtype_name, device)
-        network, folder = load_network(source, dtype, device)
+        # The whole model need not fit in the memory of one rank's GPU.
+        network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
         return_free_memory()
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
@@ -166,11 +172,13 @@ class PagedModel:
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
             native = _native_forward(
-                network, layers, choice, description, weight_dtype, forward_name, weight_stream, shard
+                network, layers, choice, description, weight_dtype, forward_name, weight_stream, shard, device
             )
             own_layers = _layers_of(layers, shard)
             forms = (layer_kv_dtypes, weight_dtype)
-            model = cls(network, own_layers, choice, description, native.gpu, native.native, sampler, *forms)
+            model = cls(
+                *(network, own_layers, choice, description, native.gpu, native.native, sampler, *forms), device=device
+            )
             model.same_on_all_ranks = native.same_on_all_ranks
             if group is not None:
                 model._lead(group)
@@ -222,6 +230,8 @@ class PagedModel:
         `num_window_blocks` instead, if that is not None; batches must then have window tables."""
         if self.parallel is not None:
             self.parallel.allocate_kv(num_blocks, block_size, num_window_blocks)
+        if self.gpu_ranks is not None:
+            self.gpu_ranks.allocate_kv(num_blocks, block_size)
         self._kv = self._allocate(
             num_blocks + 1, block_size, (num_blocks if num_window_blocks is None else num_window_blocks) + 1
         )
@@ -235,6 +245,8 @@ class PagedModel:
     def open_flashinfer(self, backend_name: str) -> None:
         """Opens FlashInfer where the setting asks for it, before memory is measured: its buffers are in the device's.
         Raises `ModelError` if it is named and cannot run."""
+        if self.gpu_ranks is not None:
+            return  # ranks would choose by measurements of their own
         heads, decoder = None, self.gpu_decoder
         if decoder is not None:
             shape = decoder.shape
@@ -250,6 +262,8 @@ class PagedModel:
     def forward(self, batch: StepBatch) -> Tensor:
         """Computes every token of the batch, stores its KV, and returns the logits `[R + Q, vocabulary]` in
         float32."""
+        if self.gpu_ranks is not None:
+            self.gpu_ranks.compute(batch)
         batch = batch.to(self.device)
         if self.parallel is not None:
             return self.parallel.logits(batch, self._kv)
@@ -324,8 +338,15 @@ class PagedModel:
 
     def _lead(self, group: WorkerGroup) -> None:
         """Waits for the other ranks, and computes with them from now on."""
+        group.join(self.hello(0))
+        if self.gpu_decoder is not None:
+            from executor.parallel.gpu_leader import GpuRanks  # imports triton, which only this needs
+
+            self.gpu_decoder.ranks = ranks = group.open_device_exchange(self.device)
+            self.gpu_ranks = GpuRanks(group, ranks)
+            return
         assert isinstance(self.native, NativeDecoder) and isinstance(self.backend, CpuAttention)
-        exchange = group.join(self.native, self.backend.library, self.hello(0))
+        exchange = group.open_exchange(self.native, self.backend.library)
         self.parallel = ParallelDecoder(self.native, group, exchange)
 
     def _allocate(self, num_blocks: int, block_size: int, num_window_blocks: int) -> tuple[LayerKv, ...]:
@@ -374,6 +395,7 @@ def _native_forward(
     forward_name: str,
     weight_stream: WeightStream | None,
     shard: Shard,
+    device: torch.device,
 ) -> NativeForward:
     """Packs the weights for a native forward pass where the model has one, else for transformers'."""
     needed = "the native forward pass on a " + ("GPU" if weight_dtype == "fp8" else "CPU")
@@ -385,17 +407,16 @@ def _native_forward(
         make_dense(network, network.dtype)
     weights = read_decoder(network, layers) if forward_name == "auto" else "forward=transformers is set"
     if choice.backend.name == "triton" and not isinstance(weights, str):
-        gpu = _gpu_decoder(weights, choice, description, weight_dtype == "fp8")
+        gpu = _gpu_decoder(weights, choice, description, weight_dtype == "fp8", shard, device)
         if not isinstance(gpu, str):
-            return NativeForward(gpu=gpu)
+            return NativeForward(gpu=gpu, same_on_all_ranks=_same_on_all_ranks(weights, device_name(device), shard))
         weights = gpu
     if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
         obstacle = unsupported_reason(weights.shape)
         if obstacle is None:
-            if reason := indivisible_reason(weights.shape, shard.num_ranks):
-                raise ModelError(f"tensor_parallel_size={shard.num_ranks}: {reason}")
+            _check_divisible(weights, shard)
             form = form_of(weights, network.dtype, weight_dtype == "int8")
-            same_on_all_ranks = _same_on_all_ranks(weights, choice.backend, shard)
+            same_on_all_ranks = _same_on_all_ranks(weights, choice.backend.library.instructions, shard)
             native = _native_decoder(weights, choice.backend, form, weight_stream, shard)
             return NativeForward(native=native, same_on_all_ranks=same_on_all_ranks)
         weights = obstacle
@@ -405,7 +426,7 @@ def _native_forward(
         raise ModelError(f"{weight_dtype} weights need {needed}, and {weights}")
     if shard.num_ranks > 1:
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
-        raise ModelError(f"tensor parallelism needs the native forward pass on a CPU, and {why}")
+        raise ModelError(f"tensor parallelism needs the native forward pass on a CPU or GPU, and {why}")
     pack_linears(network)
     return NativeForward()
 
@@ -418,14 +439,30 @@ def _check_fp8_weights(network: PreTrainedModel) -> None:
 
 
 def _gpu_decoder(
-    weights: DecoderWeights, choice: BackendChoice, description: ModelDescription, has_fp8_weights: bool
+    weights: DecoderWeights,
+    choice: BackendChoice,
+    description: ModelDescription,
+    has_fp8_weights: bool,
+    shard: Shard,
+    device: torch.device,
 ) -> GpuDecoder | str:
     """Returns the forward pass, or the reason why there is none for this model."""
-    from executor.gpu.decoder import GpuDecoder, unsupported_reason  # import triton, which only this backend needs
+    # They import triton, which only this backend needs.
+    from executor.gpu.decoder import GpuDecoder, undivided_reason, unsupported_reason
 
     if obstacle := unsupported_reason(weights.shape):
         return obstacle
-    return GpuDecoder(weights, choice.backend, description.context_length, has_fp8_weights=has_fp8_weights)
+    if shard.num_ranks > 1:
+        if obstacle := undivided_reason(weights):
+            return obstacle
+        _check_divisible(weights, shard)
+        weights = divide(weights, shard, device)
+    return GpuDecoder(weights, choice.backend, description.context_length, has_fp8_weights=has_fp8_weights, shard=shard)
+
+
+def _check_divisible(weights: DecoderWeights, shard: Shard) -> None:
+    if reason := indivisible_reason(weights.shape, shard.num_ranks):
+        raise ModelError(f"tensor_parallel_size={shard.num_ranks}: {reason}")
 
 
 def _native_decoder(
@@ -438,13 +475,14 @@ def _native_decoder(
     return native
 
 
-def _same_on_all_ranks(weights: DecoderWeights, backend: CpuAttention, shard: Shard) -> Mapping[str, str]:
+def _same_on_all_ranks(weights: DecoderWeights, processor: str, shard: Shard) -> Mapping[str, str]:
+    """`processor` determines how numbers are rounded: an instruction set, or the name of a GPU."""
     if shard.num_ranks == 1:
         return {}
     return {
         "number of ranks": str(shard.num_ranks),
         "model": digest_of(weights),
-        "instruction set": backend.library.instructions,
+        "instruction set": processor,
     }
 
 
@@ -469,6 +507,11 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' is requested, but torch finds no GPU")
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of the GPU; on a CPU that of the interpreter of its kernels."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreted"
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The two ways in which ranks exchange activations and results: memory that they share, and torch.distributed.
+"""The two ways in which ranks on CPUs exchange activations and results: memory that they share, and torch.distributed.
 
 Both give the same bits, because nothing is computed on the way. Ranks on one machine share memory, which takes a few
 microseconds where gloo takes a millisecond.
@@ -27,7 +27,19 @@ from executor.native.library import NativeLibrary
 log = logging.getLogger(__name__)
 
 
-class Exchange(Protocol):
+class Connected(Protocol):
+    """A way to other ranks, as what opens and ends it sees it."""
+
+    def abandon(self) -> None:
+        """Ends a wait for other ranks, from another thread."""
+        ...
+
+    def close(self) -> None:
+        """Ends the exchange. No thread may be in it."""
+        ...
+
+
+class Exchange(Connected, Protocol):
     """How a rank reaches the others. All ranks call the same functions in the same order."""
 
     def connect(self, decoder: NativeDecoder) -> None:
@@ -36,14 +48,6 @@ class Exchange(Protocol):
 
     def gather(self, own: Tensor) -> list[Tensor]:
         """Returns every rank's tensor on rank 0, and nothing elsewhere. All have the same shape and type."""
-        ...
-
-    def abandon(self) -> None:
-        """Ends a wait for other ranks, from another thread."""
-        ...
-
-    def close(self) -> None:
-        """Ends the exchange. No thread may be in it."""
         ...
 
 
@@ -175,5 +179,6 @@ def open_store(host: str, port: int | None, num_ranks: int, timeout_s: float) ->
 
 
 def prefer_loopback() -> None:
-    """Lets gloo listen on the loopback interface only, unless its environment says otherwise."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """Lets gloo and NCCL listen on the loopback interface only, unless their environment says otherwise."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")

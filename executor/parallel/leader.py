@@ -21,13 +21,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch._C._distributed_c10d import Store  # torch.distributed does not export it to type checkers
+
 from common.guard import guarded
 from common.model_source import ModelError
+from common.process import EXIT_FAILED
 from common.rpc.addresses import host_of
 from executor.checkpoint.shards import Shard
 from executor.cpu.decoder import NativeDecoder
 from executor.native.library import NativeLibrary
-from executor.parallel.exchange import Exchange, ProcessGroup, SharedMemory, open_store, prefer_loopback
+from executor.parallel.device_exchange import DeviceExchange
+from executor.parallel.exchange import Connected, Exchange, ProcessGroup, SharedMemory, open_store, prefer_loopback
 from executor.parallel.member import ALIVE_PER_TIMEOUT, Hello, Welcome
 from executor.parallel.messages import Connection, ConnectionEnded, Kind
 from executor.parallel.results import result_width
@@ -56,6 +61,8 @@ class GroupSettings:
     max_num_tokens: int
     # Of the workers that the leader starts.
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Whether each rank uses a GPU of its own. The leader sees its own one first.
+    has_gpus: bool = False
 
 
 class WorkerGroup:
@@ -65,6 +72,7 @@ class WorkerGroup:
         self.shard = Shard(0, settings.num_ranks)
         self.timeout_s = settings.timeout_s
         self._max_num_tokens = settings.max_num_tokens
+        self._has_gpus = settings.has_gpus
         self.is_local = not settings.listen
         self.hellos: dict[int, Hello] = {}
         self._connections: dict[int, Connection] = {}
@@ -76,8 +84,8 @@ class WorkerGroup:
         self._adapter_replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         # Memory that each rank has taken since the ranks joined, in addition to its shard.
         self.reserved_bytes = 0
-        self._exchange: Exchange | None = None
-        self._is_joined = self._is_closing = False
+        self._exchange: Connected | None = None
+        self._is_joined = self._is_closing = self._is_connecting = False
         self._failing = threading.Lock()
         self._failure = ""
         self._has_failed = threading.Event()
@@ -97,8 +105,8 @@ class WorkerGroup:
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}"
 
-    def join(self, decoder: NativeDecoder, library: NativeLibrary, hello: Hello) -> Exchange:
-        """Waits for all workers, and returns the exchange with them. `decoder` and `hello` are what this rank has."""
+    def join(self, hello: Hello) -> None:
+        """Waits for all workers. `hello` is what this rank has."""
         self.hellos[0] = hello
         ends_at = time.monotonic() + JOIN_TIMEOUT_S
         while len(self.hellos) < self.shard.num_ranks:
@@ -118,8 +126,26 @@ class WorkerGroup:
                 log.error("refused a worker as rank %d: %s", found.rank, refusal)
                 connection.send(Kind.REFUSED, refusal.encode())
                 connection.close()
-        self._exchange = self._open(decoder, library)
-        return self._exchange
+
+    def open_exchange(self, decoder: NativeDecoder, library: NativeLibrary) -> Exchange:
+        """Opens the exchange of ranks on CPUs, once all have joined. `decoder` is what this rank has."""
+        self._exchange = exchange = self._open(decoder, library)
+        self._show_life()
+        return exchange
+
+    def open_device_exchange(self, device: torch.device) -> DeviceExchange:
+        """Opens the exchange of ranks with a device each, once all have joined."""
+        store = self._open_store()
+        self._show_life()  # NCCL may take long to connect
+        self._is_connecting = device.type == "cuda"
+        self._exchange = exchange = DeviceExchange(store, self.shard, device)
+        self._is_connecting = False
+        return exchange
+
+    @property
+    def failure(self) -> str:
+        """The first failure; empty if there is none."""
+        return self._failure
 
     @property
     def free_bytes_per_rank(self) -> int:
@@ -171,6 +197,10 @@ class WorkerGroup:
         if self._exchange is not None:
             self._exchange.abandon()
         self._kill()
+        if self._is_connecting:
+            # NCCL would wait for the lost rank, and cannot be told.
+            logging.shutdown()
+            os._exit(EXIT_FAILED)
         self._has_failed.set()
         self._adapter_replies.put(None)
         if self._on_failure is not None:
@@ -251,6 +281,8 @@ class WorkerGroup:
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         own = {"INFLIGHT_TENSOR_PARALLEL_RANK": str(rank), "INFLIGHT_TENSOR_PARALLEL_LEADER": self.address}
+        if self._has_gpus:
+            own["INFLIGHT_DEVICE_INDEX"] = str(rank)
         assert self._memory_fd is not None
         return subprocess.Popen(
             guarded([sys.executable, "-m", "inflight.cli.main", "executor"]),
@@ -275,19 +307,22 @@ class WorkerGroup:
             result_bytes = _whole_lines(num_tokens * max(4 * result_width(decoder), 16))
             os.ftruncate(self._memory_fd, SharedMemory.num_bytes(self.shard.num_ranks, half_bytes, result_bytes))
             welcome = Welcome(self.timeout_s, self._memory_fd, half_bytes, result_bytes)
-            exchange: Exchange = SharedMemory(
-                self._memory_fd, self.shard, library, half_bytes, result_bytes, self.timeout_s
-            )
+            exchange = SharedMemory(self._memory_fd, self.shard, library, half_bytes, result_bytes, self.timeout_s)
             self._welcome(welcome)
-        else:
-            host = host_of(self.address)
-            store, port = open_store(host, None, self.shard.num_ranks, self.timeout_s)
-            self._welcome(Welcome(self.timeout_s, store_port=port))
-            if host == "127.0.0.1":
-                prefer_loopback()
-            exchange = ProcessGroup(store, self.shard, self.timeout_s)
+            return exchange
+        return ProcessGroup(self._open_store(), self.shard, self.timeout_s)
+
+    def _open_store(self) -> Store:
+        """Opens the store of a process group, and tells the workers where it is."""
+        host = host_of(self.address)
+        store, port = open_store(host, None, self.shard.num_ranks, self.timeout_s)
+        self._welcome(Welcome(self.timeout_s, store_port=port))
+        if host == "127.0.0.1":
+            prefer_loopback()
+        return store
+
+    def _show_life(self) -> None:
         threading.Thread(target=self._stay_alive, name="ranks-alive", daemon=True).start()
-        return exchange
 
     def _welcome(self, welcome: Welcome) -> None:
         for connection in self._connections.values():

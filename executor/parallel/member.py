@@ -16,21 +16,18 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol, Self
+
+import torch
+from torch._C._distributed_c10d import Store  # torch.distributed does not export it to type checkers
 
 from common.model_source import ModelError
 from common.rpc.addresses import host_of
-from executor.adapters.folder import AdapterFolder
-from executor.adapters.weights import AdapterLimits
-from executor.attention.backend import LayerKv
-from executor.attention.host_tier import HostTier, open_host_tier
 from executor.checkpoint.shards import Shard
-from executor.cpu.decoder import NativeDecoder
 from executor.native.library import NativeLibrary
+from executor.parallel.device_exchange import DeviceExchange
 from executor.parallel.exchange import Exchange, ProcessGroup, SharedMemory, open_store, prefer_loopback
-from executor.parallel.messages import Connection, ConnectionEnded, Kind, unpack_step, unpack_swaps
-from executor.parallel.results import gather_results
+from executor.parallel.messages import Connection, ConnectionEnded, Kind
 
 log = logging.getLogger(__name__)
 
@@ -95,36 +92,34 @@ class Welcome:
         return cls(**json.loads(content))
 
 
-class ShardModel(Protocol):
-    """The part of a `PagedModel` that a worker uses."""
+class Executes(Protocol):
+    """A shard that executes what the leader sends."""
 
-    native: NativeDecoder | None
-
-    @property
-    def kv(self) -> tuple[LayerKv, ...]: ...
-
-    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> None: ...
+    def execute(self, kind: Kind, content: bytes) -> None:
+        """Executes a message of the leader."""
+        ...
 
 
 class Member:
-    """A worker's connection to its leader. Adapters are read from `adapter_folder`."""
+    """A worker's connection to its leader."""
 
-    def __init__(self, shard: Shard, leader: str, adapter_folder: Path | None = None) -> None:
+    def __init__(self, shard: Shard, leader: str) -> None:
         self.shard = shard
-        self._leader = leader
-        self._adapter_folder = adapter_folder
-        self._adapters_to_load: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._host = host_of(leader)
         self._connection = Connection(_connect(leader))
-        self._host_tier: HostTier | None = None
 
     def fail(self, error: BaseException) -> None:
         """Tells the leader why this rank fails."""
         with suppress(OSError):  # the leader has ended
             self._connection.send(Kind.FAILED, f"{type(error).__name__}: {error}".encode())
 
-    def serve(self, model: ShardModel, library: NativeLibrary, hello: Hello) -> None:
-        """Joins, and executes what the leader sends until it ends. Raises `ModelError` if the leader refuses this
-        worker."""
+    def reply(self, kind: Kind, content: bytes) -> None:
+        """Sends a message to the leader. Raises `OSError`."""
+        self._connection.send(kind, content)
+
+    def serve(self, hello: Hello, start: Callable[[Welcome], Executes]) -> None:
+        """Joins, and executes what the leader sends until it ends, by the shard that `start` connects with the other
+        ranks. Raises `ModelError` if the leader refuses this worker."""
         self._connection.send_json(Kind.HELLO, hello.fields())
         try:
             kind, content = self._connection.receive()
@@ -133,70 +128,33 @@ class Member:
         if kind is Kind.REFUSED:
             raise ModelError(f"the leader refuses this rank: {content.decode()}")
         welcome = Welcome.parse(content)
-        exchange = self._open(welcome, library)
-        decoder = model.native
-        assert decoder is not None
-        exchange.connect(decoder)
         threading.Thread(target=self._stay_alive, args=(welcome.timeout_s,), name="alive", daemon=True).start()
         received: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()
         threading.Thread(
             target=self._receive, args=(welcome.timeout_s, received.put), name="leader", daemon=True
         ).start()
+        shard = start(welcome)
         log.info("rank %d of %d serves", self.shard.rank, self.shard.num_ranks)
         while True:
-            self._execute(*received.get(), model, decoder, exchange)
+            shard.execute(*received.get())
 
-    def _execute(
-        self, kind: Kind, content: bytes, model: ShardModel, decoder: NativeDecoder, exchange: Exchange
-    ) -> None:
-        if kind is Kind.ALLOCATE:
-            sizes = json.loads(content)
-            model.allocate_kv(sizes["num_blocks"], sizes["block_size"], sizes["num_window_blocks"])
-        elif kind is Kind.RESERVE_ADAPTERS:
-            self._reserve_adapters(decoder, **json.loads(content))
-        elif kind is Kind.LOAD_ADAPTER:
-            self._adapters_to_load.put(content)
-        elif kind is Kind.HOST_TIER:
-            self._host_tier = open_host_tier(model.kv, json.loads(content)["num_host_blocks"])
-        elif kind is Kind.SWAP:
-            assert self._host_tier is not None
-            self._host_tier.swap(*unpack_swaps(content))
-        elif kind is Kind.STEP:
-            want, batch = unpack_step(content)
-            gather_results(want, batch, decoder, model.kv, exchange)
-
-    def _reserve_adapters(self, decoder: NativeDecoder, num_slots: int, max_rank: int) -> None:
-        if self._adapter_folder is None:
-            raise ModelError("the leader serves adapters, and adapter_folder is not set for this rank")
-        decoder.reserve_adapters(num_slots, max_rank)
-        folder = AdapterFolder(self._adapter_folder, AdapterLimits(decoder.shape, max_rank))
-        threading.Thread(target=self._load_adapters, args=(decoder, folder), name="adapters", daemon=True).start()
-
-    def _load_adapters(self, decoder: NativeDecoder, folder: AdapterFolder) -> None:
-        """Loads the adapters that the leader asks for, beside the steps. Any error is the leader's to judge."""
-        while True:
-            asked = json.loads(self._adapters_to_load.get())
-            reason = ""
-            try:
-                decoder.load_adapter(asked["slot"], folder.read_same(asked["name"], asked["hash"]))
-            except Exception as error:
-                log.error("adapter %s cannot be loaded: %s", asked["name"], error)
-                reason = str(error) or type(error).__name__
-            try:
-                self._connection.send(Kind.ADAPTER_LOADED, reason.encode())
-            except OSError:
-                return  # the receiving thread ends the process
-
-    def _open(self, welcome: Welcome, library: NativeLibrary) -> Exchange:
+    def open_exchange(self, welcome: Welcome, library: NativeLibrary) -> Exchange:
+        """Opens the exchange of ranks on CPUs."""
         if welcome.memory_fd is not None:
             return SharedMemory(
                 welcome.memory_fd, self.shard, library, welcome.half_bytes, welcome.result_bytes, welcome.timeout_s
             )
-        host = host_of(self._leader)
-        store, _ = open_store(host, welcome.store_port, self.shard.num_ranks, welcome.timeout_s)
-        if host == "127.0.0.1":
+        return ProcessGroup(self._open_store(welcome), self.shard, welcome.timeout_s)
+
+    def open_device_exchange(self, welcome: Welcome, device: torch.device) -> DeviceExchange:
+        """Opens the exchange of ranks with a device each."""
+        return DeviceExchange(self._open_store(welcome), self.shard, device)
+
+    def _open_store(self, welcome: Welcome) -> Store:
+        store, _ = open_store(self._host, welcome.store_port, self.shard.num_ranks, welcome.timeout_s)
+        if self._host == "127.0.0.1":
             prefer_loopback()
-        return ProcessGroup(store, self.shard, welcome.timeout_s)
+        return store
 
     def _stay_alive(self, timeout_s: float) -> None:
         while True:

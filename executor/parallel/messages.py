@@ -3,7 +3,8 @@
     worker → leader   HELLO (JSON, once its shard is loaded), ALIVE (at intervals), FAILED (text), ADAPTER_LOADED (text)
     leader → worker   WELCOME (JSON) or REFUSED (text); then ALIVE (at intervals), and RESERVE_ADAPTERS, ALLOCATE and
                       HOST_TIER (JSON), STEP and SWAP in the order in which they are to be executed; LOAD_ADAPTER
-                      (JSON), which is executed beside steps and answered with ADAPTER_LOADED: why it failed, or ""
+                      (JSON), which is executed beside steps and answered with ADAPTER_LOADED: why it failed, or "";
+                      on GPUs MEASURE, RUNNER, UPLOAD and LAUNCH (`device_messages`), in the order of execution, too
 
 A step is packed as arrays: first their sizes, then token ids, positions, slots and so on as in `StepBatch`, with only
 the block tables that it reads.
@@ -49,6 +50,10 @@ class Kind(IntEnum):
     RESERVE_ADAPTERS = 10
     LOAD_ADAPTER = 11
     ADAPTER_LOADED = 12
+    MEASURE = 13
+    RUNNER = 14
+    UPLOAD = 15
+    LAUNCH = 16
 
 
 class Want(IntEnum):

@@ -143,8 +143,6 @@ def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | Non
     """Returns the pool of the smallest running executor, else the pool that would fit."""
     is_gpu = flags.memory_gib is None
     num_ranks = flags.tensor_parallel_size
-    if is_gpu and num_ranks > 1:
-        raise SettingError("--tensor-parallel-size needs --memory-gib, because ranks run on CPUs only")
     fraction = flags.fraction or (GPU_FRACTION if is_gpu else CPU_FRACTION)
     memory = GPUS_MIB[flags.gpu] << 20 if is_gpu else round(flags.memory_gib * GIBIBYTE)
     working_gib = flags.working_gib if flags.working_gib is not None else (GPU_WORKING_GIB if is_gpu else 0.0)
@@ -235,7 +233,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         type=_whole,
         default=1,
         metavar="N",
-        help="ranks of an executor on CPUs, each with --memory-gib; default: 1",
+        help="ranks of an executor, each with a GPU or, on CPUs, with --memory-gib; default: 1",
     )
     group.add_argument(
         "--fraction",

@@ -9,16 +9,17 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from common.model_source import ModelError, resolve_model
+from common.model_source import ModelError
 from common.settings import SettingError
 from executor.checkpoint.shards import Shard
 from executor.cpu.decoder import ExchangeError
-from executor.model.model import PagedModel
+from executor.entry import devices_from
 from executor.native.library import NativeLibrary, load_native
 from executor.parallel.exchange import SharedMemory
 from executor.parallel.leader import GroupSettings, WorkerGroup
@@ -33,7 +34,7 @@ from executor.parallel.messages import (
     unpack_step,
     unpack_swaps,
 )
-from executor.ranks import check_parallel, threads_per_rank
+from executor.ranks import check_devices, check_parallel, threads_per_rank
 from executor.settings import ExecutorSettings
 from tests.paged_cases import Spec, make_case
 
@@ -51,11 +52,9 @@ def group() -> Iterator[WorkerGroup]:
 
 @pytest.fixture
 def joining(group: WorkerGroup) -> Iterator[Future[Any]]:
-    """The leader waits for its workers, which need nothing of its decoder before they have joined."""
-    decoder: Any = None
-    library: Any = None
+    """The leader waits for its workers."""
     threads = ThreadPoolExecutor(1)
-    yield threads.submit(group.join, decoder, library, OWN)
+    yield threads.submit(group.join, OWN)
     group.close()
     threads.shutdown()
 
@@ -249,10 +248,42 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], w
     assert all(word in str(error.value) for word in words)
 
 
-def test_ranks_on_a_gpu_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.model.model.choose_device", lambda name: torch.device("cuda", 0))
-    with pytest.raises(ModelError, match="tensor parallelism needs a CPU, and the device is cuda:0"):
-        PagedModel.load(resolve_model(""), shard=Shard(0, 2))
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "words"),
+    [
+        ({}, 1, "tensor_parallel_size=2 needs a GPU for each rank from device_index=0 on, and torch finds 1"),
+        ({"weight_dtype": "fp8"}, 2, "weight_dtype=fp8 does not go with tensor_parallel_size=2 on GPUs"),
+        ({"kv_cache_dtype": "fp8"}, 2, "kv_cache_dtype=fp8 does not go"),
+        ({"speculation": "ngram"}, 2, "speculation=ngram does not go"),
+        ({"adapter_folder": Path("a")}, 2, "adapter_folder=a does not go"),
+        ({"attention_backend": "flashinfer"}, 2, "attention_backend=flashinfer does not go"),
+        ({"kv_cache_host_memory_bytes": 1}, 2, "kv_cache_host_memory_bytes=1 does not go"),
+        ({"device_index": 5}, 0, "device_index=5: torch finds no such GPU"),
+    ],
+)
+def test_ranks_that_cannot_run_on_gpus_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], num_gpus: int, words: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    settings = ExecutorSettings(insecure=True, tensor_parallel_size=2, **changes)
+    with pytest.raises(SettingError, match=words):
+        check_devices(settings)
+
+
+def test_ranks_need_a_gpu_each_only_where_they_are_on_gpus_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    check_devices(ExecutorSettings(insecure=True, tensor_parallel_size=2))
+    check_devices(ExecutorSettings(insecure=True, tensor_parallel_size=4, tensor_parallel_listen="10.0.0.1:1"))
+    check_devices(ExecutorSettings(insecure=True, tensor_parallel_size=4, device="cpu", speculation="ngram"))
+
+
+@pytest.mark.parametrize(
+    ("first", "visible", "expected"), [(1, "4,5,6", "5,6"), (62, None, "62,63"), (2, "GPU-a,GPU-b", "")]
+)
+def test_gpus_before_the_chosen_one_are_hidden(first: int, visible: str | None, expected: str) -> None:
+    assert devices_from(first, visible) == expected
 
 
 def test_ranks_of_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

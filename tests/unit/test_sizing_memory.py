@@ -217,7 +217,10 @@ def test_the_command_counts_adapters_in_the_pool(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("options", "num_ranks", "is_gpu", "said"),
     [
-        ({"max_adapters": 1}, 2, True, "computed for one rank"),
+        ({"max_adapters": 1}, 2, True, "--max-adapters does not go with --tensor-parallel-size on GPUs"),
+        ({"weight_dtype": "fp8"}, 2, True, "--weight-dtype fp8 does not go with --tensor-parallel-size"),
+        ({"kv_cache_dtype": "fp8"}, 2, True, "--kv-cache-dtype fp8 does not go with --tensor-parallel-size"),
+        ({"kv_cache_host_memory_bytes": 1}, 2, True, "--kv-cache-host-memory-bytes does not go with"),
         ({"weight_dtype": "int8"}, 1, True, "needs a CPU"),
         ({"weight_dtype": "fp8"}, 1, False, "--weight-dtype fp8 needs a GPU"),
         ({"kv_cache_dtype": "fp8"}, 1, False, "--kv-cache-dtype fp8 needs a GPU"),
@@ -231,6 +234,15 @@ def test_what_executors_refuse_is_refused(
     machine = Machine(GIBIBYTE, is_gpu, 0.2, 0, MemoryOptions(**options))
     with pytest.raises(SettingError, match=said):
         pool_of(read_model_shape(checkpoints("dense")), machine, "bfloat16", 16, num_ranks=num_ranks)
+
+
+def test_each_gpu_has_a_part_of_the_weights_and_of_the_kv(checkpoints: Callable[[str], str]) -> None:
+    shape, gpu = read_model_shape(checkpoints("dense")), Machine(GIBIBYTE, is_gpu=True, fraction=0.9, working_bytes=0)
+    one, two = (pool_of(shape, gpu, "bfloat16", 16, num_ranks=num_ranks) for num_ranks in (1, 2))
+    assert 2 * two.bytes_per_token == one.bytes_per_token
+    # A tied embedding has a copy.
+    assert two.weight_bytes == sum(weight.number for weight in shape.weights)
+    assert one.weight_bytes <= 2 * two.weight_bytes
 
 
 def test_int8_kv_takes_the_predicted_memory(checkpoints: Callable[[str], str]) -> None:

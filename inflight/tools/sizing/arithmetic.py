@@ -161,6 +161,8 @@ def pool_of(
             f"{shape.num_kv_heads} KV heads cannot be divided by {num_ranks} ranks; sizes that work: "
             f"{', '.join(map(str, sizes))}"
         )
+    if machine.is_gpu and num_ranks > 1:
+        _check_gpu_ranks(machine.options)
     head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
     head_bytes = _head_bytes(machine, dtype, head_dim)
     bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.kv_heads_of_rank(num_ranks), head_bytes)
@@ -216,6 +218,19 @@ def _with_window_group(pool: Pool, shape: ModelShape, steps: Steps, *, is_limite
     )
 
 
+def _check_gpu_ranks(options: MemoryOptions) -> None:
+    """Raises `SettingError` for options with which an executor refuses ranks on GPUs."""
+    lacking = {
+        "--weight-dtype fp8": options.weight_dtype == "fp8",
+        "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
+        "--max-adapters": options.max_adapters > 0,
+        "--kv-cache-host-memory-bytes": options.kv_cache_host_memory_bytes > 0,
+    }
+    for name, is_set in lacking.items():
+        if is_set:
+            raise SettingError(f"{name} does not go with --tensor-parallel-size on GPUs")
+
+
 def _head_bytes(machine: Machine, dtype: str, head_dim: int) -> int:
     """Returns the memory of a token's key or value in one KV head. Quantized ones have a scale."""
     kv_cache_dtype = machine.options.kv_cache_dtype
@@ -237,7 +252,11 @@ def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: in
     if machine.is_gpu or not shape.weights:
         if weight_dtype in ("int8", "int4"):
             raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")
-        return -(-shape.num_parameters // num_ranks) * BYTES_PER_NUMBER[dtype]
+        num_numbers = shape.num_parameters
+        if machine.is_gpu and num_ranks > 1 and shape.weights:
+            # Ranks divide the embedding and the output layer differently, so they do not share a tied one.
+            num_numbers = sum(weight.number for weight in shape.weights)
+        return -(-num_numbers // num_ranks) * BYTES_PER_NUMBER[dtype]
     return -(-cpu_weight_bytes(shape.weights, dtype, weight_dtype) // num_ranks)
 
 
@@ -259,8 +278,6 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
         return 0
     num_layers, max_rank = shape.num_layers, options.max_adapter_rank
     if machine.is_gpu:
-        if num_ranks > 1:
-            raise SettingError("the memory of adapters on GPUs is computed for one rank")
         if shape.has_experts:
             raise SettingError("adapters of models with experts need a CPU: give --memory-gib")
         return options.max_adapters * gpu_adapter_slot_bytes(num_layers, shape.sizes, max_rank, dtype)

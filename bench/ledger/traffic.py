@@ -172,12 +172,20 @@ class Traffic:
         chosen = self._random.choice(routers) if router is None else routers[router]
         return Call(CallKind.UPKEEP, chosen.fill(filled))
 
-    def all_reports(self) -> Iterator[Call]:
-        return (self.report([executor]) for executor in self._held)
+    def all_reports(self, num_together: int = 1) -> Iterator[Call]:
+        """Yields a report of every executor, so many in a call."""
+        executors = list(self._held)
+        return (
+            self.report(executors[start : start + num_together]) for start in range(0, len(executors), num_together)
+        )
 
     def all_renewals(self) -> Iterator[Call]:
         """Yields the renewal of every router's lease."""
         return (Call(CallKind.UPKEEP, encoded) for encoded in self._commands.renews)
+
+    def all_reaps(self) -> Iterator[Call]:
+        """Yields a reap of every router."""
+        return (Call(CallKind.UPKEEP, encoded) for encoded in self._commands.reaps)
 
     # Upkeep ----------------------------------------------------------------------------------------------------
 

@@ -175,8 +175,8 @@ local function apply(at)
   set_served(executor, tonumber(ARGV[at + 13]), ARGV[at + 14])
   state.overcommits = state.overcommits or executor.quantile < 1
   observe_speeds(tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]))
-  redis.call('ZADD', SIZES, ARGV[at + 4], id)
-  redis.call('ZADD', REPORTS, string.format('%d', executor.last_report_ms), id)
+  write_later('ZADD', SIZES, ARGV[at + 4], id)
+  write_later('ZADD', REPORTS, string.format('%d', executor.last_report_ms), id)
 
   local superseded = {}
   if executor.audit_due or NOW - executor.audited_ms >= AUDIT_INTERVAL_MS then
@@ -213,6 +213,7 @@ if not is_complete then
   return finish({'AGAIN'})
 end
 if may_board or state.unboarded then
+  flush_writes(SIZES)
   board()
 end
 return finish({'REPORTED', outcomes})

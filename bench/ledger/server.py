@@ -52,6 +52,7 @@ class Server:
     def __init__(self, url: str) -> None:
         self._connection = Connection(url)
         self.version = self._fields("server")["redis_version"]
+        self.allocator = self._fields("memory")["mem_allocator"]
 
     def usages(self) -> Usages:
         """By command, since the server's start. Commands that scripts call count, too."""

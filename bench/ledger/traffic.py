@@ -56,7 +56,8 @@ class Traffic:
         self._commands = commands
         self._random = random.Random(seed)
         self._num_made = 0
-        self._num_reported = 0
+        self.num_reported = 0
+        self.num_report_calls = 0
         self._seated_on: dict[bytes, bytes] = {}
         self._held: dict[bytes, dict[bytes, None]] = {executor_id(n): {} for n in range(scale.executors)}
         # Seated, by executor in the order of their ends; executors end some of theirs in turn.
@@ -92,10 +93,6 @@ class Traffic:
                 return True
             self._turns.rotate(-1)
         return False
-
-    @property
-    def num_reported(self) -> int:
-        return self._num_reported
 
     @property
     def expected_waiting(self) -> int:
@@ -161,12 +158,13 @@ class Traffic:
     def report(self, executors: Sequence[bytes], router: int | None = None) -> Call:
         """Reports the current state of executors in one call, by any router if none is named."""
         filled = []
+        self.num_report_calls += 1
         for executor in executors:
             held = self._held[executor]
-            self._num_reported += 1
+            self.num_reported += 1
             blanks = dict(zip(ID_MARKERS, held, strict=False))
             blanks[EXECUTOR_MARKER] = executor
-            blanks[SEQ_MARKER] = b"%d" % (FIRST_SEQ + self._num_reported)
+            blanks[SEQ_MARKER] = b"%d" % (FIRST_SEQ + self.num_reported)
             filled.append((len(held), blanks))
         routers = self._commands.reports
         chosen = self._random.choice(routers) if router is None else routers[router]

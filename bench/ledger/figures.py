@@ -153,6 +153,10 @@ class Latency:
     """By how much the load sent later than it meant to."""
     reports_per_call: float = 1.0
     """Relayed by a router in one call, on average."""
+    num_slices: int = 0
+    """Seconds from which the latencies are: those in which the host of a virtual machine left it its processors, if any
+    were so."""
+    max_slices: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import gc
 import heapq
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.ledger.calls import Call
@@ -39,7 +39,7 @@ from bench.ledger.figures import (
 from bench.ledger.loop import Loop
 from bench.ledger.queueing import next_s
 from bench.ledger.scale import PoolScale
-from bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference
+from bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference, num_stolen_ticks
 from bench.ledger.traffic import Traffic, TrafficError
 from router.store.lua import load_scripts
 
@@ -52,6 +52,7 @@ PROGRESS_S = 10.0
 AUDIT_S = 1.05
 AGE_S = 2e-3
 MODERATE = 0.5
+SLICE_S = 1.0
 MAX_SEATED_AT_ONCE = 512
 MAX_ENDED_AT_ONCE = 1024
 NUM_REPORTS = 256
@@ -333,17 +334,43 @@ class _Measurement:
         self.loop.late_s.clear()
         num_reported, num_report_calls = traffic.num_reported, traffic.num_report_calls
         cpu_s, began_s = self.server.cpu_s(), self.loop.now_s()
-        self.loop.run(frames.next_call, began_s + 2 * self.seconds, frames.due_s)
+        slices: list[_Slice] = []
+        while self.loop.now_s() < began_s + 2 * self.seconds:
+            slices.append(self._pace_for(min(SLICE_S, 2 * self.seconds), frames))
         busy = (self.server.cpu_s() - cpu_s) / (self.loop.now_s() - began_s)
-        self.loop.read_mail()
+        chosen = [one for one in slices if not one.num_stolen] or slices
         return Latency(
             rate_per_s,
             busy,
-            percentiles_ms(traffic.submit_s),
-            percentiles_ms(traffic.seat_s),
-            percentiles_ms(self.loop.late_s),
+            percentiles_ms([latency_s for one in chosen for latency_s in one.submit_s]),
+            percentiles_ms([latency_s for one in chosen for latency_s in one.seat_s]),
+            percentiles_ms([late_s for one in chosen for late_s in one.late_s]),
             (traffic.num_reported - num_reported) / max(1, traffic.num_report_calls - num_report_calls),
+            len(chosen),
+            len(slices),
         )
+
+    def _pace_for(self, seconds: float, frames: _Frames) -> _Slice:
+        num_stolen = num_stolen_ticks()
+        self.loop.run(frames.next_call, self.loop.now_s() + seconds, frames.due_s)
+        self.loop.read_mail()
+        traffic = self.traffic
+        found = _Slice(
+            num_stolen_ticks() - num_stolen, list(traffic.submit_s), list(traffic.seat_s), list(self.loop.late_s)
+        )
+        traffic.forget_latencies()
+        self.loop.late_s.clear()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """The latencies of a short time, in seconds, and in how many ticks of it the host took a processor."""
+
+    num_stolen: int
+    submit_s: Sequence[float]
+    seat_s: Sequence[float]
+    late_s: Sequence[float]
 
 
 class _Frames:

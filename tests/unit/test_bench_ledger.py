@@ -20,7 +20,7 @@ from bench.ledger.figures import REPORT, REPORTS, Saturation, durations_text, pe
 from bench.ledger.main import cells
 from bench.ledger.queueing import MAX_NEXT_S, SETTLE, SUBMIT, UPKEEP, next_s, served_s
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
-from bench.ledger.server import Server, Slowest
+from bench.ledger.server import Server, Slowest, num_stolen_ticks
 from bench.ledger.traffic import Traffic, TrafficError, shares
 from bench.ledger.upkeep import Relay, Upkeep
 from bench.ledger.wire import Connection, Template, bulk_text
@@ -240,6 +240,12 @@ def test_requests_that_follow_ends_leave_the_queue_nearly_full() -> None:
     assert next_s(4000, 10_000) == MAX_NEXT_S
     assert next_s(4000, 1000) * 4000 == pytest.approx(10)
     assert next_s(4000, 10) == 0.001  # as long as between two step frames
+
+
+def test_time_that_the_host_took_is_known_where_the_kernel_counts_it(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("cpu  11 12 13 14 15 16 17 18 19 20\ncpu0 1 2 3 4 5 6 7 8 9 10\n", encoding="utf-8")
+    assert num_stolen_ticks(tmp_path / "stat") == 18
+    assert num_stolen_ticks(tmp_path / "missing") == 0
 
 
 def test_preloaded_library_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -269,9 +269,5 @@ def _report(scale: PoolScale, num_held: int) -> ExecutorReport:
     )
 
 
-async def _board(recorder: Recorder, store: AdmissionStore) -> bytes:
-    return Template(await recorder.record(partial(store._operate, "board")), ID_MARKERS).fill({})
-
-
 async def _about_one(recorder: Recorder, call: Callable[[str], Awaitable[object]]) -> Template:
     return Template(await recorder.record(partial(call, ID_MARKERS[0].decode())), ID_MARKERS[:1])

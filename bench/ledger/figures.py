@@ -20,6 +20,9 @@ AGEING = "settle of 1, moving up"
 """As `refilled(1)`, after as many requests of all classes came that move up all of them: about one move for each."""
 UNFILLED = f"settle of {SETTLED[-1]}, empty queue"
 REPORT = "report with audit"
+REPORTS_TOGETHER = 8
+REPORTS = f"reports of {REPORTS_TOGETHER}"
+REAP = "reap, nothing to remove"
 CANCEL = "cancel, queued"
 EXPLAIN = "explain"
 
@@ -148,6 +151,12 @@ class Latency:
     """From an end until the owner of a request that the same call placed on that executor knows of it."""
     late_ms: tuple[float, float]
     """By how much the load sent later than it meant to."""
+    reports_per_call: float = 1.0
+    """Relayed by a router in one call, on average."""
+    num_slices: int = 0
+    """Seconds from which the latencies are: those in which the host of a virtual machine left it its processors, if any
+    were so."""
+    max_slices: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +182,8 @@ class Point:
     worst: Worst
     durations: str = ""
     """How many calls of scripts at the moderate rate took how long, in words; '' where the server does not count."""
+    allocator: str = ""
+    """Of the server's memory."""
 
     @property
     def scripts_per_s(self) -> dict[int, float]:
@@ -198,6 +209,16 @@ class Point:
             f"submit_p50_ms={submit_ms[0]:.3f} submit_p99_ms={submit_ms[1]:.3f} "
             f"seat_p50_ms={seat_ms[0]:.3f} seat_p99_ms={seat_ms[1]:.3f}"
         )
+
+
+def reports_us(costs_us: Mapping[str, float], num_calls: float, num_reports: float, num_audits: float) -> float:
+    """Returns the microseconds of so many calls with reports, by the cost of a call with one and of one with several,
+    which is not measured in a small pool."""
+    single_us = each_us = costs_us["report"]
+    if REPORTS in costs_us:
+        each_us = max(0.0, costs_us[REPORTS] - single_us) / (REPORTS_TOGETHER - 1)
+    audit_us = max(0.0, costs_us[REPORT] - single_us)
+    return (single_us - each_us) * num_calls + each_us * num_reports + audit_us * num_audits
 
 
 def durations_text(num_calls_by_us: Mapping[int, int]) -> str:

@@ -1,24 +1,28 @@
 """Throughput and latency of the admission ledger: `make bench-admission QUEUED=1000000 EXECUTORS=1000`.
 
-    python -m bench.ledger.main [--queued 10000] [--executors 100] [--redis-url URL]
-    python -m bench.ledger.main --matrix [1x10,100x10000] [--out bench/reports]
+    python -m bench.ledger.main [--queued 10000] [--executors 100] [--rate 4000] [--redis-url URL]
+    python -m bench.ledger.main --matrix [1x10,100x10000] [--preload libjemalloc.so.2] [--out bench/reports]
 
 A private Redis is filled with a queue of waiting requests of 100 tenants and three classes, on executors whose seats
 are all taken, by 16 routers. Then every end frees a seat that a waiting request takes, and a new request arrives.
 The last line says how many requests are admitted per second at saturation, what each costs Redis' core, and at half of
-that rate how long a submit takes, and how long it takes from an end that frees a seat until the owner of the request
-that gets the seat is told. With `--matrix` that is done at many sizes, and a report with charts is written.
+that rate, or at `--rate`, how long a submit takes, and how long it takes from an end that frees a seat until the owner
+of the request that gets the seat is told. With `--matrix` that is done at many sizes, and a report with charts is
+written. The private Redis uses its own allocator, which in wheels is libc's, or the one of `--preload`.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import platform
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -45,7 +49,10 @@ CELL = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; 1 if there is no Redis or it does not do what it should."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.preload and options.redis_url:
+        parser.error("--preload is of the private Redis, which --redis-url replaces")
     chosen = options.matrix or ((options.executors, options.queued),)
 
     points = []
@@ -77,21 +84,53 @@ def cells(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(cell[1]), int(cell[2])) for cell in found if cell)
 
 
+def _positive(text: str) -> float:
+    """For argparse."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
 def measure_alone(scale: PoolScale, options: argparse.Namespace) -> Point:
     """Measures in a Redis of its own, or in one that is there, which is left as it was."""
-    url, seconds, seed = options.redis_url, options.seconds, options.seed
+    url, seconds, seed, rate = options.redis_url, options.seconds, options.seed, options.rate
     if url is None:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server) as redis,
-        ):
-            return measure(redis.admin_url, POOL, scale, seconds, seed, _say)
+        with tempfile.TemporaryDirectory() as folder:
+            with _preloaded(options.preload):
+                redis = PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server)
+            with redis:
+                _check_loaded(options.preload, redis.pid)
+                point = measure(redis.admin_url, POOL, scale, seconds, seed, _say, rate)
+        by = f", replaced by {options.preload.name}" if options.preload else ""
+        return replace(point, allocator=point.allocator + by)
     try:
-        return measure(url, POOL, scale, seconds, seed, _say)
+        return measure(url, POOL, scale, seconds, seed, _say, rate)
     finally:
         server = Server(url)
         server.delete_pool(PoolKeys(POOL).key("*"))
         server.close()
+
+
+@contextmanager
+def _preloaded(library: Path | None) -> Iterator[None]:
+    """Has processes that are started meanwhile load a library first."""
+    former = os.environ.get("LD_PRELOAD")
+    if library is not None:
+        os.environ["LD_PRELOAD"] = str(library)
+    try:
+        yield
+    finally:
+        if library is not None:
+            del os.environ["LD_PRELOAD"]
+            if former is not None:
+                os.environ["LD_PRELOAD"] = former
+
+
+def _check_loaded(library: Path | None, pid: int) -> None:
+    """Raises if the process runs without the library: the loader only warns of one that it cannot load."""
+    if library is not None and str(library.resolve()) not in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"):
+        raise RedisStartError(f"{library} was not loaded into the private Redis")
 
 
 def point_text(point: Point) -> str:
@@ -99,7 +138,7 @@ def point_text(point: Point) -> str:
     saturation, latency = point.saturation, point.latency
     computed_submit_ms, computed_settle_ms = computed_ms(point)
     lines = [
-        f"Redis {point.redis_version}, {point.memory_bytes / 1e6:,.1f} MB, "
+        f"Redis {point.redis_version}, allocator {point.allocator}, {point.memory_bytes / 1e6:,.1f} MB, "
         f"{point.bytes_per_waiting:,.0f} bytes per waiting request; filled in {point.fill_s:.1f} s",
         _costs(point).text(),
         "scripts alone, on one core: "
@@ -117,8 +156,9 @@ def point_text(point: Point) -> str:
         + ", ".join(f"{name} {share:.0%}" for name, share in saturation.shares.items())
         + f"; bound by {saturation.bound_by}",
         f"at {latency.rate_per_s:,.0f}/s, Redis {latency.busy:.0%} busy, p50/p99 ms: submit "
-        f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}",
-        "computed for a core that only Redis uses, at that rate and as busy: "
+        f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}; "
+        f"of {latency.num_slices} s out of {latency.max_slices}, the others had processor time stolen by the host",
+        f"{latency.reports_per_call:.1f} reports in a call; computed for a core that only Redis uses, as busy: "
         f"submit {_both(computed_submit_ms)}, settle {_both(computed_settle_ms)}",
         f"of all script calls {point.durations}" if point.durations else "this server counts no durations",
     ]
@@ -131,7 +171,7 @@ def _circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mappin
     return {
         "machine": f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}; "
         "the load generator and Redis share it",
-        "Redis": f"{points[0].redis_version}, one process, no persistence",
+        "Redis": f"{points[0].redis_version}, allocator {points[0].allocator}, one process, no persistence",
         "pool": f"{scale.routers} routers, {scale.tenants} tenants, 3 classes, {scale.seats} seats an executor",
         "traffic": "mixed" if scale.is_mixed else "plain",
         "run": f"about {seconds:g} s for each part, seed {seed}",
@@ -183,6 +223,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, default=Path("bench/reports"), metavar="FOLDER", help="default: bench/reports")
     add("--redis-url", metavar="URL", help="a Redis that is there; default: a private one")
+    add(
+        "--rate",
+        type=_positive,
+        metavar="R",
+        help="requests per second at which latency is measured; default: half of those that get through",
+    )
+    add(
+        "--preload",
+        type=Path,
+        metavar="LIB",
+        help="a library that the private Redis loads first, on Linux: an allocator such as libjemalloc.so.2",
+    )
     add(
         "--redis-server",
         type=Path,

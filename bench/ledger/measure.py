@@ -7,7 +7,7 @@ import gc
 import heapq
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.ledger.calls import Call
@@ -19,7 +19,10 @@ from bench.ledger.figures import (
     EXPLAIN,
     PLACED,
     QUEUED,
+    REAP,
     REPORT,
+    REPORTS,
+    REPORTS_TOGETHER,
     SETTLED,
     UNFILLED,
     Latency,
@@ -31,10 +34,12 @@ from bench.ledger.figures import (
     durations_text,
     percentiles_ms,
     refilled,
+    reports_us,
 )
 from bench.ledger.loop import Loop
+from bench.ledger.queueing import next_s
 from bench.ledger.scale import PoolScale
-from bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference
+from bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference, num_stolen_ticks
 from bench.ledger.traffic import Traffic, TrafficError
 from router.store.lua import load_scripts
 
@@ -47,9 +52,11 @@ PROGRESS_S = 10.0
 AUDIT_S = 1.05
 AGE_S = 2e-3
 MODERATE = 0.5
+SLICE_S = 1.0
 MAX_SEATED_AT_ONCE = 512
 MAX_ENDED_AT_ONCE = 1024
 NUM_REPORTS = 256
+NUM_REAPS = 4  # of each router
 MAX_TOP_UPS = 3
 # The share of an empty pool's seats for which mixed traffic has blocks anyhow.
 MIXED_SHARE = 0.6
@@ -57,8 +64,11 @@ MIXED_SHARE = 0.6
 Say = Callable[[str], None]
 
 
-def measure(url: str, pool: str, scale: PoolScale, seconds: float, seed: int, say: Say) -> Point:
-    """Measures a pool that does not exist yet and leaves it behind. Each part takes about `seconds`."""
+def measure(
+    url: str, pool: str, scale: PoolScale, seconds: float, seed: int, say: Say, rate_per_s: float | None = None
+) -> Point:
+    """Measures a pool that does not exist yet and leaves it behind. Each part takes about `seconds`. Latency is of
+    `rate_per_s`, or of half of what goes through."""
     server = Server(url)
     scripts = load_scripts()
     for script in scripts.values():
@@ -71,7 +81,7 @@ def measure(url: str, pool: str, scale: PoolScale, seconds: float, seed: int, sa
     gc.collect()
     gc.disable()  # nothing here makes cycles, and a collection would be taken for Redis' latency
     try:
-        point = _Measurement(server, traffic, loop, scale, seconds, seed, say, slowest).run()
+        point = _Measurement(server, traffic, loop, scale, seconds, seed, say, slowest, rate_per_s).run()
     finally:
         gc.enable()
         slowest.close()
@@ -104,6 +114,7 @@ class _Measurement:
     seed: int
     say: Say
     slowest: Slowest
+    rate_per_s: float | None
     refreshed_s: float = 0.0
 
     def run(self) -> Point:
@@ -113,11 +124,11 @@ class _Measurement:
         fill_s, memory_bytes, bytes_per_waiting = self._fill()
         self._steady(costs)
         self._report(costs)
-        self.say("scripts measured; now as much as goes through, then half of it")
+        self.say("scripts measured; now as much as goes through, then a moderate rate")
         saturation = self._saturate(costs)
         self._top_up()
         self.server.execute("CONFIG", "RESETSTAT")
-        latency = self._pace(MODERATE * saturation.admitted_per_wall_s)
+        latency = self._pace(self.rate_per_s or MODERATE * saturation.admitted_per_wall_s)
         durations = durations_text(self.server.num_calls_by_us())
         self.slowest.look()
         return Point(
@@ -131,6 +142,7 @@ class _Measurement:
             latency,
             Worst(self.slowest.us, self.slowest.script),
             durations,
+            self.server.allocator,
         )
 
     # Costs of scripts ------------------------------------------------------------------------------------------
@@ -218,12 +230,16 @@ class _Measurement:
         self._cost(costs, CANCEL, (self.traffic.cancel(one) for one in ids))
 
     def _report(self, costs: dict[str, ScriptCost]) -> None:
-        """Reports with the audit, which is due once a second, and right after that without."""
+        """Reports with the audit, which is due once a second, and right after that without; and reaps."""
         self._refresh()
         time.sleep(max(0.0, AUDIT_S - (time.perf_counter() - self.refreshed_s)))
         reports = list(self.traffic.all_reports())[:NUM_REPORTS]
         self._cost(costs, REPORT, reports, refresh=False)
         self._cost(costs, "report", list(self.traffic.all_reports())[:NUM_REPORTS], refresh=False)
+        if self.scale.executors >= REPORTS_TOGETHER:
+            together = list(self.traffic.all_reports(REPORTS_TOGETHER))[: self.scale.executors // REPORTS_TOGETHER]
+            self._cost(costs, REPORTS, together[: NUM_REPORTS // REPORTS_TOGETHER], refresh=False)
+        self._cost(costs, REAP, [call for _ in range(NUM_REAPS) for call in self.traffic.all_reaps()], refresh=False)
         self._refresh()
 
     def _cost(self, costs: dict[str, ScriptCost], name: str, calls: Iterable[Call], refresh: bool = True) -> None:
@@ -273,7 +289,8 @@ class _Measurement:
 
         before, cpu_s, num_placed = self.server.usages(), self.server.cpu_s(), traffic.num_placed
         num_refused, num_dropped = traffic.num_refused, traffic.num_dropped
-        num_reported, load_cpu_s = traffic.num_reported, time.process_time()
+        num_reported, num_report_calls = traffic.num_reported, traffic.num_report_calls
+        load_cpu_s = time.process_time()
         began_s = self.loop.now_s()
         self.loop.run(next_call, began_s + self.seconds)
         wall_s, load_cpu_s = self.loop.now_s() - began_s, time.process_time() - load_cpu_s
@@ -281,9 +298,12 @@ class _Measurement:
         used = difference(self.server.usages(), before)
         self.loop.read_mail()
         script_us, mail_us = (used.get(name, NOTHING).us for name in (SCRIPT, "xread"))
-        audited_us, unaudited_us = costs[REPORT].us, costs["report"].us  # an audit once a second
-        report_us = unaudited_us * (traffic.num_reported - num_reported)
-        report_us += max(0.0, audited_us - unaudited_us) * self.scale.executors * wall_s
+        report_us = reports_us(
+            {name: cost.us for name, cost in costs.items()},
+            traffic.num_report_calls - num_report_calls,
+            traffic.num_reported - num_reported,
+            self.scale.executors * wall_s,  # an audit once a second
+        )
         return Saturation(
             traffic.num_placed - num_placed,
             wall_s,
@@ -305,32 +325,62 @@ class _Measurement:
             self.loop.read_mail_until(lambda: self.traffic.num_waiting >= self.scale.queued)
 
     def _pace(self, rate_per_s: float) -> Latency:
-        """Measures latency at a moderate rate: frames with ends come at random, each followed by as many submits."""
+        """Measures latency at a moderate rate: frames with ends come at random, and each end is followed by
+        a new request."""
         traffic = self.traffic
-        frames = _Frames(traffic, rate_per_s, self.loop.now_s(), self.seed, self.loop.counts_from_s)
+        frames = _Frames(traffic, rate_per_s, self.scale.queued, self.loop.now_s(), self.seed, self.loop.counts_from_s)
         traffic.start_upkeep(self.loop.now_s())
         traffic.forget_latencies()
         self.loop.late_s.clear()
+        num_reported, num_report_calls = traffic.num_reported, traffic.num_report_calls
         cpu_s, began_s = self.server.cpu_s(), self.loop.now_s()
-        self.loop.run(frames.next_call, began_s + 2 * self.seconds, frames.due_s)
+        slices: list[_Slice] = []
+        while self.loop.now_s() < began_s + 2 * self.seconds:
+            slices.append(self._pace_for(min(SLICE_S, 2 * self.seconds), frames))
         busy = (self.server.cpu_s() - cpu_s) / (self.loop.now_s() - began_s)
-        self.loop.read_mail()
+        chosen = [one for one in slices if not one.num_stolen] or slices
         return Latency(
             rate_per_s,
             busy,
-            percentiles_ms(traffic.submit_s),
-            percentiles_ms(traffic.seat_s),
-            percentiles_ms(self.loop.late_s),
+            percentiles_ms([latency_s for one in chosen for latency_s in one.submit_s]),
+            percentiles_ms([latency_s for one in chosen for latency_s in one.seat_s]),
+            percentiles_ms([late_s for one in chosen for late_s in one.late_s]),
+            (traffic.num_reported - num_reported) / max(1, traffic.num_report_calls - num_report_calls),
+            len(chosen),
+            len(slices),
         )
+
+    def _pace_for(self, seconds: float, frames: _Frames) -> _Slice:
+        num_stolen = num_stolen_ticks()
+        self.loop.run(frames.next_call, self.loop.now_s() + seconds, frames.due_s)
+        self.loop.read_mail()
+        traffic = self.traffic
+        found = _Slice(
+            num_stolen_ticks() - num_stolen, list(traffic.submit_s), list(traffic.seat_s), list(self.loop.late_s)
+        )
+        traffic.forget_latencies()
+        self.loop.late_s.clear()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """The latencies of a short time, in seconds, and in how many ticks of it the host took a processor."""
+
+    num_stolen: int
+    submit_s: Sequence[float]
+    seat_s: Sequence[float]
+    late_s: Sequence[float]
 
 
 class _Frames:
-    """Step frames as a Poisson process: each ends some requests, and as many new ones come until the next."""
+    """Step frames as a Poisson process: each ends some requests, and as many new ones come soon after."""
 
     def __init__(
         self,
         traffic: Traffic,
         rate_per_s: float,
+        num_queued: int,
         now_s: float,
         seed: int,
         counts_from_s: Callable[[float, float], float],
@@ -339,6 +389,7 @@ class _Frames:
         self._counts_from_s = counts_from_s
         self._random = random.Random(seed)
         self._mean_s = ENDS_PER_FRAME / rate_per_s
+        self._next_s = next_s(rate_per_s, num_queued)
         self._due: list[tuple[float, bool]] = [(now_s, True)]
 
     def due_s(self) -> float:
@@ -354,6 +405,6 @@ class _Frames:
             heapq.heappush(self._due, (due_s + self._random.expovariate(1 / self._mean_s), True))
             if self._traffic.can_settle(ENDS_PER_FRAME):
                 for _ in range(ENDS_PER_FRAME + self._traffic.num_short):
-                    heapq.heappush(self._due, (due_s + self._random.uniform(0, self._mean_s), False))
+                    heapq.heappush(self._due, (due_s + self._random.uniform(0, self._next_s), False))
                 return self._traffic.settle(ENDS_PER_FRAME, self._counts_from_s(due_s, now_s))
         return None

@@ -40,7 +40,7 @@ the longest single call of the cell by Redis' slow log, including what else held
 RATES_NOTE = """\
 Scripts alone: what a core would do that ran nothing but submits and settles of 4. Closed loop: what went through with
 all of it, requests, replies, mailboxes, reports, reaping, from one load generator; µs of Redis are its processor time
-for each admitted request, which other work on the machine changes least. Latency at half of that rate, with Redis' core
+for each admitted request, which other work on the machine changes least. Latency at the rate and with Redis' core
 busy as shown: of a submit its round trip, of a seat the time from an end until the owner of the request that takes the
 seat is told. The lateness of the load generator is not included."""
 BOUNDS_NOTE = "Shares are of Redis' processor time in the closed loop."
@@ -144,8 +144,8 @@ def _charts(points: Sequence[Point]) -> str:
         _chart(points, "Admitted per second, closed loop", more, lambda point: point.saturation.admitted_per_wall_s),
         _chart(points, "Admitted per second, scripts alone", more, lambda point: point.scripts_per_s[SETTLED[1]]),
         _chart(points, "Redis' core for an admitted request, µs", less, lambda point: point.saturation.redis_us),
-        _chart(points, "Submit, p99 ms at half of the rate", less, lambda point: point.latency.submit_ms[1]),
-        _chart(points, "Seat, p99 ms at half of the rate", less, lambda point: point.latency.seat_ms[1]),
+        _chart(points, "Submit, p99 ms at a moderate rate", less, lambda point: point.latency.submit_ms[1]),
+        _chart(points, "Seat, p99 ms at a moderate rate", less, lambda point: point.latency.seat_ms[1]),
         *(_chart(points, f"{call}, µs a call", less, partial(_us, call)) for call in CALLS),
         _chart(points, "Worst single call, ms", less, lambda point: point.worst.us / 1000),
         _chart(points, "Redis' memory, MB", less, lambda point: point.memory_bytes / 1e6),

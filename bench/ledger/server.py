@@ -1,10 +1,11 @@
-"""Redis' own figures: calls and microseconds by command, the worst call, processor time, memory."""
+"""Redis' own figures: calls and microseconds by command, the worst call, processor time, memory; and its machine's."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.ledger.wire import Connection, bulk_text
 from bench.redis.wire import WireError
@@ -52,6 +53,7 @@ class Server:
     def __init__(self, url: str) -> None:
         self._connection = Connection(url)
         self.version = self._fields("server")["redis_version"]
+        self.allocator = self._fields("memory")["mem_allocator"]
 
     def usages(self) -> Usages:
         """By command, since the server's start. Commands that scripts call count, too."""
@@ -127,6 +129,15 @@ class Server:
     def _fields(self, section: str) -> dict[str, str]:
         lines = bulk_text(self._connection.ask("INFO", section)).splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def num_stolen_ticks(stat: Path = Path("/proc/stat")) -> int:
+    """Returns how many hundredths of a second the host of this virtual machine has taken its processors away; 0 where
+    that is not known."""
+    try:
+        return int(stat.read_text(encoding="utf-8").split(maxsplit=9)[8])
+    except (OSError, IndexError):
+        return 0
 
 
 def difference(after: Usages, before: Usages) -> dict[str, Usage]:

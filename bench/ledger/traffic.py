@@ -56,7 +56,8 @@ class Traffic:
         self._commands = commands
         self._random = random.Random(seed)
         self._num_made = 0
-        self._num_reported = 0
+        self.num_reported = 0
+        self.num_report_calls = 0
         self._seated_on: dict[bytes, bytes] = {}
         self._held: dict[bytes, dict[bytes, None]] = {executor_id(n): {} for n in range(scale.executors)}
         # Seated, by executor in the order of their ends; executors end some of theirs in turn.
@@ -92,10 +93,6 @@ class Traffic:
                 return True
             self._turns.rotate(-1)
         return False
-
-    @property
-    def num_reported(self) -> int:
-        return self._num_reported
 
     @property
     def expected_waiting(self) -> int:
@@ -161,23 +158,37 @@ class Traffic:
     def report(self, executors: Sequence[bytes], router: int | None = None) -> Call:
         """Reports the current state of executors in one call, by any router if none is named."""
         filled = []
+        self.num_report_calls += 1
         for executor in executors:
             held = self._held[executor]
-            self._num_reported += 1
+            self.num_reported += 1
             blanks = dict(zip(ID_MARKERS, held, strict=False))
             blanks[EXECUTOR_MARKER] = executor
-            blanks[SEQ_MARKER] = b"%d" % (FIRST_SEQ + self._num_reported)
+            blanks[SEQ_MARKER] = b"%d" % (FIRST_SEQ + self.num_reported)
             filled.append((len(held), blanks))
         routers = self._commands.reports
         chosen = self._random.choice(routers) if router is None else routers[router]
         return Call(CallKind.UPKEEP, chosen.fill(filled))
 
-    def all_reports(self) -> Iterator[Call]:
-        return (self.report([executor]) for executor in self._held)
+    def forget_seats(self, executor: bytes) -> None:
+        """The executor holds nothing any more, and its reports say so."""
+        self._held[executor].clear()
+        self._ending[executor].clear()
+
+    def all_reports(self, num_together: int = 1) -> Iterator[Call]:
+        """Yields a report of every executor, so many in a call."""
+        executors = list(self._held)
+        return (
+            self.report(executors[start : start + num_together]) for start in range(0, len(executors), num_together)
+        )
 
     def all_renewals(self) -> Iterator[Call]:
         """Yields the renewal of every router's lease."""
         return (Call(CallKind.UPKEEP, encoded) for encoded in self._commands.renews)
+
+    def all_reaps(self) -> Iterator[Call]:
+        """Yields a reap of every router."""
+        return (Call(CallKind.UPKEEP, encoded) for encoded in self._commands.reaps)
 
     # Upkeep ----------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ KINDS = (
     "submit 1",
     "settle 1",
     "report 1",
+    "report 8",
+    "reap 1",
 )
 NAMES = {
     "submit 1": "submit, queued",
@@ -51,6 +53,8 @@ NAMES = {
     "settle 4": "settle of 4",
     "settle 16": "settle of 16",
     "report 1": "report",
+    "report 8": "8 reports in a call",
+    "reap 1": "reap with nothing to remove",
 }
 NUM_CALLS = 256
 SEED = 1
@@ -79,7 +83,9 @@ class Side:
             case "refresh":
                 calls = [*traffic.all_reports(), *traffic.all_renewals()]
             case "report":
-                calls = list(traffic.all_reports())
+                calls = list(traffic.all_reports(int(number)))
+            case "reap":
+                calls = list(traffic.all_reaps())
             case "submit" if number == "1":
                 calls = [traffic.submit() for _ in range(self._num_missing)]
             case "submit":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bench.ledger.calls import Call
-from router.dispatch.report_pacer import INTERVAL_S
+from router.dispatch.report_pacer import EARLY_S, INTERVAL_S
 from router.store.settings import StoreSettings
 
 RENEW_S = StoreSettings().renew_interval_ms / 1000
@@ -45,7 +45,8 @@ class Periodic:
 
 
 class Relay:
-    """The reports that one router relays: of each of `executors` the newest, every half second."""
+    """The reports that one router relays: of each of `executors` the newest, every half second, and in one call those
+    that are due soon."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Relay:
 
     def make(self, now_s: float) -> Call:
         relayed: list[bytes] = []
-        while not relayed or (len(relayed) < self._max_per_call and self._due[0][0] <= now_s):
+        while not relayed or (len(relayed) < self._max_per_call and self._due[0][0] <= now_s + EARLY_S):
             relayed.append(heapq.heapreplace(self._due, (now_s + INTERVAL_S, self._due[0][1]))[1])
         return self._make(relayed)
 

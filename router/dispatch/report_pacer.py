@@ -3,7 +3,8 @@
 Pure: the clock's readings are arguments. An executor reports up to 20 times a second to every router. The ledger needs
 to know at once what it can promise; otherwise it only needs to know that the executor lives and what it holds. A report
 therefore goes at once if it changes what may be promised or if the ledger waits for it, and else half a second after
-the one before. Of several that wait only the newest counts.
+the one before. Of several that wait only the newest counts. Those that would be due within a tenth of a second go along
+in the same call: one report in a call costs Redis several times as much as one of eight.
 
 One router relays the reports of an executor: of the live ones the first in the executor's order, which follows from
 their ids (rendezvous hashing), so that a router that comes or goes changes only its own share. The next in the order
@@ -31,6 +32,8 @@ LAST_RANK = 2
 STAND_IN_S = 8.0
 # A call of the ledger applies so many reports in less than a millisecond.
 MAX_PER_CALL = 8
+# Reports that go in one call are due together the next time, too, so their interval stays half a second.
+EARLY_S = 0.1
 
 
 @dataclass(slots=True)
@@ -128,15 +131,17 @@ class ReportPacer:
         self._paces.pop(executor_id, None)
 
     def take_due(self, now: float, most: int = MAX_PER_CALL) -> list[ExecutorReport]:
-        """Returns reports to relay now, which then count as relayed, with their age."""
+        """Returns reports to relay now, which then count as relayed, with their age. None unless one is due."""
         due: list[ExecutorReport] = []
-        while len(due) < most and (due_at := self.next_due()) is not None and due_at <= now:
+        until = now
+        while len(due) < most and (due_at := self.next_due()) is not None and due_at <= until:
             _, executor_id = heapq.heappop(self._due)
             pace = self._paces[executor_id]
             assert pace.waiting is not None
             due.append(replace(pace.waiting, age_ms=int(1000 * (now - pace.waiting_since))))
             pace.relayed, pace.relayed_at = pace.waiting, now
             pace.waiting, pace.is_expected, pace.due = None, False, None
+            until = now + EARLY_S
         return due
 
     def next_due(self) -> float | None:

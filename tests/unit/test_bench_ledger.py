@@ -16,11 +16,11 @@ import pytest
 from bench.ledger import main as ledger
 from bench.ledger.calls import Call, CallKind
 from bench.ledger.commands import ID_MARKERS, Commands
-from bench.ledger.figures import Saturation, durations_text, percentiles_ms
+from bench.ledger.figures import REPORT, REPORTS, Saturation, durations_text, percentiles_ms, reports_us
 from bench.ledger.main import cells
-from bench.ledger.queueing import SETTLE, SUBMIT, UPKEEP, served_s
+from bench.ledger.queueing import MAX_NEXT_S, SETTLE, SUBMIT, UPKEEP, next_s, served_s
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
-from bench.ledger.server import Server, Slowest
+from bench.ledger.server import Server, Slowest, num_stolen_ticks
 from bench.ledger.traffic import Traffic, TrafficError, shares
 from bench.ledger.upkeep import Relay, Upkeep
 from bench.ledger.wire import Connection, Template, bulk_text
@@ -224,10 +224,33 @@ def test_shares_of_redis_time_add_up_and_name_the_bound() -> None:
     assert replace(saturated, redis_cpu_s=0.5, load_cpu_s=0.99).bound_by == "the load generator"
 
 
-def test_call_waits_for_the_calls_before_it_in_order_of_arrival() -> None:
-    arrivals = [(1.0, SUBMIT, 0.5), (0.0, SETTLE, 1.5), (1.25, SUBMIT, 0.5), (9.0, UPKEEP, 1.0)]
-    assert served_s(arrivals) == {SETTLE: [1.5], SUBMIT: [1.0, 1.25], UPKEEP: [1.0]}
-    assert served_s(arrivals, factor=0.5) == {SETTLE: [0.75], SUBMIT: [0.25, 0.25], UPKEEP: [0.5]}
+def test_call_waits_for_the_calls_before_it_and_for_those_that_are_run_together_with_it() -> None:
+    arrivals = [(1.0, SUBMIT, 0.5), (0.0, SETTLE, 1.5), (1.25, SUBMIT, 0.5), (2.25, SUBMIT, 1.0), (9.0, UPKEEP, 1.0)]
+    assert served_s(arrivals) == {SETTLE: [1.5], SUBMIT: [1.5, 1.25, 1.25], UPKEEP: [1.0]}
+    assert served_s(arrivals, factor=0.5) == {SETTLE: [0.75], SUBMIT: [0.25, 0.25, 0.5], UPKEEP: [0.5]}
+
+
+def test_cost_of_reports_is_that_of_their_calls_and_that_of_each() -> None:
+    assert reports_us({"report": 30.0, REPORT: 40.0}, num_calls=5, num_reports=10, num_audits=2) == 320.0
+    together = {"report": 30.0, REPORT: 40.0, REPORTS: 100.0}  # 20 for a call and 10 for each report
+    assert reports_us(together, num_calls=5, num_reports=10, num_audits=2) == 5 * 20 + 10 * 10 + 2 * 10
+
+
+def test_requests_that_follow_ends_leave_the_queue_nearly_full() -> None:
+    assert next_s(4000, 10_000) == MAX_NEXT_S
+    assert next_s(4000, 1000) * 4000 == pytest.approx(10)
+    assert next_s(4000, 10) == 0.001  # as long as between two step frames
+
+
+def test_time_that_the_host_took_is_known_where_the_kernel_counts_it(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("cpu  11 12 13 14 15 16 17 18 19 20\ncpu0 1 2 3 4 5 6 7 8 9 10\n", encoding="utf-8")
+    assert num_stolen_ticks(tmp_path / "stat") == 18
+    assert num_stolen_ticks(tmp_path / "missing") == 0
+
+
+def test_preloaded_library_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ledger.main(["--preload", "no-such-library.so"]) == 1
+    assert "no-such-library.so was not loaded into the private Redis" in capsys.readouterr().err
 
 
 def test_durations_are_shares_of_all_calls() -> None:

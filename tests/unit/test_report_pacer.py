@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from router.dispatch.report_pacer import (
+    EARLY_S,
     INTERVAL_S,
     LAST_RANK,
     MAX_PER_CALL,
@@ -212,6 +213,22 @@ def test_no_more_reports_go_in_a_call_than_it_can_apply_quickly() -> None:
     for number in range(MAX_PER_CALL + 1):
         pacer.offer(replace(REPORT, executor_id=f"e{number}"), 1.0)
     assert [len(pacer.take_due(1.0)) for _ in range(3)] == [MAX_PER_CALL, 1, 0]
+
+
+def test_report_that_is_due_soon_goes_along_and_is_due_together_with_the_other_from_then_on() -> None:
+    pacer = ReportPacer()
+    offsets_s = {"x": 0.0, "soon": EARLY_S, "later": 1.1 * EARLY_S}
+    for executor_id, offset_s in offsets_s.items():
+        pacer.offer(replace(REPORT, executor_id=executor_id), offset_s)
+        assert len(pacer.take_due(offset_s)) == 1
+        pacer.offer(replace(REPORT, executor_id=executor_id, seq=2), offset_s)
+    assert pacer.take_due(INTERVAL_S - 0.001) == []  # none is due yet
+    assert [report.executor_id for report in pacer.take_due(INTERVAL_S)] == ["x", "soon"]
+    for executor_id in ("x", "soon"):
+        pacer.offer(replace(REPORT, executor_id=executor_id, seq=3), INTERVAL_S)
+    assert [report.executor_id for report in pacer.take_due(INTERVAL_S + offsets_s["later"])] == ["later"]
+    assert pacer.next_due() == 2 * INTERVAL_S
+    assert len(pacer.take_due(2 * INTERVAL_S)) == 2
 
 
 def test_work_for_a_report_does_not_grow_with_the_number_of_executors() -> None:

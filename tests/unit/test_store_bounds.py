@@ -199,3 +199,21 @@ async def test_restarted_executor_loses_32_placements_in_a_call_and_gets_none_be
     told = await a.told()
     assert len(told) == 41
     assert set(told) == {*(Lost(f"{number:02}", 1, "x", 1) for number in range(40)), Placement("new", 1, "x", 2)}
+
+
+async def test_report_that_loses_many_placements_leaves_their_seats_to_another_call(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=100, sequences=9))
+    for number in range(9):
+        await a.place(f"{number}")
+    assert await a.store.submit(Demand("next", 2, blocks=1)) == Queued(0)
+    await store_pool.wait(GRACE_MS + 1)
+    report = store_pool.next_report(blocks=100, sequences=9)
+    keys, args = store_pool.keys.for_script(("a",)), ["b", *report_args(report, store_pool.settings)]
+    reply = await steered_scripts()["report"].run(store_pool.routers_redis, keys, args)
+
+    assert (reply[0][0], reply[3]) == ("REPORTED", 1)  # there is more to do
+    assert await store_pool.reserved_blocks() == {"x": 0}
+    await store_pool.router("b").store.report(store_pool.next_report(blocks=100, sequences=9))
+    told = await a.told()
+    assert (len(told), told[-1]) == (10, Placement("next", 1, "x", 1))

@@ -13,7 +13,8 @@
 --             sequences; that of board if a report may have made room
 -- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
 -- earlier call could not finish it because a mailbox was unknown. A report like the one before makes no room, and most are:
--- then nothing is boarded. What only the time makes possible waits for the next end, or for `reap`.
+-- then nothing is boarded. What only the time makes possible waits for the next end, or for `reap`. A call that marks many
+-- placements as lost boards nothing either, but asks for `board`.
 --@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
 local MAX_LOST = 32 -- placements that one call marks as lost: about a millisecond of Redis
@@ -175,8 +176,8 @@ local function apply(at)
   set_served(executor, tonumber(ARGV[at + 13]), ARGV[at + 14])
   state.overcommits = state.overcommits or executor.quantile < 1
   observe_speeds(tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]))
-  redis.call('ZADD', SIZES, ARGV[at + 4], id)
-  redis.call('ZADD', REPORTS, string.format('%d', executor.last_report_ms), id)
+  write_later('ZADD', SIZES, ARGV[at + 4], id)
+  write_later('ZADD', REPORTS, string.format('%d', executor.last_report_ms), id)
 
   local superseded = {}
   if executor.audit_due or NOW - executor.audited_ms >= AUDIT_INTERVAL_MS then
@@ -212,7 +213,10 @@ if not is_complete then
   state.unboarded = state.unboarded or may_board
   return finish({'AGAIN'})
 end
-if may_board or state.unboarded then
+if num_lost > MAX_BOARDED then -- that took long enough: the caller calls `board`
+  more, state.unboarded = 1, true
+elseif may_board or state.unboarded then
+  flush_writes(SIZES)
   board()
 end
 return finish({'REPORTED', outcomes})

@@ -171,6 +171,15 @@ class GpuDecoder:
         hidden, delta = self._compute_layers(batch, kv, groups, self._backend)
         return residual_norm(hidden, delta, self._final_norm, self._epsilon)
 
+    def separate_layers(self, inputs: Tensor, batch: StepBatch, kv: Sequence[LayerKv]) -> tuple[Tensor, Tensor]:
+        """Computes every layer of `inputs[layer]`, the residual stream `[T, hidden]` before it, instead of what the
+        layer before yields. Returns the streams after the layers, `[layers, T, hidden]`, and the last one's logits."""
+        outputs = []
+        for index, (hidden, layer_kv) in enumerate(zip(inputs.clone(), kv, strict=True)):
+            delta = self._compute_layer(index, hidden, torch.zeros_like(hidden), batch, layer_kv, None, self._backend)
+            outputs.append(hidden + delta)
+        return torch.stack(outputs), self.logits(residual_norm(hidden, delta, self._final_norm, self._epsilon))
+
     def logits(self, states: Tensor, logits: Tensor | None = None) -> Tensor:
         """Returns the logits of states. With `logits` a rank writes its own there, and leaves the others."""
         own = None if logits is None else logits[:, self.own_ids]
@@ -192,28 +201,43 @@ class GpuDecoder:
         hidden = self._whole(functional.embedding(batch.token_ids, self._embedding), shape.hidden_size)
         if shape.embedding_scale != 1.0:
             hidden *= shape.embedding_scale
-        has_gelu = shape.activation == GELU_TANH
         delta: Tensor | None = None
-        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
-            normed = self._add(hidden, delta, layer.input_norm)
-            qkv = linear(normed, layer.qkv, layer.qkv_bias)
-            self._adapt(index, Product.QKV, normed, qkv, groups)
-            attended = self._attend(layer, qkv, batch, layer_kv, attention)
-            attended = self._whole(attended, shape.num_heads * shape.head_dim, shape.head_dim)
-            delta = linear(attended, layer.output, layer.output_bias)
-            self._adapt(index, Product.OUTPUT, attended, delta, groups)
-            delta = self._whole(delta, shape.hidden_size)
-            delta = self._delta(delta, layer.attention_output_norm)
-            normed = self._add(hidden, delta, layer.post_attention_norm)
-            gate_up = linear(normed, layer.gate_up)
-            self._adapt(index, Product.GATE_UP, normed, gate_up, groups)
-            inner = self._whole(gated(gate_up, has_gelu), shape.intermediate_size, PART_INNER_COLUMNS)
-            delta = linear(inner, layer.down)
-            self._adapt(index, Product.DOWN, inner, delta, groups)
-            delta = self._whole(delta, shape.hidden_size)
-            delta = self._delta(delta, layer.feed_forward_output_norm)
+        for index, layer_kv in zip(range(len(self._layers)), kv, strict=True):
+            delta = self._compute_layer(index, hidden, delta, batch, layer_kv, groups, attention)
         assert delta is not None
         return hidden, delta
+
+    def _compute_layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        batch: StepBatch,
+        kv: LayerKv,
+        groups: RowGroups | None,
+        attention: StepAttention,
+    ) -> Tensor:
+        """Adds `delta` and what attention yields to the residual stream, in place. Returns what the feed-forward layer
+        adds."""
+        layer, shape = self._layers[index], self.shape
+        normed = self._add(hidden, delta, layer.input_norm)
+        qkv = linear(normed, layer.qkv, layer.qkv_bias)
+        self._adapt(index, Product.QKV, normed, qkv, groups)
+        attended = self._attend(layer, qkv, batch, kv, attention)
+        attended = self._whole(attended, shape.num_heads * shape.head_dim, shape.head_dim)
+        delta = linear(attended, layer.output, layer.output_bias)
+        self._adapt(index, Product.OUTPUT, attended, delta, groups)
+        delta = self._whole(delta, shape.hidden_size)
+        delta = self._delta(delta, layer.attention_output_norm)
+        normed = self._add(hidden, delta, layer.post_attention_norm)
+        gate_up = linear(normed, layer.gate_up)
+        self._adapt(index, Product.GATE_UP, normed, gate_up, groups)
+        inner = gated(gate_up, shape.activation == GELU_TANH)
+        inner = self._whole(inner, shape.intermediate_size, PART_INNER_COLUMNS)
+        delta = linear(inner, layer.down)
+        self._adapt(index, Product.DOWN, inner, delta, groups)
+        delta = self._whole(delta, shape.hidden_size)
+        return self._delta(delta, layer.feed_forward_output_norm)
 
     def _whole(self, part: Tensor, num_columns: int, multiple: int = PART_COLUMNS) -> Tensor:
         """Returns rows of `num_columns`, of which each rank has computed a part, as `Shard.columns` divides them."""

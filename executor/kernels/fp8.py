@@ -1,8 +1,9 @@
 """Rounding to FP8 (e4m3) in Triton: of keys and values with a scale for each token and KV head, and of whole rows.
 
-A scale is a power of two, so multiplying by it is exact on every device. A finer one would gain nothing, because e4m3
-has the same relative precision over its whole range. The largest number lies in [128, 256) after scaling, below
-e4m3's 448, so nothing saturates. Numbers below 2^-13 of the largest lose precision, those below 2^-18 become 0.
+A scale makes the largest number e4m3's largest, 448, which rounding leaves as it is. Outliers contribute most to the
+errors of products, and so does the largest of a row where it is one. Numbers are divided by the scale, to nearest as in
+IEEE 754, which is the same on every device. A product with the scale's inverse could be fused with the sum below, and
+then be rounded otherwise. Numbers below 2^-14 of the largest lose precision, those below 2^-18 become 0.
 """
 
 import triton
@@ -11,11 +12,10 @@ import triton.language as tl
 # The bits of float32: a sign, 8 bits of exponent with a bias of 127, and 23 bits of mantissa.
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 EXPONENT_BITS = tl.constexpr(0x7F800000)
-# The exponent of the largest number after scaling, 2^7, less the bias. The smallest largest number, below which all
-# numbers may become 0, keeps a scale and its inverse normal.
-TARGET_BITS = tl.constexpr(7 << 23)
+# The largest number of e4m3, inverted.
+INVERSE_OF_LARGEST = tl.constexpr(1 / 448)
+# The smallest largest number, 2^-100, below which all numbers may become 0. Its scale is normal.
 LEAST_BITS = tl.constexpr(27 << 23)
-INVERSE_BITS = tl.constexpr(254 << 23)
 # The least exponent of e4m3's normal numbers, -6, and the 20 bits that its mantissa lacks.
 MIN_NORMAL_BITS = tl.constexpr(121 << 23)
 LOST_BITS = tl.constexpr(20 << 23)
@@ -32,9 +32,8 @@ def magnitudes(numbers):
 def scale_of(largest):
     """Returns the scale of numbers whose largest of `magnitudes` is given. It is NaN if that is infinite or NaN, and so
     are then all results that they take part in."""
-    exponent = tl.maximum(largest & EXPONENT_BITS, LEAST_BITS)
-    scale = (exponent - TARGET_BITS).to(tl.float32, bitcast=True)
-    return tl.where(exponent == EXPONENT_BITS, float("nan"), scale)
+    scale = tl.maximum(largest, LEAST_BITS).to(tl.float32, bitcast=True) * INVERSE_OF_LARGEST
+    return tl.where(largest >= EXPONENT_BITS, float("nan"), scale)
 
 
 @triton.jit
@@ -45,8 +44,7 @@ def to_fp8(numbers, scale):
     lose the carry of a conversion that rounds up to the next power of two.
     """
     is_number = scale == scale
-    inverse = (-scale.to(tl.int32, bitcast=True) + INVERSE_BITS).to(tl.float32, bitcast=True)
-    scaled = tl.where(is_number, numbers, 0.0) * tl.where(is_number, inverse, 0.0)
+    scaled = tl.math.div_rn(tl.where(is_number, numbers, 0.0), tl.where(is_number, scale, 1.0))
     exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) & EXPONENT_BITS, MIN_NORMAL_BITS)
     rounder = ((exponent + LOST_BITS) | HALF_BITS).to(tl.float32, bitcast=True)
     return ((scaled + rounder) - rounder).to(tl.float8e4nv)

@@ -41,6 +41,7 @@ from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupporte
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.cpu.streams import WeightStream
 from executor.formats.loading import load_network
+from executor.model.layer_check import compare_layers
 from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, compare, expect
 from executor.parallel.decoder import ParallelDecoder
 from executor.parallel.leader import WorkerGroup
@@ -163,7 +164,9 @@ class PagedModel:
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
             _choose_rope(network, max_sequence_length)
-            expectation = expect(network, _vocabulary_size(network)) if shard.rank == 0 else None
+            has_fp8 = "fp8" in (weight_dtype, kv_cache_dtype)
+            vocabulary_size = _vocabulary_size(network)
+            expectation = expect(network, vocabulary_size, has_states=has_fp8) if shard.rank == 0 else None
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
         choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
@@ -326,15 +329,24 @@ class PagedModel:
     def _check(self, expectation: Expectation) -> None:
         """Raises `ModelError` if the model yields other logits than transformers."""
         self.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-        compare(
-            expectation,
-            self.forward,
-            self.dtype,
-            product_dtype=self.weight_dtype_name if self.weight_dtype_name in ("int8", "fp8") else None,
-            quantized_kv=next((kv for kv in self._layer_kv_dtypes if kv != self.dtype), None),
-            routes_by_itself=self.native is not None and self.native.form.shape.num_experts > 0,
-        )
+        if expectation.states is not None and self.gpu_decoder is not None:
+            compare_layers(expectation, self._separate_layers, self.forward)
+        else:
+            compare(
+                expectation,
+                self.forward,
+                self.dtype,
+                has_rounded_products=self.weight_dtype_name == "int8",
+                quantized_kv=next((kv for kv in self._layer_kv_dtypes if kv != self.dtype), None),
+                routes_by_itself=self.native is not None and self.native.form.shape.num_experts > 0,
+            )
         self.free_kv()
+
+    @torch.inference_mode()
+    def _separate_layers(self, inputs: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """See `GpuDecoder.separate_layers`."""
+        assert self.gpu_decoder is not None
+        return self.gpu_decoder.separate_layers(inputs, batch.to(self.device), self._kv)
 
     def _lead(self, group: WorkerGroup) -> None:
         """Waits for the other ranks, and computes with them from now on."""

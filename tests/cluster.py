@@ -263,9 +263,7 @@ async def start_executor(
     device = BrakedDevice(FakeDevice(pool, scheduler.windows, num_window_tokens), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     identity = _identity(name, model, shape, generation, limits)
-    service = ExecutorService(
-        identity, engine, retention, tracing=tracing, grammars=grammars, adapters=shape.adapters
-    )
+    service = ExecutorService(identity, engine, retention, tracing=tracing, grammars=grammars, adapters=shape.adapters)
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")

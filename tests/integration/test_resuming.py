@@ -253,7 +253,7 @@ async def test_repeat_finds_the_running_request_while_its_adapter_is_absent(
     folder = Adapters("sql", "tone")
     store = AdapterStore(cast(AdapterFolder, folder), 2, lambda slot, adapter, weights: None)
     shape = ExecutorShape(adapters=store)
-    fields = {"adapter_id": "sql"} if named == "by the field" else {"model": f"{pool}:sql"}
+    fields: dict[str, Any] = {"adapter_id": "sql"} if named == "by the field" else {"model": f"{pool}:sql"}
     async with run_cluster(redis_url, pool, routers=2, shape=shape) as cluster:
         await until_served(cluster, store, "sql", "tone")
         _, call = await begun(cluster, 5, idempotency_key="k", **fields)

@@ -231,7 +231,9 @@ def test_adapter_slots_of_a_rank_take_the_predicted_memory(tmp_path: Path, famil
     for num_ranks in (1, 2, 4):
         decoder = Ranks(weights, torch.bfloat16, num_ranks).decoders[0]
         outputs = outputs_of_rank(sizes, decoder.shard.num_kv_heads(shape.num_kv_heads) * dim, num_ranks)
-        expected = cpu_adapter_slot_bytes(shape.num_layers, sizes, outputs, 20, "bfloat16")
+        expected = cpu_adapter_slot_bytes(
+            shape.num_layers, sizes, outputs, 20, "bfloat16", has_experts=shape.num_experts > 0
+        )
         assert decoder.adapter_slot_bytes(20) == expected
 
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from transformers import LlamaConfig
@@ -27,7 +28,9 @@ BLOCK_SIZE = 16
 
 
 @contextmanager
-def started(folder: Path, num_ranks: int, backend: str) -> Iterator[tuple[Loaded, StepRunner]]:
+def started(
+    folder: Path, num_ranks: int, backend: Literal["reference", "triton"]
+) -> Iterator[tuple[Loaded, StepRunner]]:
     """An executor's model and its runner."""
     settings = ExecutorSettings(
         insecure=True,

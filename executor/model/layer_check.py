@@ -89,7 +89,8 @@ def layer_distances(
 ) -> LayerDistances:
     """Returns the distances of the layers from those of transformers."""
     assert expectation.states is not None
-    of_chunks, of_decodes = [], []
+    of_chunks: list[Tensor] = []
+    of_decodes: list[Tensor] = []
     for step in STEPS:
         inputs = torch.cat([expectation.states[row.prompt][:, row.start : row.end] for row in step], 1)
         expected = torch.cat([expectation.logits[row.prompt][row.start : row.end] for row in step])
@@ -112,4 +113,6 @@ def _batch(expectation: Expectation, step: Iterable[Row]) -> StepBatch:
 
 def _logit_distances(logits: Tensor, expected: Tensor) -> Tensor:
     """Returns the relative distances of rows, `[T]`."""
-    return (logits - expected).norm(dim=-1) / (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    centred = expected - expected.mean(-1, keepdim=True)
+    distances: Tensor = (logits - expected).norm(dim=-1) / centred.norm(dim=-1)
+    return distances

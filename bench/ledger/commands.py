@@ -11,6 +11,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
 
@@ -36,8 +37,8 @@ NEAR_DEADLINES_MS = (500, 5_000)
 NUM_SHARED_PROMPTS = 40
 NUM_PREFIXES, NUM_SHARED_PREFIXES = 4, 2
 QUANTILE = 0.9
-# A line that was filled in seconds would age in seconds, and what is measured meanwhile would bear the cost of it all.
-# So nothing moves up a class but where that is measured.
+# A queue that was filled in seconds would age in seconds, and the measured calls would bear the cost of all of it.
+# So no request is moved to a higher class, except where that is measured.
 AGE_NEVER_MS, AGE_AT_ONCE_MS = 24 * 3_600_000, 1
 # Ends of this many lengths take turns, and calls with several submits of so many mixes of tenants and classes.
 NUM_USAGES = 4
@@ -49,6 +50,35 @@ PREFIX_MARKERS = tuple(b"%016x" % (0xFEED_0000_0000_0000 + index) for index in r
 SEQ_MARKER = b"1999999999"
 FIRST_SEQ = 1_000_000_000
 GENERATION = 1
+
+
+class CallKind(Enum):
+    """The purpose of a call."""
+
+    SUBMIT = auto()
+    SETTLE = auto()
+    CANCEL = auto()
+    EXPLAIN = auto()
+    BOARD = auto()
+    """Continues a call that stopped at its bound."""
+    UPKEEP = auto()
+    """Reports, renewals and reaping, which go on whatever else happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One script call: `ids` are the requests that it is about, `due_s` is when it was to be sent, `executor` the one
+    whose requests it ends."""
+
+    kind: CallKind
+    encoded: bytes
+    ids: tuple[bytes, ...] = ()
+    due_s: float = 0.0
+    executor: bytes = b""
+    upkeep: int | None = None
+    """Which of the periodic calls it is."""
+    again: Callable[[], bytes] | None = None
+    """Makes the command for the case that it needs the mailboxes of other routers."""
 
 
 class NotSentError(ConnectionError):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from bench.ledger.calls import Call
+from bench.ledger.commands import Call
 from bench.ledger.traffic import Traffic, TrafficError
 from bench.ledger.wire import Connection
 from bench.redis.wire import command

@@ -16,8 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench.ledger.calls import Call
-from bench.ledger.commands import record_commands
+from bench.ledger.commands import Call, record_commands
 from bench.ledger.loop import Loop
 from bench.ledger.measure import AUDIT_S, MAX_SEATED_AT_ONCE, REFRESH_S
 from bench.ledger.scale import PoolScale, executor_id

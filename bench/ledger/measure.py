@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.ledger.calls import Call
-from bench.ledger.commands import record_commands, take_snapshot
+from bench.ledger.commands import Call, record_commands, take_snapshot
 from bench.ledger.figures import (
     AGEING,
     BATCHED,

@@ -13,8 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bench.ledger.calls import Call, CallKind
-from bench.ledger.commands import EXECUTOR_MARKER, FIRST_SEQ, ID_MARKERS, PREFIX_MARKERS, SEQ_MARKER, Commands
+from bench.ledger.commands import (
+    EXECUTOR_MARKER,
+    FIRST_SEQ,
+    ID_MARKERS,
+    PREFIX_MARKERS,
+    SEQ_MARKER,
+    Call,
+    CallKind,
+    Commands,
+)
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.upkeep import REAP_S, RENEW_S, Periodic, Relay, Repeated, Upkeep
 from router.dispatch.report_pacer import MAX_PER_CALL, ReportPacer

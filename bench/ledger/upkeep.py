@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bench.ledger.calls import Call
+from bench.ledger.commands import Call
 from router.dispatch.report_pacer import EARLY_S, INTERVAL_S
 from router.store.settings import StoreSettings
 

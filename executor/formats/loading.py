@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from common.machine import return_free_memory
 from common.model_source import ModelError, ModelSource, model_errors, read_gguf
 from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
@@ -33,6 +34,7 @@ def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) 
         network, folder = _load_folder(source.folder, dtype, device), source.folder
     check_network(network)
     network.eval().requires_grad_(False).to(device)
+    return_free_memory()
     return network, folder
 
 

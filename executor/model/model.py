@@ -160,7 +160,6 @@ class PagedModel:
         dtype = choose_dtype(dtype_name, device)
         # The whole model need not fit in the memory of one rank's GPU.
         network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
-        return_free_memory()
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
             _choose_rope(network, max_sequence_length)
@@ -177,11 +176,8 @@ class PagedModel:
             native = _native_forward(
                 network, layers, choice, description, weight_dtype, forward_name, weight_stream, shard, device
             )
-            own_layers = _layers_of(layers, shard)
-            forms = (layer_kv_dtypes, weight_dtype)
-            model = cls(
-                *(network, own_layers, choice, description, native.gpu, native.native, sampler, *forms), device=device
-            )
+            parts = (network, _layers_of(layers, shard), choice, description, native.gpu, native.native, sampler)
+            model = cls(*parts, layer_kv_dtypes, weight_dtype, device=device)
             model.same_on_all_ranks = native.same_on_all_ranks
             if group is not None:
                 model._lead(group)

@@ -14,7 +14,7 @@ from inflight import AsyncClient, aio_many
 from inflight.aio_stream import AsyncStream
 from inflight.errors import InflightError
 from inflight.events import FinishReason
-from router.api import many
+from router.api.generate_many import ManyCall
 from router.settings import RouterSettings
 from tests.cluster import Cluster, ExecutorShape, run_cluster
 from tests.fuzz.served import until_empty
@@ -30,16 +30,16 @@ OPTIONS: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "want_token_ids
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[many.ManyCall]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[ManyCall]:
     """The shared calls that routers have served."""
-    served: list[many.ManyCall] = []
-    real = many.ManyCall.run
+    served: list[ManyCall] = []
+    real = ManyCall.run
 
-    async def run(call: many.ManyCall, messages: Any) -> None:
+    async def run(call: ManyCall, messages: Any) -> None:
         served.append(call)
         await real(call, messages)
 
-    monkeypatch.setattr(many.ManyCall, "run", run)
+    monkeypatch.setattr(ManyCall, "run", run)
     return served
 
 
@@ -55,7 +55,7 @@ async def all_run(cluster: Cluster, num_streams: int) -> None:
     await until(lambda: sum(router.service._num_streams for router in cluster.routers) == num_streams)
 
 
-async def test_streams_share_a_call_and_fail_alone(redis_url: str, pool: str, calls: list[many.ManyCall]) -> None:
+async def test_streams_share_a_call_and_fail_alone(redis_url: str, pool: str, calls: list[ManyCall]) -> None:
     async with run_cluster(redis_url, pool, shape=SHAPE) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
@@ -87,7 +87,7 @@ async def test_streams_share_a_call_and_fail_alone(redis_url: str, pool: str, ca
 
 
 async def test_calls_have_few_streams_and_one_caller_each(
-    redis_url: str, pool: str, calls: list[many.ManyCall], monkeypatch: pytest.MonkeyPatch
+    redis_url: str, pool: str, calls: list[ManyCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aio_many, "MAX_STREAMS", 3)
     async with run_cluster(redis_url, pool, shape=SHAPE) as cluster, asyncio.timeout(WAIT_S):
@@ -134,7 +134,7 @@ async def test_slow_reader_is_held_and_delays_no_other(
 
 @pytest.mark.parametrize("shares", [True, False])
 async def test_client_can_do_without_shared_calls(
-    redis_url: str, pool: str, calls: list[many.ManyCall], shares: bool
+    redis_url: str, pool: str, calls: list[ManyCall], shares: bool
 ) -> None:
     async with run_cluster(redis_url, pool) as cluster, asyncio.timeout(WAIT_S):
         async with AsyncClient(*addresses(cluster), share_calls=shares) as client:
@@ -195,7 +195,7 @@ async def test_message_that_crosses_the_end_of_a_call_without_an_error_is_unavai
 
 
 async def test_large_request_has_a_call_of_its_own(
-    redis_url: str, pool: str, calls: list[many.ManyCall], monkeypatch: pytest.MonkeyPatch
+    redis_url: str, pool: str, calls: list[ManyCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aio_many, "MAX_REQUEST_BYTES", 10)
     async with run_cluster(redis_url, pool) as cluster, asyncio.timeout(WAIT_S):

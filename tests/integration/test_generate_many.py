@@ -15,7 +15,7 @@ from google.protobuf import duration_pb2
 from google.rpc import status_pb2
 
 from inflight.v1 import inference_pb2, types_pb2
-from router.api import many
+from router.api import generate_many
 from router.settings import RouterSettings
 from router.stream.outbox import StreamWriter
 from tests.cluster import PATIENCE_S, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
@@ -295,7 +295,7 @@ async def test_stream_that_is_held_too_long_ends_and_resumes(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only of streams that are held: a machine that stands still must not end the call.
-    monkeypatch.setattr(many, "StreamWriter", lambda outbox, number, _: StreamWriter(outbox, number, 0.2))
+    monkeypatch.setattr(generate_many, "StreamWriter", lambda outbox, number, _: StreamWriter(outbox, number, 0.2))
     async with run_cluster(redis_url, pool) as cluster, opened(cluster.routers[0]) as call:
         brake = cluster.executors[0].brake
         brake.hold()

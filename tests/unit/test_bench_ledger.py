@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.ledger import main as ledger
-from bench.ledger.calls import Call, CallKind
-from bench.ledger.commands import ID_MARKERS, Commands
+from bench.ledger.commands import ID_MARKERS, Call, CallKind, Commands
 from bench.ledger.figures import REPORT, REPORTS, Saturation, durations_text, percentiles_ms, reports_us
 from bench.ledger.main import cells
 from bench.ledger.queueing import MAX_NEXT_S, SETTLE, SUBMIT, UPKEEP, next_s, served_s

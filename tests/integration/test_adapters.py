@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,12 +10,12 @@ import pytest
 from transformers import LlamaConfig
 
 from common.settings import SettingError
-from executor.engine.gc import GarbageCollection
-from executor.main import Parts, build_executor, load_model
+from executor.main import Parts, load_model
 from executor.serving.metrics import executor_metrics
 from executor.settings import ExecutorSettings
 from inflight.v1 import executor_pb2, types_pb2
 from tests.adapter_files import save_adapter
+from tests.real_executor import run_real_executor
 from tests.router_stream import RouterStream, make_submit, router_stream
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
@@ -45,20 +44,11 @@ async def serving(base: Path, adapters: Path | None) -> AsyncIterator[tuple[Part
         max_adapters=NUM_SLOTS,
         max_adapter_rank=16,
     )
-    with torch_threads(2):
-        parts = build_executor(settings, load_model(settings), None, GarbageCollection())
-    address = await parts.server.start(settings.listen)
-    parts.engine.start()
-    reports = asyncio.create_task(parts.service.run())
-    try:
-        async with router_stream(address, generation=parts.service.description.generation) as router:
-            yield parts, router
-    finally:
-        reports.cancel()
-        await parts.service.close(0)
-        await parts.server.stop(0)
-        assert await asyncio.to_thread(parts.engine.stop, 60)
-        parts.runner.close()
+    async with (
+        run_real_executor(settings) as (parts, address),
+        router_stream(address, generation=parts.service.description.generation) as router,
+    ):
+        yield parts, router
 
 
 def hashes(router: RouterStream) -> dict[str, str]:

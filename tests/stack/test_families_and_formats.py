@@ -1,0 +1,108 @@
+"""Families and formats of checkpoints from a client's call to its tokens: a router, Redis and an executor with a real
+model give the greedy tokens of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from common import model_source
+from common.model_source import resolve_model
+from executor.checkpoint.gguf import import_gguf
+from executor.settings import ExecutorSettings
+from tests.cluster import run_router, token_request, until_ready
+from tests.greedy import assert_same, generate_alone
+from tests.property.test_families import CONFIGS as OTHER_CONFIGS
+from tests.property.test_families import TEXTS
+from tests.quantized_checkpoints import save_gguf, save_quantized
+from tests.real_executor import run_real_executor
+from tests.tiny_models import save_model, sizes
+from tests.unit.test_quantized_checkpoints import KINDS, RUN
+
+# The first test of a build may wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
+
+LENGTH = 8
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**sizes()),
+    "mistral-window": MistralConfig(**sizes(sliding_window=8)),
+    "qwen2": Qwen2Config(**sizes(tie_word_embeddings=True)),
+    "qwen3": Qwen3Config(**sizes()),
+    **OTHER_CONFIGS,
+}
+GGUF_FILES = {"gguf-q4_k-q6_k": ("Q4_K", "Q6_K"), "gguf-q8_0": ("Q8_0",)}
+
+# Makes a checkpoint and the dense model in float32 that it stands for.
+Maker = Callable[[Path], tuple[Path, Path]]
+
+
+def family(config: PretrainedConfig) -> Maker:
+    def make(folder: Path) -> tuple[Path, Path]:
+        path = save_model(config, folder / "model", has_random_vectors=True)
+        return path, path
+
+    return make
+
+
+def quantized(name: str) -> Maker:
+    def make(folder: Path) -> tuple[Path, Path]:
+        encode, config = RUN[name]
+        return save_quantized(folder / "model", "llama", config, encode), folder / "model-dense"
+
+    return make
+
+
+def gguf_file(kinds: tuple[str, ...]) -> Maker:
+    def make(folder: Path) -> tuple[Path, Path]:
+        path = save_gguf(folder / "tiny.gguf", "llama", [KINDS[kind] for kind in kinds])
+        return path, import_gguf(resolve_model(str(path)))
+
+    return make
+
+
+MAKERS: dict[str, Maker] = {
+    **{name: family(config) for name, config in CONFIGS.items()},
+    **{name: quantized(name) for name in RUN},
+    **{name: gguf_file(kinds) for name, kinds in GGUF_FILES.items()},
+}
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports of GGUF files go to the folder of the test; compiled kernels stay where they are."""
+    monkeypatch.setattr(model_source, "cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+async def test_greedy_tokens_through_a_router_are_those_of_transformers(
+    name: str, redis_url: str, pool: str, tmp_path: Path
+) -> None:
+    path, dense = MAKERS[name](tmp_path)
+    settings = ExecutorSettings(
+        model=str(path),
+        served_model_name=pool,
+        listen="127.0.0.1:0",
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_tokens_in_paged_kv_cache=1024,
+        max_num_sequences=4,
+    )
+    async with run_real_executor(settings) as (_, address), run_router(pool, pool, redis_url, [address]) as router:
+        await until_ready(router, 1)
+
+        async def generate(prompt: list[int]) -> list[int]:
+            call = router.stub.Generate(token_request(prompt, LENGTH))
+            return [token_id async for response in call for token_id in response.event.delta.token_ids]
+
+        outputs = await asyncio.gather(*map(generate, TEXTS))
+
+    network: Any = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager")
+    for output_ids, prompt in zip(outputs, TEXTS, strict=True):
+        assert_same(output_ids, generate_alone(network, prompt, LENGTH))

@@ -51,6 +51,7 @@ PROGRESS_S = 10.0
 AUDIT_S = 1.05
 AGE_S = 2e-3
 MODERATE = 0.5
+WARM_UP_S = 1.0
 SLICE_S = 1.0
 MAX_SEATED_AT_ONCE = 512
 MAX_ENDED_AT_ONCE = 1024
@@ -327,10 +328,12 @@ class _Measurement:
         """Measures latency at a moderate rate: frames with ends come at random, and each end is followed by
         a new request."""
         traffic = self.traffic
-        frames = _Frames(traffic, rate_per_s, self.scale.queued, self.loop.now_s(), self.seed, self.loop.counts_from_s)
         traffic.start_upkeep(self.loop.now_s())
         traffic.forget_latencies()
         self.loop.late_s.clear()
+        frames = _Frames(traffic, rate_per_s, self.scale.queued, self.loop.now_s(), self.seed, self.loop.counts_from_s)
+        # Not counted: with many executors the first periodic calls take so long that frames are sent late.
+        self._pace_for(WARM_UP_S, frames)
         num_reported, num_report_calls = traffic.num_reported, traffic.num_report_calls
         cpu_s, began_s = self.server.cpu_s(), self.loop.now_s()
         slices: list[_Slice] = []

@@ -122,7 +122,7 @@ async def test_slow_reader_is_held_and_delays_no_other(
         brake.hold()
         async with AsyncClient(*addresses(cluster), share_calls=True) as client:
             slow, quick = start(client, [1], 40), start(client, [2], 40)
-            await all_run(cluster, 2)
+            await until_all_have_tokens(cluster, 2)
             inbox = slow._call._inbox
             # The tokens of several steps may share an event.
             while not inbox.is_held:

@@ -104,10 +104,8 @@ def layer_distances(
 
 
 def _batch(expectation: Expectation, step: Iterable[Row]) -> StepBatch:
-    rows = [
-        PlanRow(sequences(expectation.prompts)[row.prompt], row.start, row.end - row.start, samples=True)
-        for row in step
-    ]
+    prompts = sequences(expectation.prompts)
+    rows = [PlanRow(prompts[row.prompt], row.start, row.end - row.start, samples=True) for row in step]
     return pack(StepPlan.of(rows), BLOCK_SIZE)
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from executor.engine.runner import DeviceLostError, StepRunner
-from executor.main import Loaded, load_model, start_runner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
+from executor.engine.runner import DeviceLostError
 from executor.scheduler.sequence import Sampling, Sequence
 from executor.settings import ExecutorSettings
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, outputs, sequence
+from tests.ranked_executor import scheduler_of, start_ranks
 from tests.stack.test_tensor_parallel import children_of
 from tests.tiny_models import save_model, sizes
 
@@ -31,10 +27,8 @@ def _two_gpus() -> None:
         pytest.skip(f"ranks need two GPUs, and torch finds {torch.cuda.device_count()}")
 
 
-@contextmanager
-def started(folder: Path, num_ranks: int, *, uses_graphs: bool) -> Iterator[tuple[Loaded, StepRunner]]:
-    """An executor's model and its runner."""
-    settings = ExecutorSettings(
+def settings_of(folder: Path, num_ranks: int, *, uses_graphs: bool) -> ExecutorSettings:
+    return ExecutorSettings(
         insecure=True,
         model=str(folder),
         device="cuda",
@@ -47,16 +41,6 @@ def started(folder: Path, num_ranks: int, *, uses_graphs: bool) -> Iterator[tupl
         tensor_parallel_size=num_ranks,
         tensor_parallel_timeout_s=30,
     )
-    loaded = load_model(settings)
-    try:
-        yield loaded, start_runner(settings, loaded)
-    finally:
-        if loaded.group is not None:
-            loaded.group.close()
-
-
-def scheduler_of(loaded: Loaded) -> Scheduler:
-    return Scheduler(loaded.limits, BlockPool(loaded.num_blocks, BLOCK_SIZE))
 
 
 def requests() -> list[Sequence]:
@@ -70,13 +54,13 @@ def requests() -> list[Sequence]:
 def test_ranks_choose_the_tokens_of_one_gpu_until_one_ends(tmp_path: Path, uses_graphs: bool) -> None:
     folder = save_model(LlamaConfig(**sizes()), tmp_path / "tiny")
     others = set(children_of(os.getpid()))
-    with started(folder, 1, uses_graphs=uses_graphs) as (loaded, runner):
-        expected = outputs(runner, requests(), scheduler_of(loaded))
-    with started(folder, 2, uses_graphs=uses_graphs) as (loaded, runner):
-        assert outputs(runner, requests(), scheduler_of(loaded)) == expected
+    with start_ranks(settings_of(folder, 1, uses_graphs=uses_graphs)) as (loaded, runner):
+        expected = outputs(runner, requests(), scheduler_of(loaded, BLOCK_SIZE))
+    with start_ranks(settings_of(folder, 2, uses_graphs=uses_graphs)) as (loaded, runner):
+        assert outputs(runner, requests(), scheduler_of(loaded, BLOCK_SIZE)) == expected
         (worker,) = set(children_of(os.getpid())) - others
         os.kill(worker, signal.SIGKILL)
-        scheduler = scheduler_of(loaded)
+        scheduler = scheduler_of(loaded, BLOCK_SIZE)
         assert scheduler.offer(requests()[0]) is None
         with pytest.raises(DeviceLostError, match="rank 1"):
             runner.launch(scheduler.schedule()).result()

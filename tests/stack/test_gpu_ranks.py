@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from transformers import LlamaConfig
 
-from executor.engine.runner import DeviceLostError, StepRunner
-from executor.main import Loaded, load_model, start_runner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
+from executor.engine.runner import DeviceLostError
 from executor.scheduler.sequence import Sampling, Sequence, Stopping
 from executor.settings import ExecutorSettings
 from tests.kernels.test_gpu_runner import assert_same_sequences, outputs, sequence
+from tests.ranked_executor import scheduler_of, start_ranks
 from tests.stack.test_tensor_parallel import children_of
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
@@ -27,12 +23,8 @@ from tests.torch_threads import torch_threads
 BLOCK_SIZE = 16
 
 
-@contextmanager
-def started(
-    folder: Path, num_ranks: int, backend: Literal["reference", "triton"]
-) -> Iterator[tuple[Loaded, StepRunner]]:
-    """An executor's model and its runner."""
-    settings = ExecutorSettings(
+def settings_of(folder: Path, num_ranks: int, backend: Literal["reference", "triton"]) -> ExecutorSettings:
+    return ExecutorSettings(
         insecure=True,
         model=str(folder),
         device="cpu",
@@ -47,16 +39,6 @@ def started(
         # What is compared are tokens, on machines of any load.
         tensor_parallel_timeout_s=60,
     )
-    loaded = load_model(settings)
-    try:
-        yield loaded, start_runner(settings, loaded)
-    finally:
-        if loaded.group is not None:
-            loaded.group.close()
-
-
-def scheduler_of(loaded: Loaded) -> Scheduler:
-    return Scheduler(loaded.limits, BlockPool(loaded.num_blocks, BLOCK_SIZE))
 
 
 def requests() -> list[Sequence]:
@@ -74,16 +56,16 @@ def test_ranks_choose_the_tokens_of_the_generic_forward_pass_until_one_ends(tmp_
     expected, ours = requests(), requests()
     others = set(children_of(os.getpid()))
     with torch_threads(1):
-        with started(folder, 1, "reference") as (loaded, runner):
-            outputs(runner, expected, scheduler_of(loaded))
-        with started(folder, 2, "triton") as (loaded, runner):
-            outputs(runner, ours, scheduler_of(loaded))
+        with start_ranks(settings_of(folder, 1, "reference")) as (loaded, runner):
+            outputs(runner, expected, scheduler_of(loaded, BLOCK_SIZE))
+        with start_ranks(settings_of(folder, 2, "triton")) as (loaded, runner):
+            outputs(runner, ours, scheduler_of(loaded, BLOCK_SIZE))
             assert_same_sequences(ours, expected)
             # When the worker is killed between steps
             (worker,) = set(children_of(os.getpid())) - others
             os.kill(worker, signal.SIGKILL)
             # Then the next step fails with the cause, as one after which there is none
-            scheduler = scheduler_of(loaded)
+            scheduler = scheduler_of(loaded, BLOCK_SIZE)
             assert scheduler.offer(requests()[0]) is None
             with pytest.raises(DeviceLostError, match="rank 1"):
                 runner.launch(scheduler.schedule()).result()

@@ -15,7 +15,7 @@ NUM_LAYERS, HIDDEN, VOCABULARY = 4, 32, 64
 
 
 class Model:
-    """Layers that yield what is expected, but for `error` in `layer`, relative to what each token's layer adds."""
+    """Layers that yield what is expected, with an `error` in `layer` relative to what each token's layer adds."""
 
     def __init__(self, *, layer: int = 0, error: float = 0.0, only_decodes: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)

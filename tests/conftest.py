@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Kernels run under Triton's interpreter, on tensors of the CPU. It is chosen when triton is imported, which
 # transformers may do at any time; `make test-gpu` chooses the GPU.
@@ -70,11 +70,20 @@ LINT = (
 # `fixed` tries the same examples in every run, `short` a quarter of them, and `explore` looks for new ones.
 # The other two only ask whether a property fails (`tests/mutations`): they do not look for the smallest example.
 # None has the phase `explain`: before Python 3.12 its tracing makes shrinking so slow that a timeout hides the failure.
+# On a busy machine any example may take long.
+BUSY = (HealthCheck.too_slow,)
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 for name, num_examples in (("fixed", 100), ("short", 25)):
-    settings.register_profile(name, derandomize=True, deadline=None, max_examples=num_examples, phases=PHASES)
+    settings.register_profile(
+        name,
+        derandomize=True,
+        deadline=None,
+        max_examples=num_examples,
+        phases=PHASES,
+        suppress_health_check=BUSY,
+    )
     settings.register_profile(f"{name}-unshrunk", settings.get_profile(name), phases=(Phase.explicit, Phase.generate))
-settings.register_profile("explore", deadline=None, print_blob=True, phases=PHASES)
+settings.register_profile("explore", deadline=None, print_blob=True, phases=PHASES, suppress_health_check=BUSY)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # Run on a server without functions and on one with them, where there is one: `redis_servers.server_for`.

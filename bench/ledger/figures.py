@@ -221,6 +221,11 @@ def reports_us(costs_us: Mapping[str, float], num_calls: float, num_reports: flo
     return (single_us - each_us) * num_calls + each_us * num_reports + audit_us * num_audits
 
 
+def per_call(num_reports: int, num_calls: int) -> float:
+    """Returns the mean number of reports in a call; 1 where a short measurement has seen no call."""
+    return num_reports / num_calls if num_calls else 1.0
+
+
 def durations_text(num_calls_by_us: Mapping[int, int]) -> str:
     """Returns the shares of calls up to each duration above 100 µs, in words."""
     total, number, shares = sum(num_calls_by_us.values()), 0, []

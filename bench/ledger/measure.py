@@ -31,6 +31,7 @@ from bench.ledger.figures import (
     Worst,
     batched,
     durations_text,
+    per_call,
     percentiles_ms,
     refilled,
     reports_us,
@@ -347,7 +348,7 @@ class _Measurement:
             percentiles_ms([latency_s for one in chosen for latency_s in one.submit_s]),
             percentiles_ms([latency_s for one in chosen for latency_s in one.seat_s]),
             percentiles_ms([late_s for one in chosen for late_s in one.late_s]),
-            (traffic.num_reported - num_reported) / max(1, traffic.num_report_calls - num_report_calls),
+            per_call(traffic.num_reported - num_reported, traffic.num_report_calls - num_report_calls),
             len(chosen),
             len(slices),
         )

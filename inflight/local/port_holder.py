@@ -1,4 +1,4 @@
-"""The process that listens on a port, if this user may see it (Linux only)."""
+"""Which process listens on a port, if this user may see it (Linux only)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PortHolder:
 
 def holder_of(port: int) -> PortHolder | None:
     """Returns the process that listens on a TCP port; None if there is none or it cannot be seen."""
-    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    sockets = _listening_sockets(port)
     if not sockets:
         return None
     for process in PROC.glob("[0-9]*"):
@@ -32,10 +32,16 @@ def holder_of(port: int) -> PortHolder | None:
     return None
 
 
-def _listening_inodes(port: int) -> set[str]:
-    """Returns the inodes in /proc/net/tcp: local address `hex:hex port`, state in the fourth column, inode in the
-    tenth."""
-    inodes = set()
+def is_listening(pid: int, port: int) -> bool:
+    """Whether a process of this user listens on a TCP port. True as well where no listener can be seen."""
+    sockets = _listening_sockets(port)
+    return not sockets or _holds(PROC / str(pid), sockets)
+
+
+def _listening_sockets(port: int) -> set[str]:
+    """Returns the sockets that listen on a port, as descriptors link to them. In /proc/net/tcp the second column is
+    the local address, `hex:hex port`, the fourth the state, and the tenth the inode."""
+    sockets = set()
     for table in TABLES:
         try:
             lines = (PROC / table).read_text(encoding="ascii").splitlines()[1:]
@@ -43,8 +49,8 @@ def _listening_inodes(port: int) -> set[str]:
             continue
         for columns in (line.split() for line in lines):
             if columns[3] == LISTENING and int(columns[1].rpartition(":")[2], 16) == port:
-                inodes.add(columns[9])
-    return inodes
+                sockets.add(f"socket:[{columns[9]}]")
+    return sockets
 
 
 def _holds(process: Path, sockets: set[str]) -> bool:

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import threading
 from collections import deque
@@ -21,7 +20,9 @@ from types import TracebackType
 from urllib.parse import quote
 
 from common.guard import HAS_KERNEL_GUARD, guarded
+from inflight.local.ports import free_ports
 
+LOOPBACK = "127.0.0.1"
 BINARY_NAMES = ("valkey-server", "redis-server")
 READY = "ready to accept connections"
 START_TIMEOUT_S = 10.0
@@ -106,11 +107,11 @@ class PrivateRedis:
             return cls._start(binary, log, _on_port(port, rules))
         for _ in range(MAX_PORT_TRIES - 1):
             try:
-                return cls._start(binary, log, _on_port(_free_port(), rules))
+                return cls._start(binary, log, _on_port(*free_ports(LOOPBACK, 1), rules))
             except RedisStartError as error:
                 if "in use" not in str(error):
                     raise
-        return cls._start(binary, log, _on_port(_free_port(), rules))
+        return cls._start(binary, log, _on_port(*free_ports(LOOPBACK, 1), rules))
 
     @classmethod
     def _start(cls, binary: Path, log: Path, addresses: _Addresses) -> PrivateRedis:
@@ -206,9 +207,9 @@ class _Addresses:
 
 def _on_port(port: int, rules: str) -> _Addresses:
     password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-    at = f"@127.0.0.1:{port}/0"
+    at = f"@{LOOPBACK}:{port}/0"
     users = f"requirepass {admin_password}\nuser {USER} on >{password} {rules}\n"
-    listening = f"bind 127.0.0.1\nport {port}\n"
+    listening = f"bind {LOOPBACK}\nport {port}\n"
     return _Addresses(f"redis://{USER}:{password}{at}", f"redis://:{admin_password}{at}", listening + users)
 
 
@@ -221,13 +222,6 @@ def _on_unix_socket(path: Path, rules: str) -> _Addresses:
     users = f"user {USER} on nopass {rules}\n"
     listening = f'port 0\nunixsocket "{path}"\nunixsocketperm 700\n'
     return _Addresses(f"unix://{USER}@{at}", f"unix://{at}", listening + users)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _guarded(command: list[str]) -> list[str]:

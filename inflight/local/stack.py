@@ -33,7 +33,7 @@ from inflight.local.options import (
     gateway_command,
     router_command,
 )
-from inflight.local.port_holder import holder_of
+from inflight.local.port_holder import holder_of, is_listening
 from inflight.local.ports import free_ports
 from inflight.local.process import ChildProcess
 from inflight.local.ready import wait_until_http_ready, wait_until_serving
@@ -264,7 +264,7 @@ class LocalStack:
         ended = asyncio.create_task(child.wait())
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
+            if child.exit_code is not None:
                 raise self._explain_exit(child)
             await ready
         except TimeoutError:
@@ -284,6 +284,10 @@ class LocalStack:
         else:
             service = EXECUTOR_SERVICE if child.role == "executor" else ROUTER_SERVICE
             await wait_until_serving(child.address, service, timeout_s, self._credentials)
+        if not is_listening(child.pid, int(child.address.rpartition(":")[2])):
+            # Another server has taken the port and has answered. The child ends when it finds the port taken.
+            async with asyncio.timeout(timeout_s):
+                await child.wait()
 
     def _explain_exit(self, child: ChildProcess) -> StackError | _PortTaken:
         own_words = next((line for line in reversed(child.log_tail()) if line.startswith("error: ")), None)

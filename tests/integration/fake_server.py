@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from common.http.port import HttpPort
-from common.rpc.server import GrpcServer, Signals
+from common.rpc.server import GrpcServer, ListenError, Signals
 
 Stop = Callable[[], Awaitable[None]]
 SERVICES = {"executor": "inflight.v1.ExecutorService", "router": "inflight.v1.InferenceService"}
@@ -43,7 +43,11 @@ def main() -> int:
         Path(file).unlink()
         print(f"error: cannot listen on {flags.listen}: the port is in use", file=sys.stderr)
         return 3
-    return asyncio.run(serve(flags.role, flags.listen, how))
+    try:
+        return asyncio.run(serve(flags.role, flags.listen, how))
+    except ListenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
 
 
 async def serve(role: str, listen: str, how: str) -> int:

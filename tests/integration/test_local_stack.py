@@ -19,6 +19,7 @@ import pytest
 
 from common.guard import guarded
 from inflight.local.options import StackOptions
+from inflight.local.ports import free_ports
 from inflight.local.process import ChildProcess
 from inflight.local.stack import LocalStack, Phase, Progress, StackError
 from inflight.local.state import read_state
@@ -171,6 +172,24 @@ async def test_a_port_that_was_taken_meanwhile_is_replaced_by_another(tmp_path: 
     async with LocalStack(options(tmp_path, f"port-taken={marker}")) as stack:
         assert len(stack.executors) == 1
     assert not marker.exists()
+
+
+async def test_answer_of_another_server_on_the_port_does_not_make_a_child_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def say_ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(say_ready, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        free = [[*free_ports("127.0.0.1", 4), port], free_ports("127.0.0.1", 5)]
+        monkeypatch.setattr("inflight.local.stack.free_ports", lambda host, num_ports: free.pop(0))
+        async with LocalStack(options(tmp_path, gateways=1)) as stack:
+            assert stack.gateways[0].exit_code is None
+            assert stack.gateway_addresses != (f"127.0.0.1:{port}",)
+    assert not free
 
 
 async def test_a_port_asked_for_is_used_and_not_replaced(tmp_path: Path) -> None:

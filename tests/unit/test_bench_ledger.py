@@ -15,7 +15,7 @@ import pytest
 
 from bench.ledger import main as ledger
 from bench.ledger.commands import ID_MARKERS, Call, CallKind, Commands
-from bench.ledger.figures import REPORT, REPORTS, Saturation, durations_text, percentiles_ms, reports_us
+from bench.ledger.figures import REPORT, REPORTS, Saturation, durations_text, per_call, percentiles_ms, reports_us
 from bench.ledger.main import cells
 from bench.ledger.queueing import MAX_NEXT_S, SETTLE, SUBMIT, UPKEEP, next_s, served_s
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
@@ -233,6 +233,10 @@ def test_cost_of_reports_is_that_of_their_calls_and_that_of_each() -> None:
     assert reports_us({"report": 30.0, REPORT: 40.0}, num_calls=5, num_reports=10, num_audits=2) == 320.0
     together = {"report": 30.0, REPORT: 40.0, REPORTS: 100.0}  # 20 for a call and 10 for each report
     assert reports_us(together, num_calls=5, num_reports=10, num_audits=2) == 5 * 20 + 10 * 10 + 2 * 10
+
+
+def test_reports_are_alone_in_their_calls_where_none_was_seen() -> None:
+    assert (per_call(10, 4), per_call(0, 0)) == (2.5, 1.0)
 
 
 def test_requests_that_follow_ends_leave_the_queue_nearly_full() -> None:

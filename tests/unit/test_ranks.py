@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
 import threading
 from collections.abc import Iterator
@@ -137,10 +138,18 @@ def test_worker_that_differs_is_refused_with_the_reason(
 
 @pytest.mark.usefixtures("joining")
 def test_second_worker_of_a_rank_is_refused(group: WorkerGroup) -> None:
-    first = connect(group)
-    first.send_json(Kind.HELLO, Hello(1, SAME, "there", 50).fields())
-    assert refusal(group, Hello(1, SAME, "there", 50).fields()) == "there is a rank 1 already"
-    first.close()
+    # Each connection has a thread of its own, so either may be the first.
+    workers = [connect(group), connect(group)]
+    for worker in workers:
+        worker.send_json(Kind.HELLO, Hello(1, SAME, "there", 50).fields())
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            selector.register(worker._socket, selectors.EVENT_READ, worker)
+        ((refused, _),) = selector.select(60)
+    assert refused.data.receive(60) == (Kind.REFUSED, b"there is a rank 1 already")
+    assert [hello.rank for hello in group.hellos.values()] == [0, 1]
+    for worker in workers:
+        worker.close()
 
 
 def test_worker_that_cannot_load_its_shard_ends_the_start(group: WorkerGroup, joining: Future[Any]) -> None:

@@ -119,6 +119,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """After a failure, which leaves sockets and event loops open, a warning about one of them that is collected during
+    another test does not fail that test."""
+    report = yield
+    if report.failed:
+        item.config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Imports the test modules without collections of garbage. What they import stays, and the collector would go
     through it again and again: a tenth of the time."""

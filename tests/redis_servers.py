@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
+import itertools
 import socket
 import subprocess
 import time
@@ -20,6 +20,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from common.guard import HAS_KERNEL_GUARD, guarded
+from inflight.local.ports import free_ports
 from inflight.local.redis_server import ACL_RULES, ACL_RULES_BEFORE_7, find_redis_binary, has_functions
 
 START_TIMEOUT_S = 60.0
@@ -66,15 +67,10 @@ class Server:
         self.process.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports below those that connections take, whose cluster ports, 10,000 above, are free as well."""
-    ports: list[int] = []
-    candidate = 20_000 + os.getpid() % 1000 * 10
-    while len(ports) < count:
-        candidate = candidate + 1 if candidate < 32_000 else 20_000
-        if _is_free(candidate) and _is_free(candidate + 10_000):
-            ports.append(candidate)
-    return ports
+def free_cluster_ports(count: int) -> list[int]:
+    """Ports whose cluster ports, 10,000 above, are free and below the ephemeral range as well."""
+    candidates = (port for port in free_ports("127.0.0.1", 30 * count) if port < 22_000 and _is_free(port + 10_000))
+    return list(itertools.islice(candidates, count))
 
 
 def _is_free(port: int) -> bool:
@@ -154,7 +150,7 @@ class Watched:
 @contextmanager
 def sentinel_servers(folder: Path, binary: Path) -> Iterator[Watched]:
     """A master that a Sentinel replaces by its replica when it is told to: not because the machine stood still."""
-    master_port, replica_port, sentinel_port = free_ports(3)
+    master_port, replica_port, sentinel_port = free_cluster_ports(3)
     watch = (
         f"requirepass {ADMIN_PASSWORD}\nsentinel monitor {MASTER} 127.0.0.1 {master_port} 1\n"
         f"sentinel auth-pass {MASTER} {ADMIN_PASSWORD}\nsentinel down-after-milliseconds {MASTER} 60000\n"
@@ -183,7 +179,7 @@ def _is_whole(node: Server) -> bool:
 @contextmanager
 def cluster_servers(folder: Path, binary: Path) -> Iterator[tuple[list[Server], str]]:
     """Three nodes that share the slots, and the URL for a router."""
-    ports = free_ports(3)
+    ports = free_cluster_ports(3)
     lines = users(binary) + "cluster-enabled yes\ncluster-node-timeout 15000\ncluster-require-full-coverage no\n"
     with ExitStack() as stack:
         nodes = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from executor.engine.runner import StepRunner
 from executor.main import Loaded, load_model, start_runner
 from executor.scheduler.blocks import BlockPool
@@ -13,14 +15,29 @@ from executor.settings import ExecutorSettings
 
 
 @contextmanager
+def load_ranks(settings: ExecutorSettings) -> Iterator[Loaded]:
+    """Yields an executor's model. The workers end with the context, and so does the process group.
+
+    A group that has failed leaves its process group to the end of the executor's process. In a process of tests the
+    next one could not be opened.
+    """
+    group = None
+    try:
+        loaded = load_model(settings)
+        group = loaded.group
+        yield loaded
+    finally:
+        if group is not None:
+            group.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
 def start_ranks(settings: ExecutorSettings) -> Iterator[tuple[Loaded, StepRunner]]:
     """Yields an executor's model and its runner. The workers end with the context."""
-    loaded = load_model(settings)
-    try:
+    with load_ranks(settings) as loaded:
         yield loaded, start_runner(settings, loaded)
-    finally:
-        if loaded.group is not None:
-            loaded.group.close()
 
 
 def scheduler_of(loaded: Loaded, block_size: int) -> Scheduler:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch.distributed as dist
 from transformers import LlamaConfig
 
 from executor.engine.runner import DeviceLostError
@@ -69,3 +70,5 @@ def test_ranks_choose_the_tokens_of_the_generic_forward_pass_until_one_ends(tmp_
             assert scheduler.offer(requests()[0]) is None
             with pytest.raises(DeviceLostError, match="rank 1"):
                 runner.launch(scheduler.schedule()).result()
+    # And tests that follow in this process can open another process group
+    assert not dist.is_initialized()

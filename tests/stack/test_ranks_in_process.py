@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Seq
 from executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
 from tests.adapter_files import save_adapter
+from tests.ranked_executor import load_ranks
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 
@@ -60,14 +61,8 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def loaded(model: str, num_ranks: int, **changes: Any) -> Iterator[Loaded]:
-    one = load_model(ExecutorSettings(**SETTINGS | {"model": model, "tensor_parallel_size": num_ranks} | changes))
-    try:
-        yield one
-    finally:
-        if one.group is not None:
-            one.group.close()
+def loaded(model: str, num_ranks: int, **changes: Any) -> AbstractContextManager[Loaded]:
+    return load_ranks(ExecutorSettings(**SETTINGS | {"model": model, "tensor_parallel_size": num_ranks} | changes))
 
 
 def various_requests() -> list[Sequence]:
@@ -182,10 +177,13 @@ def loaded_with_worker(model: str, of_worker: Mapping[str, str] = {}, **changes:
     flags |= {"tensor-parallel-rank": "1", "tensor-parallel-leader": address, **of_worker}
     command = [sys.executable, "-m", "inflight.cli.main", "executor", "--insecure"]
     command += [word for name, value in flags.items() for word in (f"--{name}", value)]
-    worker = subprocess.Popen(guarded(command), env=dict(os.environ))
-    with loaded(model, 2, dtype="float32", tensor_parallel_listen=address, **changes) as one:
-        yield one
-    assert worker.wait(60) == 0
+    with subprocess.Popen(guarded(command), env=dict(os.environ)) as worker:
+        try:
+            with loaded(model, 2, dtype="float32", tensor_parallel_listen=address, **changes) as one:
+                yield one
+            assert worker.wait(60) == 0
+        finally:
+            worker.kill()
 
 
 def holder(store: AdapterStore, number: int, name: str) -> Sequence:

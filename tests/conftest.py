@@ -22,7 +22,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 from inflight.local.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys
-from tests.garbage_of_failures import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.redis_servers import WAYS, server_for
 from tests.store_pool import SETTINGS, START_MS, StorePool
 

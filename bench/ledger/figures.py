@@ -154,9 +154,17 @@ class Latency:
     reports_per_call: float = 1.0
     """Relayed by a router in one call, on average."""
     num_slices: int = 0
-    """Seconds from which the latencies are: those in which the host of a virtual machine left it its processors, if any
-    were so."""
+    """Seconds in which the host of a virtual machine left it its processors. The latencies are of those, or of all if
+    there were none."""
     max_slices: int = 0
+
+    @property
+    def seconds_text(self) -> str:
+        """The seconds from which the latencies are, in words."""
+        if not self.num_slices:
+            return f"of all {self.max_slices} s, in each of which the host stole processor time"
+        left_out = ", without those in which the host stole processor time" if self.num_slices < self.max_slices else ""
+        return f"of {self.num_slices} s out of {self.max_slices}{left_out}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def point_text(point: Point) -> str:
         + f"; bound by {saturation.bound_by}",
         f"at {latency.rate_per_s:,.0f}/s, Redis {latency.busy:.0%} busy, p50/p99 ms: submit "
         f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}; "
-        f"of {latency.num_slices} s out of {latency.max_slices}, the others had processor time stolen by the host",
+        + latency.seconds_text,
         f"{latency.reports_per_call:.1f} reports in a call; computed for a core that only Redis uses, as busy: "
         f"submit {_both(computed_submit_ms)}, settle {_both(computed_settle_ms)}",
         f"of all script calls {point.durations}" if point.durations else "this server counts no durations",

@@ -341,7 +341,8 @@ class _Measurement:
         while self.loop.now_s() < began_s + 2 * self.seconds:
             slices.append(self._pace_for(min(SLICE_S, 2 * self.seconds), frames))
         busy = (self.server.cpu_s() - cpu_s) / (self.loop.now_s() - began_s)
-        chosen = [one for one in slices if not one.num_stolen] or slices
+        undisturbed = [one for one in slices if not one.num_stolen]
+        chosen = undisturbed or slices
         return Latency(
             rate_per_s,
             busy,
@@ -349,7 +350,7 @@ class _Measurement:
             percentiles_ms([latency_s for one in chosen for latency_s in one.seat_s]),
             percentiles_ms([late_s for one in chosen for late_s in one.late_s]),
             per_call(traffic.num_reported - num_reported, traffic.num_report_calls - num_report_calls),
-            len(chosen),
+            len(undisturbed),
             len(slices),
         )
 

@@ -75,6 +75,8 @@ class Traffic:
         # placements there came before the reply to that call.
         self._ended_s: dict[tuple[bytes, bytes], float] = {}
         self._told_s: dict[tuple[bytes, bytes], list[float]] = {}
+        # Found here, because it takes long: reports that became due meanwhile would all be sent at once.
+        self._shares = shares(list(self._held), len(commands.reports))
         self._upkeep = Upkeep()
         self.num_waiting = 0
         self.num_refused = 0
@@ -208,7 +210,7 @@ class Traffic:
             for encoded in commands:
                 periodic = Periodic(Call(CallKind.UPKEEP, encoded), interval_s)
                 every.append((now_s + interval_s * self._random.random(), periodic))
-        for router, share in enumerate(shares(list(self._held), len(self._commands.reports))):
+        for router, share in enumerate(self._shares):
             if share:
                 relay = Relay(share, partial(self.report, router=router), self._random, now_s, MAX_PER_CALL)
                 every.append((relay.next_due_s(now_s), relay))

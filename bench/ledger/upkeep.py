@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bench.ledger.commands import Call
-from router.dispatch.report_pacer import EARLY_S, INTERVAL_S
+from router.dispatch.report_pacer import EARLY_S, INTERVAL_S, counts_from
 from router.store.settings import StoreSettings
 
 RENEW_S = StoreSettings().renew_interval_ms / 1000
@@ -64,7 +64,9 @@ class Relay:
     def make(self, now_s: float) -> Call:
         relayed: list[bytes] = []
         while not relayed or (len(relayed) < self._max_per_call and self._due[0][0] <= now_s + EARLY_S):
-            relayed.append(heapq.heapreplace(self._due, (now_s + INTERVAL_S, self._due[0][1]))[1])
+            due_s, executor = self._due[0]
+            heapq.heapreplace(self._due, (counts_from(due_s, now_s) + INTERVAL_S, executor))
+            relayed.append(executor)
         return self._make(relayed)
 
     def next_due_s(self, now_s: float) -> float:

@@ -6,6 +6,10 @@ therefore goes at once if it changes what may be promised or if the ledger waits
 the one before. Of several that wait only the newest counts. Those that would be due within a tenth of a second go along
 in the same call: one report in a call costs Redis several times as much as one of eight.
 
+An executor keeps the phase of its reports: after a report that is late or goes at once, the next one is due when it
+would have been otherwise. The first phase follows from the executor's id. Otherwise all reports that Redis' pause or a
+router's start holds up would be due together from then on, and each half second other calls would wait behind them.
+
 One router relays the reports of an executor: of the live ones the first in the executor's order, which follows from
 their ids (rendezvous hashing), so that a router that comes or goes changes only its own share. The next in the order
 relays if the ledger has heard nothing of the executor for a second, all others after two seconds; the
@@ -43,7 +47,8 @@ class _Pace:
     waiting: ExecutorReport | None = None
     waiting_since: float = 0.0
     relayed: ExecutorReport | None = None
-    relayed_at: float = 0.0
+    counts_from: float = 0.0
+    """The interval until the next report counts from then."""
     is_expected: bool = False
     stands_in_until: float = 0.0
     """This router relays until then although another is first in the order."""
@@ -54,8 +59,8 @@ class _Pace:
         """When the waiting report of an executor that this router relays is to go."""
         assert self.waiting is not None
         if self.relayed is None or self.is_expected or _promise(self.waiting) != _promise(self.relayed):
-            return self.relayed_at
-        return self.relayed_at + INTERVAL_S
+            return self.counts_from
+        return self.counts_from + INTERVAL_S
 
 
 class ReportPacer:
@@ -85,7 +90,9 @@ class ReportPacer:
         """Takes a report of an executor."""
         pace = self._paces.get(report.executor_id)
         if pace is None:
-            pace = self._paces[report.executor_id] = _Pace()
+            # Before any time of the clock, so that the first report goes at once.
+            phase_s = INTERVAL_S * _key(report.executor_id) / (1 << 64)
+            pace = self._paces[report.executor_id] = _Pace(counts_from=phase_s - INTERVAL_S)
         pace.waiting, pace.waiting_since = report, now
         self._schedule(report.executor_id, pace, now)
 
@@ -139,7 +146,7 @@ class ReportPacer:
             pace = self._paces[executor_id]
             assert pace.waiting is not None
             due.append(replace(pace.waiting, age_ms=int(1000 * (now - pace.waiting_since))))
-            pace.relayed, pace.relayed_at = pace.waiting, now
+            pace.relayed, pace.counts_from = pace.waiting, counts_from(due_at, now)
             pace.waiting, pace.is_expected, pace.due = None, False, None
             until = now + EARLY_S
         return due
@@ -176,6 +183,12 @@ class ReportPacer:
             pace.due = due
             if due is not None:
                 heapq.heappush(self._due, (due, executor_id))
+
+
+def counts_from(due: float, now: float) -> float:
+    """Returns from when the interval counts after a report that was due at a time and goes now. An early one counts from
+    now, so that it stays with those in its call. A late one counts from the last time at which one should have gone."""
+    return now - max(0.0, now - due) % INTERVAL_S
 
 
 def _promise(report: ExecutorReport) -> tuple[object, ...]:

@@ -15,7 +15,16 @@ import pytest
 
 from bench.ledger import main as ledger
 from bench.ledger.commands import ID_MARKERS, Call, CallKind, Commands
-from bench.ledger.figures import REPORT, REPORTS, Saturation, durations_text, per_call, percentiles_ms, reports_us
+from bench.ledger.figures import (
+    REPORT,
+    REPORTS,
+    Latency,
+    Saturation,
+    durations_text,
+    per_call,
+    percentiles_ms,
+    reports_us,
+)
 from bench.ledger.main import cells
 from bench.ledger.queueing import MAX_NEXT_S, SETTLE, SUBMIT, UPKEEP, next_s, served_s
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
@@ -24,6 +33,7 @@ from bench.ledger.traffic import Traffic, TrafficError, shares
 from bench.ledger.upkeep import Relay, Upkeep
 from bench.ledger.wire import Connection, Template, bulk_text
 from bench.redis.wire import Framing, WireError, command
+from router.dispatch.report_pacer import INTERVAL_S
 
 LAST_LINE = (
     r"admission: queued=50 executors=3 routers=16 admitted_per_s=(\d+) redis_us=(\d+\.\d+) "
@@ -185,6 +195,30 @@ def test_router_relays_each_report_twice_a_second_and_one_call_at_a_time() -> No
     for executor in (b"x", b"y", b"z"):
         times = [at_s for relayed, at_s in made if executor in relayed]
         assert all(0.499 < later - earlier < 0.54 for earlier, later in pairwise(times))
+
+
+def test_reports_that_are_relayed_late_together_are_not_due_together_afterwards() -> None:
+    executors = [b"%d" % number for number in range(30)]
+    relay = Relay(executors, lambda relayed: Call(CallKind.UPKEEP, b""), random.Random(1), 0.0, max_per_call=8)
+    now_s = 2.7
+    while relay.next_due_s(now_s) <= now_s:
+        relay.make(now_s)
+    calls_s = []
+    while (due_s := relay.next_due_s(now_s)) < 2.7 + INTERVAL_S:
+        now_s = due_s
+        relay.make(now_s)
+        calls_s.append(now_s)
+    assert len(calls_s) >= 4
+    assert all(later - earlier > 0.01 for earlier, later in pairwise(calls_s))
+
+
+def test_seconds_with_stolen_time_are_named() -> None:
+    latency = Latency(1.0, 0.5, (1.0, 2.0), (1.0, 2.0), (0.0, 0.0), num_slices=6, max_slices=6)
+    assert latency.seconds_text == "of 6 s out of 6"
+    some = replace(latency, num_slices=4)
+    assert some.seconds_text == "of 4 s out of 6, without those in which the host stole processor time"
+    none = replace(latency, num_slices=0)
+    assert none.seconds_text == "of all 6 s, in each of which the host stole processor time"
 
 
 @pytest.mark.parametrize("text", ["", "10", "1x", "0x10", "1x2x3", "axb"])

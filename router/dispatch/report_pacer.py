@@ -7,8 +7,9 @@ the one before. Of several that wait only the newest counts. Those that would be
 in the same call: one report in a call costs Redis several times as much as one of eight.
 
 An executor keeps the phase of its reports: after a report that is late or goes at once, the next one is due when it
-would have been otherwise. The first phase follows from the executor's id. Otherwise all reports that Redis' pause or a
-router's start holds up would be due together from then on, and each half second other calls would wait behind them.
+would have been otherwise. The first phase follows from the executor's id. Without that all reports that a pause of
+Redis or the start of a router holds up would be due together from then on, and other calls would wait behind them twice
+a second.
 
 One router relays the reports of an executor: of the live ones the first in the executor's order, which follows from
 their ids (rendezvous hashing), so that a router that comes or goes changes only its own share. The next in the order
@@ -186,8 +187,8 @@ class ReportPacer:
 
 
 def counts_from(due: float, now: float) -> float:
-    """Returns from when the interval counts after a report that was due at a time and goes now. An early one counts from
-    now, so that it stays with those in its call. A late one counts from the last time at which one should have gone."""
+    """Returns when the interval starts after a report that was due at one time and goes now: of an early one now, so
+    that it stays with those in its call, and of a late one when it, or the last one since, should have gone."""
     return now - max(0.0, now - due) % INTERVAL_S
 
 

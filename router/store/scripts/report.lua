@@ -81,10 +81,10 @@ local function account_for(request_id, attempt, blocks, adapter)
   if request and request.attempt >= attempt then
     return true
   end
+  may_board = true
   if request then -- the ledger has lost this placement: the executor's report counts
     withdraw(request_id, request)
     forgive(request) -- its attempts before this one; and the executor may have a suspect
-    may_board = true
     seat(request_id, request, id, attempt, blocks)
     return false
   end
@@ -93,7 +93,7 @@ local function account_for(request_id, attempt, blocks, adapter)
     return NOW - ended > AUDIT_GRACE_MS
   end
   request = new_request('', '', '', '?', 2, math.huge, blocks, blocks, 1, 0, 0, 0, 0, 1, 0, adapter)
-  request.charged, may_board = true, true
+  request.charged = true
   seat(request_id, request, id, attempt, blocks)
   return false
 end

@@ -3,10 +3,10 @@
 Engine output collects in one pending response, and a single writer takes it whole whenever the stream can carry it. A
 router that keeps up gets one frame per step, or fewer if all its sequences have a stream interval: tokens then wait
 until one sequence has as many as its interval, or anything else is to be sent. A slower router gets fewer, larger
-frames, and costs the engine only the memory of the token ids. Step frames wait while `max_unacked_steps` of them are unacknowledged. Acceptances,
-attachments, refusals and reports never wait. If too many of those or too many tokens collect because the router does
-not read, no further requests are read from it. If it acknowledges none while too many tokens wait, its stream ends. All
-calls come from the event loop's thread.
+frames, and costs the engine only the memory of the token ids. Step frames wait while `max_unacked_steps` of them are
+unacknowledged. Acceptances, attachments, refusals and reports never wait. If too many of those or too many tokens
+collect because the router does not read, no further requests are read from it. If it acknowledges none while too many
+tokens wait, its stream ends. All calls come from the event loop's thread.
 
 Within a frame a slot means one sequence: a freed slot is assigned again only after the frame that says so.
 """

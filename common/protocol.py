@@ -41,6 +41,8 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_FRAME_TOKENS = 2**20
 # The same for log probabilities of prompts, at 340 bytes each.
 MAX_FRAME_PROMPT_LOGPROBS = 2**15
+# Most tokens of a sequence that wait for a step frame. If the executor dies, they are generated again elsewhere.
+MAX_FRAME_INTERVAL = 16
 
 # Intervals of the statistics that a reader subscribes to.
 DEFAULT_STATS_INTERVAL_MS = 1000

@@ -216,7 +216,7 @@ class PlacementTable:
             return
         placement.is_accepted = True
         if placement.reader is not None:
-            placement.reader.accept(sequence)
+            placement.reader.accept(sequence, placement.placed.submit.stream_interval)
         attaching, placement.attaching = placement.attaching, {}
         for session, offset in attaching.items():
             self._hand_over(placement, session, offset)

@@ -1,11 +1,12 @@
 """One router's `Serve` stream on the executor's side: slots, frames and flow control.
 
 Engine output collects in one pending response, and a single writer takes it whole whenever the stream can carry it. A
-router that keeps up gets one frame per step. A slower one gets fewer, larger frames, and costs the engine only the
-memory of the token ids. Step frames wait while `max_unacked_steps` of them are unacknowledged. Acceptances,
-attachments, refusals and reports never wait. If too many of those or too many tokens collect because the router does
-not read, no further requests are read from it. If it acknowledges none while too many tokens wait, its stream ends. All
-calls come from the event loop's thread.
+router that keeps up gets one frame per step, or fewer if all its sequences have a stream interval: tokens then wait
+until one sequence has as many as its interval, or anything else is to be sent. A slower router gets fewer, larger
+frames, and costs the engine only the memory of the token ids. Step frames wait while `max_unacked_steps` of them are
+unacknowledged. Acceptances, attachments, refusals and reports never wait. If too many of those or too many tokens
+collect because the router does not read, no further requests are read from it. If it acknowledges none while too many
+tokens wait, its stream ends. All calls come from the event loop's thread.
 
 Within a frame a slot means one sequence: a freed slot is assigned again only after the frame that says so.
 """
@@ -82,6 +83,11 @@ class Session:
         self._token_slots: list[int] = []
         self._token_offsets: list[int] = []
         self._token_ids: list[int] = []
+        # Of slots with a stream interval: the interval, and the tokens that may come before they must be sent.
+        self._intervals: dict[int, int] = {}
+        self._num_until_due: dict[int, int] = {}
+        # Whether the pending frame must be sent; otherwise its tokens wait for more.
+        self._is_due = False
         # The log probabilities among them, in their order.
         self._logprobs: deque[executor_pb2.SequenceLogprobs] = deque()
         # Log probabilities of prompts, all of which are sent before any token behind them.
@@ -94,9 +100,10 @@ class Session:
         self._is_closing = False
         self._is_stopped = False
 
-    def accept(self, sequence: Sequence) -> None:
+    def accept(self, sequence: Sequence, stream_interval: int = 1) -> None:
         """Tells the router that a placement was accepted, and its slot."""
         slot = self._take_slot()
+        self._set_interval(slot, stream_interval)
         self._slots[sequence] = slot
         self._control.accepted.add(request_id=sequence.request_id, attempt=sequence.attempt, slots=[slot])
         self._wake.set()
@@ -122,6 +129,7 @@ class Session:
         logprobs: Mapping[int, TokenLogprobs],
     ) -> int:
         slot = self._take_slot()
+        self._set_interval(slot, attached.submit.stream_interval)
         attached.slots.append(slot)
         self._control.attached.append(attached)
         self._token_slots += [slot] * len(output_ids)
@@ -130,8 +138,18 @@ class Session:
         if logprobs:
             for each, token_id in enumerate(output_ids, start=offset):
                 self._report_logprobs(slot, each, token_id, logprobs.get(each))
-        self._wake.set()
+        self._make_due()
         return slot
+
+    def _set_interval(self, slot: int, stream_interval: int) -> None:
+        """Lets the slot's tokens after the first wait for others; an interval of 0 or 1 does not."""
+        if stream_interval > 1:
+            self._intervals[slot], self._num_until_due[slot] = stream_interval, 1
+
+    def _make_due(self) -> None:
+        """Sends the pending frame as soon as the router's acknowledgements allow it."""
+        self._is_due = True
+        self._wake.set()
 
     def detach(self, sequence: Sequence) -> None:
         """Tells the router that another one reads the sequence from now on. A router that does not know Attach is told
@@ -141,9 +159,9 @@ class Session:
             return
         slot = self._slots.pop(sequence)
         self._paused_slots.pop(slot, None)
-        self._ended_slots.append(slot)
+        self._free(slot)
         self._step.detached.append(slot)
-        self._wake.set()
+        self._make_due()
 
     def reject(self, request_id: str, attempt: int, reason: executor_pb2.RejectReason, detail: str) -> None:
         """Tells the router that a placement was refused."""
@@ -158,7 +176,7 @@ class Session:
     def pause(self, sequence: Sequence) -> None:
         """Tells the router that a sequence was preempted."""
         self._paused_slots[self._slots[sequence]] = None
-        self._wake.set()
+        self._make_due()
 
     def start(self, sequence: Sequence) -> None:
         """Tells the router that a sequence boarded, for the first time or again."""
@@ -166,13 +184,16 @@ class Session:
         # A slot in both lists of a frame has boarded and was then preempted.
         self._paused_slots.pop(slot, None)
         self._step.started.add(slot=slot, cached_tokens=sequence.num_cached_tokens)
-        self._wake.set()
+        self._make_due()
 
     def token(self, sequence: Sequence, offset: int, token_id: int) -> None:
         """Adds a token to the pending frame."""
         slot = self._slots[sequence]
-        if not self._token_ids:
-            self._wake.set()
+        num_until_due = self._num_until_due.get(slot, 1) - 1
+        if num_until_due > 0:
+            self._num_until_due[slot] = num_until_due
+        elif not self._is_due:
+            self._make_due()
         self._token_slots.append(slot)
         self._token_offsets.append(offset)
         self._token_ids.append(token_id)
@@ -195,7 +216,7 @@ class Session:
             message = executor_pb2.SequencePromptLogprobs(slot=slot, position=first + 1, values=values)
             self._prompt_logprobs.append(message)
         self._num_prompt_logprobs += end - start
-        self._wake.set()
+        self._make_due()
 
     def _report_logprobs(self, slot: int, offset: int, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Adds the log probabilities of a token. Output of earlier placements has none here."""
@@ -210,7 +231,7 @@ class Session:
         self._end_slot(slot, event)
 
     def _end_slot(self, slot: int, end: FinishEvent | Ended) -> None:
-        self._ended_slots.append(slot)
+        self._free(slot)
         self._step.finished.add(
             slot=slot,
             reason=FINISH_REASON_PROTO[end.reason],
@@ -218,7 +239,13 @@ class Session:
             error=end.error,
             constraint_unfinished=end.constraint_unfinished,
         )
-        self._wake.set()
+        self._make_due()
+
+    def _free(self, slot: int) -> None:
+        """Frees a slot with the pending frame."""
+        self._ended_slots.append(slot)
+        self._intervals.pop(slot, None)
+        self._num_until_due.pop(slot, None)
 
     def end_step(self, step: int) -> None:
         """Sets the number of the step that the pending frame ends with."""
@@ -259,7 +286,7 @@ class Session:
     def close(self) -> None:
         """Adds nothing from now on. The stream ends when everything queued has been sent."""
         self._is_closing = True
-        self._wake.set()
+        self._make_due()
 
     def stop(self) -> None:
         """Sends nothing from now on: the router has closed its side, or its stream broke."""
@@ -280,9 +307,10 @@ class Session:
 
     def take(self) -> executor_pb2.ServeResponse | None:
         """Returns what can be sent now, if anything."""
-        may_send_step = self._has_step and self._may_send_step
         control = self._control
         has_control = self._num_answers or control.HasField("report")
+        # Waiting tokens leave with any other message: that costs less than a message of their own.
+        may_send_step = self._has_step and (self._is_due or has_control) and self._may_send_step
         if not (may_send_step or has_control):
             return None
         response, self._control = control, executor_pb2.ServeResponse()
@@ -305,7 +333,9 @@ class Session:
         count = 0 if self._prompt_logprobs else self._num_tokens_of_frame()
         if self._prompt_logprobs or count < len(self._token_ids):
             self._fill_part(step, count)
+            self._is_due = True
             return
+        self._is_due = False
         self._step.frame = self._frame
         step.MergeFrom(self._step)
         self._add_tokens(step, count)
@@ -341,6 +371,9 @@ class Session:
         step.slots.extend(self._token_slots[:count])
         step.offsets.extend(self._token_offsets[:count])
         step.token_ids.extend(self._token_ids[:count])
+        if self._intervals:
+            sent = self._intervals.keys() & step.slots
+            self._num_until_due.update((slot, self._intervals[slot]) for slot in sent)
         if self._logprobs:
             taken = set(zip(step.slots, step.offsets, strict=True))
             while self._logprobs and (self._logprobs[0].slot, self._logprobs[0].offset) in taken:

@@ -16,6 +16,7 @@ from common.protocol import (
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
     MAX_DRAFTS,
+    MAX_FRAME_INTERVAL,
     MAX_INTER_TOKEN_TARGET_MS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
@@ -86,6 +87,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
     max_tokens = submit.stopping.max_tokens
     if not len(submit.prior_output_ids) < max_tokens <= limits.context_length - len(submit.prompt_ids):
         raise _invalid(f"max_tokens {max_tokens} does not fit the context of {limits.context_length} tokens")
+    if submit.stream_interval > MAX_FRAME_INTERVAL:
+        raise _invalid(f"stream_interval must be at most {MAX_FRAME_INTERVAL}")
     stop_token_ids = frozenset(submit.stopping.stop_token_ids)
     # A constrained sequence ends at its grammar's end, even if eos is ignored.
     if submit.HasField("constraint") or not submit.stopping.ignore_eos:

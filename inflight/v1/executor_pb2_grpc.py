@@ -77,7 +77,7 @@ class ExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Serve(self, request_iterator, context):
-        """The one stream of a router-executor pair: the router sends work, the executor sends one frame per step.
+        """The one stream of a router-executor pair: the router sends work, the executor sends a frame for one step or several.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

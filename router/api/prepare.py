@@ -14,6 +14,7 @@ from opentelemetry.trace import Tracer
 
 from common.errors import RequestError
 from common.grammar import grammar_hash
+from common.protocol import MAX_FRAME_INTERVAL
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 from router.api.constraining import Constraining
@@ -486,6 +487,8 @@ def _submit(
         num_prompt_logprobs=spec.output.num_prompt_logprobs,
         router_context=context.SerializeToString(),
         constraint=None if grammar is None else _constraint(grammar),
+        # The router finds stop strings: tokens that wait would be computed behind one.
+        stream_interval=1 if spec.stopping.stops else min(spec.output.stream_interval, MAX_FRAME_INTERVAL),
     )
 
 

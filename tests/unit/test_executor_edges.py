@@ -66,6 +66,12 @@ def test_inter_token_target_is_the_requests_own_or_that_of_its_class() -> None:
     assert sequence_from_submit(make_submit(inter_token_target_ms=20), LIMITS).inter_token_target_ms == 20
 
 
+def test_stream_interval_beyond_what_a_frame_waits_for_is_refused() -> None:
+    assert sequence_from_submit(make_submit(stream_interval=16), LIMITS)
+    with pytest.raises(SubmissionError, match="stream_interval must be at most 16"):
+        sequence_from_submit(make_submit(stream_interval=17), LIMITS)
+
+
 @pytest.mark.parametrize("target_ms", [0, 60_001])
 def test_inter_token_target_out_of_range_is_rejected(target_ms: int) -> None:
     with pytest.raises(SubmissionError, match=r"inter_token_target_ms must be in \[1, 60000\]"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -51,6 +52,90 @@ async def test_tokens_of_a_step_leave_in_one_frame() -> None:
         (0, 0, 11),
         (1, 0, 22),
     ]
+
+
+async def test_tokens_of_a_stream_interval_wait_for_as_many_after_the_first() -> None:
+    session = Session("router", 7, 64)
+    sequence = make_sequence("a")
+    session.accept(sequence, 4)
+    await take(session)
+    session.token(sequence, 0, 10)
+    assert list((await take(session)).step.token_ids) == [10]
+    for offset in range(1, 4):
+        session.token(sequence, offset, 10 + offset)
+        assert is_waiting(session)
+    session.token(sequence, 4, 14)
+    response = await take(session)
+    assert list(response.step.offsets) == [1, 2, 3, 4]
+    assert list(response.step.token_ids) == [11, 12, 13, 14]
+    session.token(sequence, 5, 15)
+    assert is_waiting(session)
+
+
+SESSION_EVENTS: dict[str, Callable[[Session, Sequence, Sequence], None]] = {
+    "a token of another without an interval": lambda session, _, other: session.token(other, 0, 7),
+    "its end": lambda session, one, _: session.finish(FinishEvent(one, FinishReason.LENGTH)),
+    "the end of another": lambda session, _, other: session.finish(FinishEvent(other, FinishReason.LENGTH)),
+    "a pause": lambda session, one, _: session.pause(one),
+    "a seat": lambda session, _, other: session.start(other),
+    "another router": lambda session, one, _: session.detach(one),
+    "a report": lambda session, one, other: session.report(executor_pb2.Report(seq=1)),
+    "an acceptance": lambda session, one, other: session.accept(make_sequence("c")),
+    "the end of the stream": lambda session, one, other: session.close(),
+}
+
+
+@pytest.mark.parametrize("name", SESSION_EVENTS)
+async def test_waiting_tokens_leave_with_whatever_else_is_sent(name: str) -> None:
+    session = Session("router", 7, 64)
+    sequence, other = make_sequence("a"), make_sequence("b")
+    session.accept(sequence, 8)
+    session.accept(other)
+    session.token(sequence, 0, 10)
+    await take(session)
+    session.token(sequence, 1, 11)
+    assert is_waiting(session)
+    SESSION_EVENTS[name](session, sequence, other)
+    response = await take(session)
+    assert (0, 1, 11) in zip(response.step.slots, response.step.offsets, response.step.token_ids, strict=True)
+
+
+async def test_freed_slot_does_not_keep_its_stream_interval() -> None:
+    session = Session("router", 7, 64)
+    sequence, other = make_sequence("a"), make_sequence("b")
+    session.accept(sequence, 8)
+    session.finish(FinishEvent(sequence, FinishReason.LENGTH))
+    await take(session)
+    session.accept(other)
+    assert list((await take(session)).accepted[0].slots) == [0]
+    for offset in range(2):
+        session.token(other, offset, 20)
+        assert list((await take(session)).step.offsets) == [offset]
+
+
+async def test_attached_stream_keeps_its_interval() -> None:
+    session = Session("router", 7, 64)
+    sequence = make_sequence("a")
+    attached = executor_pb2.SequenceAttached(request_id="a", attempt=1, submit=executor_pb2.Submit(stream_interval=2))
+    session.attach(sequence, attached, 0, [10, 11])
+    assert list((await take(session)).step.token_ids) == [10, 11]
+    session.token(sequence, 2, 12)
+    assert is_waiting(session)
+    session.token(sequence, 3, 13)
+    assert list((await take(session)).step.token_ids) == [12, 13]
+
+
+async def test_due_tokens_wait_for_the_acknowledgement_and_leave_with_those_behind_them() -> None:
+    session = Session("router", 7, 1)
+    sequence = make_sequence("a")
+    session.accept(sequence, 2)
+    session.token(sequence, 0, 10)
+    await take(session)
+    for offset in range(1, 4):
+        session.token(sequence, offset, 10 + offset)
+    assert is_waiting(session)
+    session.acknowledge(1)
+    assert list((await take(session)).step.token_ids) == [11, 12, 13]
 
 
 async def test_slow_reader_gets_the_held_back_tokens_in_one_frame_and_control_at_once() -> None:

@@ -18,6 +18,7 @@ from router.lifecycle.events import (
     AttachResult,
     CancelFound,
     Detached,
+    DrainWaiting,
     Event,
     FirstToken,
     Forgotten,
@@ -39,7 +40,6 @@ from router.lifecycle.events import (
     Submit,
     SubmitAnswered,
     SubmitOutcome,
-    TurnAway,
     Unlinked,
     WithdrawAnswered,
     WithdrawDue,
@@ -117,7 +117,7 @@ def possible_events(life: Lifecycle) -> Iterator[Event]:
         yield Submit()
         yield from (AdoptedElsewhere(adopted) for adopted in ADOPTED)
     if life.state not in UNSERVED:
-        yield from (Release(), TurnAway(ERROR), Leave(ERROR), NoExecutor(ERROR), LeaseLapsed())
+        yield from (Release(), DrainWaiting(ERROR), Leave(ERROR), NoExecutor(ERROR), LeaseLapsed())
         yield from (CancelFound(state) for state in LedgerState)
         yield from (CancelAsked("r", 1), Cancelled("r"), DROPPED, TakenOver("r"))
         yield from PLACEMENTS

@@ -41,7 +41,6 @@ from router.lifecycle.events import (
 from router.lifecycle.lifecycle import (
     KEEPS_EXECUTOR,
     Answer,
-    AskLedger,
     Attach,
     CancelSequence,
     ClearSuspicion,
@@ -52,13 +51,14 @@ from router.lifecycle.lifecycle import (
     HandBack,
     Lifecycle,
     LiveRequests,
-    NoteMoved,
-    Resubmit,
+    PublishEnd,
+    RecordRequeued,
+    ScheduleResubmit,
+    ScheduleWithdraw,
     Send,
     Settle,
     SettleUnused,
-    TellEnd,
-    Withdraw,
+    SubmitToLedger,
 )
 from router.request.errors import no_executor
 from router.store.settings import StoreSettings
@@ -330,7 +330,7 @@ class VirtualRouter:
 
     def _execute_one(self, effect: Effect) -> None:
         match effect:
-            case AskLedger(life, is_served=False):
+            case SubmitToLedger(life, is_served=False):
                 self._submit(life)
             case Answer(life, Queued() as queued):
                 client_of(life).record.estimated_wait_ms = queued.estimated_wait_ms
@@ -346,9 +346,9 @@ class VirtualRouter:
                 self.writer.settle(ending)
             case CancelSequence():
                 self._cancel_sequence(effect)
-            case Resubmit(life, is_retry):
+            case ScheduleResubmit(life, is_retry):
                 self._soon(is_retry, self._submit_again, life)
-            case Withdraw(life, is_retry):
+            case ScheduleWithdraw(life, is_retry):
                 self._soon(is_retry, self._withdraw, life)
             case Attach(life, adopted, is_first):
                 # No router here adopts what another reads, so no executor lets another read it.
@@ -356,10 +356,10 @@ class VirtualRouter:
                 self._timeline.after(0, self.process.run, self._tell, life, event)
             case ClearSuspicion(life, attempt):
                 self.ledger.absolve(life.request_id, attempt)
-            case NoteMoved(life, why):
+            case RecordRequeued(life, why):
                 stream = client_of(life).stream
                 stream.extend() if why is RequeueReason.EXTENDED else stream.pause()
-            case TellEnd(life):
+            case PublishEnd(life):
                 self._tell_end(client_of(life))
             case Forget(life):
                 del self.streams[life.request_id]

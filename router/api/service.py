@@ -122,7 +122,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._is_draining = True
         dispatchers = [pool.dispatcher for pool in self._pools.by_name.values()]
         for dispatcher in dispatchers:
-            dispatcher.turn_away_waiting()
+            dispatcher.drain_waiting()
         try:
             async with asyncio.timeout(timeout_s):
                 for dispatcher in dispatchers:

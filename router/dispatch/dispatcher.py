@@ -49,7 +49,6 @@ from router.lifecycle.events import (
 from router.lifecycle.lifecycle import (
     KEEPS_EXECUTOR,
     Answer,
-    AskLedger,
     Attach,
     CancelSequence,
     ClearSuspicion,
@@ -59,15 +58,16 @@ from router.lifecycle.lifecycle import (
     HandBack,
     Lifecycle,
     LiveRequests,
-    NoteMoved,
+    PublishEnd,
+    ReadOutput,
     RecordAdmitted,
-    Resubmit,
+    RecordRequeued,
+    ScheduleResubmit,
+    ScheduleWithdraw,
     Send,
     Settle,
     SettleUnused,
-    TakeIn,
-    TellEnd,
-    Withdraw,
+    SubmitToLedger,
 )
 from router.request.errors import (
     RETRY_AFTER_MS,
@@ -196,7 +196,7 @@ ANSWER_WAIT_S = 5.0
 LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
 # Names of the reasons in metrics and traces.
-WHY_MOVED = {
+REQUEUE_REASON_NAMES = {
     RequeueReason.LOST: "executor_lost",
     RequeueReason.REJECTED: "rejected",
     RequeueReason.STALLED: "stood_still",
@@ -397,9 +397,9 @@ class Dispatcher:
         self._queue_watch.unwatch(stream)
         self._execute(self._requests.release(stream.life))
 
-    def turn_away_waiting(self) -> None:
+    def drain_waiting(self) -> None:
         """Ends what waits, because this router drains. A request that can be repeated keeps its place in the queue."""
-        self._execute(self._requests.turn_away_waiting(draining("the router is draining")))
+        self._execute(self._requests.drain_waiting(draining("the router is draining")))
 
     async def emptied(self) -> None:
         """Waits until no request waits or runs here."""
@@ -515,13 +515,13 @@ class Dispatcher:
 
     def _executors_of_effects(self) -> dict[type, Callable[[Any], None]]:
         return {
-            AskLedger: self._ask_ledger,
+            SubmitToLedger: self._start_submit,
             Answer: self._answer,
             RecordAdmitted: lambda effect: stream_of(effect.life).record.admitted(),
-            Resubmit: self._resubmit,
-            Withdraw: self._withdraw,
+            ScheduleResubmit: self._schedule_resubmit,
+            ScheduleWithdraw: self._schedule_withdraw,
             Attach: lambda effect: self._spawn(self._attach(effect)),
-            TakeIn: self._take_in,
+            ReadOutput: self._read_output,
             Send: self._send,
             CancelSequence: self._cancel_sequence,
             HandBack: lambda effect: self._spawn(self._hand_back(effect)),
@@ -529,12 +529,12 @@ class Dispatcher:
             Settle: lambda effect: self._ledger.settle(stream_of(effect.life).ending(effect.attempt)),
             SettleUnused: lambda effect: self._ledger.settle(effect.ending),
             ClearSuspicion: lambda effect: self._spawn(self._clear_suspicion(effect)),
-            NoteMoved: self._note_moved,
-            TellEnd: lambda effect: stream_of(effect.life).tell_end(),
+            RecordRequeued: self._record_requeued,
+            PublishEnd: lambda effect: stream_of(effect.life).publish_end(),
             Forget: self._forget,
         }
 
-    def _ask_ledger(self, effect: AskLedger) -> None:
+    def _start_submit(self, effect: SubmitToLedger) -> None:
         if not effect.is_served:  # else the queue of resubmissions waits for the answer
             self._tasks.create_task(self._submit_first(effect.life))
 
@@ -543,15 +543,15 @@ class Dispatcher:
         if not answered.done():  # its caller may be gone
             answered.set_result(effect.outcome)
 
-    def _resubmit(self, effect: Resubmit) -> None:
+    def _schedule_resubmit(self, effect: ScheduleResubmit) -> None:
         if not effect.is_retry:  # else it stays in its queue
             self._resubmissions.add(effect.life)
 
-    def _withdraw(self, effect: Withdraw) -> None:
+    def _schedule_withdraw(self, effect: ScheduleWithdraw) -> None:
         if not effect.is_retry:
             self._withdrawals.add(effect.life)
 
-    def _take_in(self, effect: TakeIn) -> None:
+    def _read_output(self, effect: ReadOutput) -> None:
         stream_of(effect.life).attach(has_started=effect.has_started, num_cached_tokens=effect.num_cached_tokens)
 
     def _send(self, effect: Send) -> None:
@@ -570,13 +570,13 @@ class Dispatcher:
         if link is not None:
             link.cancel(effect.request_id, effect.attempt, cast(types_pb2.FinishReason, effect.reason))
 
-    def _note_moved(self, effect: NoteMoved) -> None:
+    def _record_requeued(self, effect: RecordRequeued) -> None:
         stream = stream_of(effect.life)
         if effect.why is RequeueReason.EXTENDED:
             stream.extend()
         else:
             stream.pause()
-            stream.record.moved(WHY_MOVED[effect.why])
+            stream.record.moved(REQUEUE_REASON_NAMES[effect.why])
 
     def _forget(self, effect: Forget) -> None:
         stream = stream_of(effect.life)

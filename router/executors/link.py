@@ -140,7 +140,7 @@ class StepOutput:
         """Adds the streams of a step. A stream whose reader waits for its first token is told at once."""
         for stream in streams:
             if stream.on_output is None:
-                stream.tell_output()
+                stream.publish_output()
             else:
                 self._streams[stream] = None
         if not self._streams or self._timer is not None:
@@ -162,7 +162,7 @@ class StepOutput:
         began_s = loop.time()
         streams, self._streams = self._streams, {}
         for stream in streams:
-            stream.tell_output()
+            stream.publish_output()
         loop.call_soon(self._note_busy, began_s)
 
     def _note_busy(self, began_s: float) -> None:

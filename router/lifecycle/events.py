@@ -116,7 +116,7 @@ class ReaderEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnAway:
+class DrainWaiting:
     """This router drains: waiting requests end, or stay in the queue for a repeat at another router."""
 
     error: RequestError
@@ -305,7 +305,7 @@ Event = (
     Submit
     | Release
     | ReaderEnded
-    | TurnAway
+    | DrainWaiting
     | Leave
     | NoExecutor
     | GiveUp

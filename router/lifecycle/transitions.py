@@ -13,6 +13,7 @@ from router.lifecycle.events import (
     AttachAnswered,
     CancelFound,
     Detached,
+    DrainWaiting,
     FirstToken,
     Forgotten,
     GiveUp,
@@ -29,7 +30,6 @@ from router.lifecycle.events import (
     SequenceEnded,
     Submit,
     SubmitAnswered,
-    TurnAway,
     Unlinked,
     WithdrawAnswered,
     WithdrawDue,
@@ -51,7 +51,7 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
         "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
     },
     (ReaderEnded,): {"ANY": "="},
-    (TurnAway,): {
+    (DrainWaiting,): {
         "SUBMITTING PLACED REPLAYING": "=",
         "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING LEFT",
         "WITHDRAWING": "= LEFT",

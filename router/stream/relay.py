@@ -315,7 +315,7 @@ class Relay:
             return
         self._record_sent(*self._being_sent)
         if self._may_begin:
-            self._stream.tell_output()
+            self._stream.publish_output()
 
     async def _tell_progress(self, news: News) -> None:
         if news.queued is not None and not (self._has_told_accepted or news.accepted):

@@ -348,7 +348,7 @@ class RequestStream:
             self.output_ids.append(token_id)
         return True
 
-    def tell_output(self) -> None:
+    def publish_output(self) -> None:
         """Publishes the tokens that have come, once for all of a frame."""
         if self._num_taken >= len(self.output_ids):
             return
@@ -413,9 +413,9 @@ class RequestStream:
     def finish(self, end: End) -> None:
         """Ends it for its reader. No effect after an end."""
         if self.life.handle(ReaderEnded(end)):
-            self.tell_end()
+            self.publish_end()
 
-    def tell_end(self) -> None:
+    def publish_end(self) -> None:
         """Publishes its end or error, which is known."""
         self._changed.set()
         if self.life.end is not None:

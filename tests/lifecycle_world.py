@@ -885,7 +885,7 @@ class World:
 
     def _tell(self, router_id: str, life: Lifecycle, event: Event) -> None:
         requests = self.routers[router_id].requests
-        self._execute(router_id, self._observed(life, lambda: requests.tell(life, event), type(event)))
+        self._execute(router_id, self._observed(life, lambda: requests.apply(life, event), type(event)))
 
     def _send(self, router_id: str, kind: str, key: tuple[str, int], reason: int = 0) -> None:
         if self.routers[router_id].is_linked:

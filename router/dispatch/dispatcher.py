@@ -422,7 +422,7 @@ class Dispatcher:
             return None
         life = self._requests.served.get(request_id)
         if life is not None:
-            self._tell(life, CancelFound(outcome.state))
+            self._apply(life, CancelFound(outcome.state))
         elif outcome.placement is not None and not outcome.owner_told:
             placement = outcome.placement
             self._execute([CancelSequence(placement.executor_id, request_id, placement.attempt)])
@@ -452,7 +452,7 @@ class Dispatcher:
 
     def on_request(self, stream: RequestStream, event: LinkEvent) -> None:
         """Passes on an event of a placement that went over a link."""
-        self._tell(stream.life, event)
+        self._apply(stream.life, event)
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         """Passes on a report of an executor. Only the newest report counts."""
@@ -464,7 +464,7 @@ class Dispatcher:
             del self._links[link.executor_id]
             self._ledger.forget(link.executor_id)
         for stream in streams:
-            self._tell(stream.life, Unlinked(stream.life.current_attempt))
+            self._apply(stream.life, Unlinked(stream.life.current_attempt))
         if not self._links:
             self._spawn(self._give_up_without_executor())
 
@@ -502,12 +502,12 @@ class Dispatcher:
 
     def submit_forgotten_again(self, stream: RequestStream) -> None:
         """Submits a request again that the ledger does not have in its queue, although it waits here."""
-        self._tell(stream.life, Forgotten())
+        self._apply(stream.life, Forgotten())
 
     # Execution of effects.
 
-    def _tell(self, life: Lifecycle, event: Event) -> None:
-        self._execute(self._requests.tell(life, event))
+    def _apply(self, life: Lifecycle, event: Event) -> None:
+        self._execute(self._requests.apply(life, event))
 
     def _execute(self, effects: Effects) -> None:
         for effect in effects:
@@ -559,9 +559,9 @@ class Dispatcher:
         submit = stream.place(placement)
         link = self._links.get(placement.executor_id)
         if link is None or link.description.generation != placement.generation:
-            self._tell(effect.life, NotLinked(placement.attempt))
+            self._apply(effect.life, NotLinked(placement.attempt))
         elif (refusal := link.refusal_of(submit)) is not None:
-            self._tell(effect.life, Rejected(placement.attempt, refusal))
+            self._apply(effect.life, Rejected(placement.attempt, refusal))
         else:
             link.submit(stream, submit)
 
@@ -620,12 +620,12 @@ class Dispatcher:
             outcome = await self._store.cancel(life.request_id, is_own=True)
         except RequestError as error:
             log.debug("%s cannot be withdrawn yet: %s", life.request_id, error)
-        self._tell(life, WithdrawAnswered(outcome))
+        self._apply(life, WithdrawAnswered(outcome))
         return outcome is not None
 
     async def _hand_back(self, effect: HandBack) -> None:
         outcome = await self._hand_back_to_ledger(effect)
-        self._tell(effect.life, HandBackAnswered(effect.placement, effect.why, outcome, self._max_attempts))
+        self._apply(effect.life, HandBackAnswered(effect.placement, effect.why, outcome, self._max_attempts))
 
     async def _hand_back_to_ledger(self, effect: HandBack) -> HandBackOutcome:
         stream, placement, why = stream_of(effect.life), effect.placement, effect.why
@@ -663,9 +663,9 @@ class Dispatcher:
                 return None
             if not stream_of(life).is_repeat_of(answer):
                 # The ledger had forgotten its owner. It continues for the client that asked for it.
-                self._tell(life, AttachAnswered(adopted, AttachResult.MISMATCH, is_first))
+                self._apply(life, AttachAnswered(adopted, AttachResult.MISMATCH, is_first))
                 return unread_stream(answer.request_id)
-            self._tell(
+            self._apply(
                 life,
                 AttachAnswered(adopted, AttachResult.ATTACHED, is_first, answer.started, answer.cached_tokens),
             )
@@ -675,7 +675,7 @@ class Dispatcher:
 
         answer = await self._ask_executor(adopted.placement, on_answer)
         if isinstance(answer, NotAttached):
-            self._tell(life, AttachAnswered(adopted, NOT_ATTACHED[answer], is_first))
+            self._apply(life, AttachAnswered(adopted, NOT_ATTACHED[answer], is_first))
 
     async def _adopt(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
         """Returns the stream of a request of which only the id is known, or why there is none."""

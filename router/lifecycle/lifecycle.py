@@ -942,16 +942,16 @@ class LiveRequests:
         if life.request_id in self._served:
             raise duplicate(client_id(life.request_id))
         self._served[life.request_id] = life
-        return self.tell(life, Submit())
+        return self.apply(life, Submit())
 
     def adopt(self, life: Lifecycle, event: AdoptedElsewhere) -> Effects:
         """Continues a request that another router began."""
         before = self._served.get(life.request_id)
-        effects = [] if before is None else self.tell(before, TakenOver(life.request_id))
+        effects = [] if before is None else self.apply(before, TakenOver(life.request_id))
         self._served[life.request_id] = life
-        return effects + self.tell(life, event)
+        return effects + self.apply(life, event)
 
-    def tell(self, life: Lifecycle, event: Event) -> Effects:
+    def apply(self, life: Lifecycle, event: Event) -> Effects:
         """Applies an event to a request."""
         effects = life.handle(event)
         for effect in tuple(effects):
@@ -972,23 +972,23 @@ class LiveRequests:
 
     def release(self, life: Lifecycle) -> Effects:
         """Handles a client that wants no more. Safe to repeat, also after the request's end."""
-        return self.tell(life, Release()) if self._served.get(life.request_id) is life else []
+        return self.apply(life, Release()) if self._served.get(life.request_id) is life else []
 
     def submit_answered(self, life: Lifecycle, outcome: SubmitOutcome) -> Effects:
         """Applies the ledger's answer to a first submit."""
-        effects = self.tell(life, SubmitAnswered(outcome))
+        effects = self.apply(life, SubmitAnswered(outcome))
         if self._draining is not None and life.is_served:
-            effects += self.tell(life, DrainWaiting(self._draining))
+            effects += self.apply(life, DrainWaiting(self._draining))
         return effects
 
     def resubmit_due(self, life: Lifecycle) -> Effects:
         """Submits a request again: its turn has come."""
         self._to_resubmit.pop(life, None)
-        return self.tell(life, ResubmitDue())
+        return self.apply(life, ResubmitDue())
 
     def resubmit_answered(self, life: Lifecycle, outcome: SubmitOutcome, now: float) -> Effects:
         """Applies the ledger's answer to a later submit."""
-        effects = self.tell(life, ResubmitAnswered(outcome))
+        effects = self.apply(life, ResubmitAnswered(outcome))
         if not isinstance(outcome, RequestError | Refused | Duplicate):
             self._no_executor_since = None
         elif isinstance(outcome, Refused) and outcome.reason is Reason.NO_EXECUTOR and life.is_resubmit_queued:
@@ -997,36 +997,36 @@ class LiveRequests:
 
     def withdraw_due(self, life: Lifecycle) -> Effects:
         """Takes a request out of the queue: its turn has come."""
-        return self.tell(life, WithdrawDue(self._served.get(life.request_id, life) is not life))
+        return self.apply(life, WithdrawDue(self._served.get(life.request_id, life) is not life))
 
     def drain_waiting(self, error: RequestError) -> Effects:
         """Drains: waiting requests end now, also those that begin to wait later. A request that can be repeated keeps
         its place in the queue."""
         self._draining = error
-        return self._tell_all(DrainWaiting(error))
+        return self._apply_to_all(DrainWaiting(error))
 
     def leave_all(self, error: RequestError) -> Effects:
-        return self._tell_all(Leave(error))
+        return self._apply_to_all(Leave(error))
 
     def no_executor(self, error: RequestError) -> Effects:
         """No executor has been linked for the grace period. Requests with a deadline wait until that."""
-        return self._tell_all(NoExecutor(error))
+        return self._apply_to_all(NoExecutor(error))
 
     def lapsed_beside_queue(self) -> Effects:
         """Applies a lapsed lease to the requests that are not in the queue. Of those that are the ledger is asked."""
         effects: Effects = []
         for life in tuple(self._served.values()):
             if not life.is_in_queue:
-                effects += self.tell(life, LeaseLapsed())
+                effects += self.apply(life, LeaseLapsed())
         return effects
 
     def on_store_event(self, event: StoreEvent) -> Effects:
         """Applies an event of the ledger. Placements of requests that are not served are settled."""
         if isinstance(event, LeaseLapsed):
-            return self._tell_all(event)
+            return self._apply_to_all(event)
         life = self._served.get(event.request_id)
         if life is not None:
-            return self.tell(life, event)
+            return self.apply(life, event)
         if event.request_id not in self._left:
             match event:
                 case Placement(request_id, attempt):
@@ -1035,10 +1035,10 @@ class LiveRequests:
                     return [SettleUnused(Ending(request_id, attempt, cancelled=True))]
         return []
 
-    def _tell_all(self, event: Event) -> Effects:
+    def _apply_to_all(self, event: Event) -> Effects:
         effects: Effects = []
         for life in tuple(self._served.values()):
-            effects += self.tell(life, event)
+            effects += self.apply(life, event)
         return effects
 
     def _give_up_without_executor(self, error: RequestError, now: float) -> Effects:
@@ -1051,5 +1051,5 @@ class LiveRequests:
             for life in tuple(self._to_resubmit):
                 if life.deadline is None or now > life.deadline:
                     del self._to_resubmit[life]
-                    effects += self.tell(life, GiveUp(error))
+                    effects += self.apply(life, GiveUp(error))
         return effects

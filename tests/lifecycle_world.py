@@ -59,9 +59,9 @@ from router.lifecycle.lifecycle import (
 )
 from router.store.types import (
     Adopted,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     Duplicate,
     Ending,
     HandBackRefusal,
@@ -257,7 +257,7 @@ class Ledger:
         if not is_placed:
             self._bury(name, was_cancelled=True)
         if is_anothers:
-            self.tell(entry.owner, CancelAsked(name, entry.attempt) if is_placed else Cancelled(name))
+            self.tell(entry.owner, CancelRequested(name, entry.attempt) if is_placed else Cancelled(name))
         self.board()
         return CancelOutcome(entry.state, entry.placement(name) if is_placed else None, entry.owner, is_anothers)
 

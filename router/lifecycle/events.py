@@ -19,7 +19,7 @@ from router.store.types import (
     HandBackRefusal,
     LedgerState,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     Queued,
     Refused,
     StoreEvent,
@@ -299,7 +299,7 @@ class SequenceEnded:
 
 LinkEvent = NotLinked | Unlinked | Rejected | Withdrawn | Detached | FirstToken | SequenceEnded
 # Fenced by their attempt.
-FENCED = frozenset({NotLinked, Unlinked, Rejected, Withdrawn, Detached, FirstToken, SequenceEnded, PreemptAsked})
+FENCED = frozenset({NotLinked, Unlinked, Rejected, Withdrawn, Detached, FirstToken, SequenceEnded, PreemptRequested})
 
 Event = (
     Submit

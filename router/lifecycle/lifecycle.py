@@ -85,8 +85,8 @@ from router.request.errors import ADAPTER, duplicate, mismatch, out_of_reach, ou
 from router.request.ids import client_id
 from router.store.types import (
     Adopted,
-    CancelAsked,
     Cancelled,
+    CancelRequested,
     Dropped,
     DropReason,
     Duplicate,
@@ -96,7 +96,7 @@ from router.store.types import (
     LedgerState,
     Lost,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     Queued,
     Refused,
     StoreEvent,
@@ -571,12 +571,12 @@ class Lifecycle:
             lost = Placement(event.request_id, event.attempt, event.executor_id, event.generation)
             self._hand_back(lost, RequeueReason.REJECTED)
 
-    def _on_cancel_asked(self, event: CancelAsked) -> None:
+    def _on_cancel_requested(self, event: CancelRequested) -> None:
         self.is_cancelled = True
         if self.placement is not None:
             self._cancel_sequence(self.placement)
 
-    def _on_preempt_asked(self, event: PreemptAsked) -> None:
+    def _on_preempt_requested(self, event: PreemptRequested) -> None:
         assert self.placement is not None
         self._cancel_sequence(self.placement, types_pb2.FINISH_REASON_PREEMPTED)
 
@@ -879,8 +879,8 @@ ON_EVENT: dict[type, Callable[[Lifecycle, Any], None]] = {
     Forgotten: Lifecycle._on_forgotten,
     Placement: Lifecycle._on_placement,
     Lost: Lifecycle._on_lost,
-    CancelAsked: Lifecycle._on_cancel_asked,
-    PreemptAsked: Lifecycle._on_preempt_asked,
+    CancelRequested: Lifecycle._on_cancel_requested,
+    PreemptRequested: Lifecycle._on_preempt_requested,
     Cancelled: Lifecycle._on_cancelled,
     Dropped: Lifecycle._on_dropped,
     TakenOver: Lifecycle._on_taken_over,

@@ -35,7 +35,16 @@ from router.lifecycle.events import (
     WithdrawDue,
     Withdrawn,
 )
-from router.store.types import CancelAsked, Cancelled, Dropped, LeaseLapsed, Lost, Placement, PreemptAsked, TakenOver
+from router.store.types import (
+    Cancelled,
+    CancelRequested,
+    Dropped,
+    LeaseLapsed,
+    Lost,
+    Placement,
+    PreemptRequested,
+    TakenOver,
+)
 
 ALL = frozenset(RequestState)
 UNSERVED = frozenset({RequestState.NEW, RequestState.ENDED, RequestState.LEFT})
@@ -114,8 +123,8 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
         "REPLAYING": "= ENDED",
         "HANDING_BACK WITHDRAWING": "=",
     },
-    (CancelAsked,): {"SERVED": "="},
-    (PreemptAsked, FirstToken): {"PLACED REPLAYING ENDED": "="},
+    (CancelRequested,): {"SERVED": "="},
+    (PreemptRequested, FirstToken): {"PLACED REPLAYING ENDED": "="},
     (Cancelled, Dropped): {"SERVED": "ENDED"},
     (AttachAnswered,): {
         "WAITING RESUBMITTING": "= PLACED HANDING_BACK ENDED",

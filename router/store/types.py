@@ -435,7 +435,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelAsked:
+class CancelRequested:
     """Another router was asked to cancel this placement."""
 
     request_id: str
@@ -443,7 +443,7 @@ class CancelAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class PreemptAsked:
+class PreemptRequested:
     """The placement is preempted by a higher class: end it on its executor and hand it back as preempted."""
 
     request_id: str
@@ -497,7 +497,7 @@ class PoolListener(Protocol):
         """The ledger has had no report of the executor for so long."""
 
 
-StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped | TakenOver | LeaseLapsed
+StoreEvent = Placement | Lost | CancelRequested | PreemptRequested | Cancelled | Dropped | TakenOver | LeaseLapsed
 
 
 @dataclass(frozen=True, slots=True)

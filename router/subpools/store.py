@@ -30,9 +30,9 @@ from router.store.store import AdmissionStore, SubmitOutcome
 from router.store.types import (
     Adopted,
     Attempt,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     Demand,
     Dropped,
     Duplicate,
@@ -385,7 +385,7 @@ class SubPoolStore:
             else:
                 break
         if not is_own and found.placement is not None:
-            self._deliver(CancelAsked(demand.request_id, found.placement.attempt))
+            self._deliver(CancelRequested(demand.request_id, found.placement.attempt))
 
     # Executors and leases --------------------------------------------------------------------------------------
 

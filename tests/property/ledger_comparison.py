@@ -83,7 +83,7 @@ def _compare_lines(records: Records, pool: Pool) -> None:
     placed = {f"{one}\0{pool.requests[n].attempt}\0{n}" for one in pool.executors for n in pool.placed_on(one)}
     assert records.scores("placements").keys() == placed
     assert records.scores("preemptible").keys() == {
-        name for name, one in pool.requests.items() if one.state is LedgerState.PLACED and one.may_be_asked
+        name for name, one in pool.requests.items() if one.state is LedgerState.PLACED and one.may_be_preempted
     }
 
 

@@ -10,9 +10,9 @@ from common.errors import Reason
 from router.store.keys import PoolKeys
 from router.store.types import (
     Attempt,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     Demand,
     Dropped,
     DropReason,
@@ -235,7 +235,7 @@ async def test_cancel_of_a_placed_request_is_its_owners_affair(store_pool: Store
     placement = await a.place("r", 3)
 
     assert await b.store.cancel("r") == CancelOutcome(LedgerState.PLACED, placement, "a", owner_told=True)
-    assert await a.told() == [CancelAsked("r", 1)]
+    assert await a.told() == [CancelRequested("r", 1)]
     assert await a.store.cancel("r") == CancelOutcome(LedgerState.PLACED, placement, "a", owner_told=False)
     assert await a.told() == []
     assert await store_pool.reserved_blocks() == {"x": 3}

@@ -20,8 +20,8 @@ from router.store.ledgers import Ledgers
 from router.store.types import (
     Adopted,
     Attempt,
-    CancelAsked,
     CancelOutcome,
+    CancelRequested,
     Demand,
     Duplicate,
     Ending,
@@ -348,7 +348,7 @@ async def test_request_that_is_placed_while_another_router_takes_its_claim_is_ca
     a.store._claims.move = move_and_let_both_be_placed  # type: ignore[method-assign]
     assert not await a.store.take_out(one, 1)
     told = await a.told()
-    assert CancelAsked("r", 1) in told
+    assert CancelRequested("r", 1) in told
     assert Placement("r", 1, executor_of(0), 1) in told
 
 

@@ -205,10 +205,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         first = joined[0]
         if isinstance(first.outcome, Queued) and spec.want_queue_events:
             dispatcher.watch_queue(first.stream, first.outcome)
-            await self._tell_queued(relay, first.outcome, pool)
+            await self._send_queued(relay, first.outcome, pool)
         return relay
 
-    async def _tell_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend) -> None:
+    async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend) -> None:
         try:
             await relay.queued(outcome)
         except asyncio.CancelledError:

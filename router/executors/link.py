@@ -361,7 +361,7 @@ class ExecutorLink:
         if response.HasField("step"):
             self._receive_step(response.step)
 
-    def _tell(self, stream: RequestStream, event: LinkEvent) -> None:
+    def _report_event(self, stream: RequestStream, event: LinkEvent) -> None:
         if self._events is not None:
             self._events.on_request(self, stream, event)
 
@@ -385,7 +385,7 @@ class ExecutorLink:
         if on_answer is not None:
             on_answer(NotAttached.NOT_HELD)
         elif stream is not None:
-            self._tell(stream, Rejected(rejected.attempt, _refusal(rejected)))
+            self._report_event(stream, Rejected(rejected.attempt, _refusal(rejected)))
 
     def _attach(self, attached: executor_pb2.SequenceAttached) -> None:
         on_answer = self._attaching.pop((attached.request_id, attached.attempt), None)
@@ -415,7 +415,7 @@ class ExecutorLink:
             if not stream.token(offset, token_id):
                 self._mend(stream, stream.life.current_attempt)
             elif stream.life.is_suspect:
-                self._tell(stream, FirstToken(stream.life.current_attempt))
+                self._report_event(stream, FirstToken(stream.life.current_attempt))
         for one in step.logprobs:
             if stream := self._current(one.slot):
                 stream.logprobs(one.offset, one.values)
@@ -426,7 +426,7 @@ class ExecutorLink:
         for slot in step.detached:
             stream, attempt = self._seated.pop(slot)
             self._mended.discard((stream.request_id, attempt))
-            self._tell(stream, Detached(attempt))
+            self._report_event(stream, Detached(attempt))
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
             self._finish(stream, attempt, finished)
@@ -458,7 +458,7 @@ class ExecutorLink:
 
     def _give_up(self, stream: RequestStream, attempt: int) -> None:
         self.cancel(stream.request_id, attempt)
-        self._tell(stream, Withdrawn(attempt))
+        self._report_event(stream, Withdrawn(attempt))
 
     def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
         key = (stream.request_id, attempt)
@@ -477,7 +477,7 @@ class ExecutorLink:
         ended = SequenceEnded(
             attempt, finished.reason, stop_token_id, finished.error, is_draining, finished.constraint_unfinished
         )
-        self._tell(stream, ended)
+        self._report_event(stream, ended)
 
 
 def _field_since_logits(submit: executor_pb2.Submit) -> str | None:

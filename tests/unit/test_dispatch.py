@@ -455,18 +455,18 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
     relay = Relay(stream, write)
     await relay.queued(Queued(3, 1500))
     stream.move(Queued(1, None))
-    await relay._tell_progress(await stream.next())
+    await relay._send_progress(await stream.next())
     place(stream, placement())
     stream.accept()
     stream.start(0)
     stream.token(0, 1)
     stream.pause()
     stream.move(Queued(7, None))  # it is accepted: too late
-    await relay._tell_progress(await stream.next())
+    await relay._send_progress(await stream.next())
     stream.life.handle(Unlinked(1))
     place(stream, placement(2))
     stream.accept()
-    await relay._tell_progress(await stream.next())
+    await relay._send_progress(await stream.next())
     told = [(event.WhichOneof("event"), event.queued.position, event.notice.kind) for event in events]
     assert told == [
         ("queued", 3, 0),

@@ -438,9 +438,9 @@ class Dispatcher:
         """Returns the state of a request of any router; None if there is no such request."""
         return await self._store.explain(request_id)
 
-    async def snapshot(self, max_lines: int = 0) -> Snapshot:
+    async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         """Returns the current state of the ledger."""
-        return await self._store.snapshot(max_lines)
+        return await self._store.snapshot(max_tenant_queues)
 
     # Callbacks of links.
 

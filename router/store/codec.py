@@ -47,7 +47,7 @@ from router.store.types import (
     StoreEvent,
     TakenOver,
     TenantLimits,
-    TenantLine,
+    TenantQueue,
     WaitReason,
 )
 
@@ -389,7 +389,7 @@ def parse_snapshot(reply: Reply) -> Snapshot:
         tuple(ExecutorStanding(**one) for one in found["executors"]),
         tuple(ClassQueue(*one) for one in found["queues"]),
         EstimateAccuracy(*found["estimates"]),
-        tuple(TenantLine(*one) for one in found["lines"]),
+        tuple(TenantQueue(*one) for one in found["tenant_queues"]),
     )
 
 

@@ -296,9 +296,9 @@ class AdmissionStore:
         """Removes executors and routers whose lease has lapsed, a bounded number; the next call continues."""
         await self._detached(self._reap())
 
-    async def snapshot(self, max_lines: int = 0) -> Snapshot:
-        """Returns the state of the pool, with the queues of at most `max_lines` tenants."""
-        reply = await self._detached(self._operate("snapshot", max_lines))
+    async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
+        """Returns the state of the pool, with the queues of at most `max_tenant_queues` tenants."""
+        reply = await self._detached(self._operate("snapshot", max_tenant_queues))
         return parse_snapshot(reply)
 
     # How a script is called ------------------------------------------------------------------------------------

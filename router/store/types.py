@@ -47,7 +47,7 @@ class ClassQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLine:
+class TenantQueue:
     """A tenant's waiting requests of a class. `wait_ms` is how long the head of its queue has waited."""
 
     priority_class: int
@@ -74,7 +74,7 @@ class Snapshot:
     executors: tuple[ExecutorStanding, ...]
     queues: tuple[ClassQueue, ...]
     estimates: EstimateAccuracy = EstimateAccuracy(0, 0.0, 1.0)
-    lines: tuple[TenantLine, ...] = ()
+    tenant_queues: tuple[TenantQueue, ...] = ()
 
     @property
     def num_waiting(self) -> tuple[int, ...]:

@@ -420,10 +420,10 @@ class SubPoolStore:
         for number, store in enumerate(self.stores):
             store.listen(_Listener(number, peers, listener))
 
-    async def snapshot(self, max_lines: int = 0) -> Snapshot:
+    async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         """Returns the state of all sub-pools that answer. Raises `RequestError` if none does."""
-        calls = (self._heard(number, store.snapshot(max_lines)) for number, store in enumerate(self.stores))
-        return merged(_answers(await asyncio.gather(*calls, return_exceptions=True)), max_lines)
+        calls = (self._heard(number, store.snapshot(max_tenant_queues)) for number, store in enumerate(self.stores))
+        return merged(_answers(await asyncio.gather(*calls, return_exceptions=True)), max_tenant_queues)
 
     # How a sub-pool is asked -----------------------------------------------------------------------------------
 

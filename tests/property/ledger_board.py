@@ -31,7 +31,7 @@ def board(pool: Pool, caller_id: str) -> None:
     _age(pool)
     passed: list[str] = []
     while _may_offer(pool):
-        name = _next_in_line(pool, passed)
+        name = _next_in_queue(pool, passed)
         if name is None:
             return
         match _deal(pool, name, passed, caller_id):
@@ -60,7 +60,7 @@ def _placed(pool: Pool) -> dict[str, Request]:
     return {name: one for name, one in pool.requests.items() if one.state is LedgerState.PLACED}
 
 
-def _next_in_line(pool: Pool, passed: list[str]) -> str | None:
+def _next_in_queue(pool: Pool, passed: list[str]) -> str | None:
     """For whom room is kept; else by class, by what its tenant was served, by its place in the tenant's line."""
     for name in pool.claims:
         if _has_what_is_kept(pool, name):

@@ -43,7 +43,7 @@ local function cancel(id, is_own, takes_out)
     refund(request)
   end
   if told then
-    tell(request.state == 'PLACED' and 'cancel' or 'cancelled', id, request)
+    notify(request.state == 'PLACED' and 'cancel' or 'cancelled', id, request)
   end
   return found
 end

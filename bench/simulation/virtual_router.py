@@ -107,7 +107,7 @@ class RouterShape:
 
 class VirtualRouter:
     """One start of a router. With one link it has a ledger, with more a sub-pool behind each. Implements
-    `router.dispatch.moves.Line`."""
+    `router.dispatch.waiting_audit.WaitingRequests`."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class VirtualRouter:
     def waits(self, stream: RequestStream) -> bool:
         return self._waits(stream.life)
 
-    def submit_forgotten_again(self, stream: RequestStream) -> None:
+    def resubmit_forgotten(self, stream: RequestStream) -> None:
         self._apply(stream.life, Forgotten())
 
     # How effects are executed.

@@ -500,7 +500,7 @@ class Dispatcher:
         """Returns whether the request is in the queue, as far as this router knows."""
         return self._is_served(stream) and stream.life.is_in_queue
 
-    def submit_forgotten_again(self, stream: RequestStream) -> None:
+    def resubmit_forgotten(self, stream: RequestStream) -> None:
         """Submits a request again that the ledger does not have in its queue, although it waits here."""
         self._apply(stream.life, Forgotten())
 

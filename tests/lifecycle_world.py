@@ -689,7 +689,7 @@ class World:
                 served = requests.served.get(call.request_id)
                 if served is not None:
                     self._tell(router_id, served, CancelFound(outcome.state))
-                elif outcome.placement is not None and not outcome.owner_told:
+                elif outcome.placement is not None and not outcome.owner_notified:
                     self._send(router_id, "cancel", (call.request_id, outcome.placement.attempt), CANCELLED)
             case "adopt" if isinstance(outcome, Adopted):
                 self._attach(router_id, None, outcome, is_first=False)

@@ -187,7 +187,7 @@ class VirtualRouter:
         life = self.requests.served.get(request_id)
         if life is not None and outcome.state is not None:
             self._apply(life, CancelFound(outcome.state))
-        elif outcome.placement is not None and not outcome.owner_told:
+        elif outcome.placement is not None and not outcome.owner_notified:
             placement = outcome.placement
             self._cancel_sequence(CancelSequence(placement.executor_id, request_id, placement.attempt))
 
@@ -264,7 +264,7 @@ class VirtualRouter:
             self._execute(self.requests.on_store_event(event))
             return
         self.writer.start_over()
-        self._execute(self.requests.lapsed_beside_queue())
+        self._execute(self.requests.apply_lapse_outside_queue())
         self._look_at_all()
 
     def _look_at_all(self) -> None:

@@ -126,7 +126,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             async with asyncio.timeout(timeout_s):
                 for dispatcher in dispatchers:
-                    await dispatcher.emptied()
+                    await dispatcher.wait_until_empty()
                 await self._no_stream.wait()
         except TimeoutError:
             log.warning("drain: %d streams still run; clients resume them on other routers", self._num_streams)

@@ -238,7 +238,7 @@ class Dispatcher:
         self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
         self._moves = Moves(self, self._store) if isinstance(self._store, SubPoolStore) else None
         self._turns = SubmitTurns()
-        self._executors = self._executors_of_effects()
+        self._effect_handlers = self._make_effect_handlers()
         self._tasks = asyncio.TaskGroup()
         self._has_stopped = False
 
@@ -373,20 +373,20 @@ class Dispatcher:
         if reader != stream.reader:
             return
         self._queue_watch.unwatch(stream)
-        goes_on_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
-        if stream.has_ended or goes_on_s == 0:
+        drain_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
+        if stream.has_ended or drain_s == 0:
             self.release(stream)
         elif self._is_served(stream):
-            self._spawn(self._drain_unattended(stream, goes_on_s))
+            self._spawn(self._drain_unattended(stream, drain_s))
 
-    async def _drain_unattended(self, stream: RequestStream, goes_on_s: float | None) -> None:
+    async def _drain_unattended(self, stream: RequestStream, drain_s: float | None) -> None:
         """Drains the stream without a reader so that stop strings and deadlines still apply."""
         reader = stream.attend()
         try:
-            async with asyncio.timeout(goes_on_s):
+            async with asyncio.timeout(drain_s):
                 await Relay(stream, None).run()
         except TimeoutError:
-            log.info("%s: no client resumed the request within %g s", stream.request_id, goes_on_s)
+            log.info("%s: no client resumed the request within %g s", stream.request_id, drain_s)
         except RequestError as error:
             log.debug("%s: without a client: %s", stream.request_id, error.reason.value)
         if reader == stream.reader:
@@ -401,7 +401,7 @@ class Dispatcher:
         """Ends what waits, because this router drains. A request that can be repeated keeps its place in the queue."""
         self._execute(self._requests.drain_waiting(draining("the router is draining")))
 
-    async def emptied(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Waits until no request waits or runs here."""
         while self._requests.served:
             await stream_of(next(iter(self._requests.served.values()))).forgotten.wait()
@@ -423,7 +423,7 @@ class Dispatcher:
         life = self._requests.served.get(request_id)
         if life is not None:
             self._apply(life, CancelFound(outcome.state))
-        elif outcome.placement is not None and not outcome.owner_told:
+        elif outcome.placement is not None and not outcome.owner_notified:
             placement = outcome.placement
             self._execute([CancelSequence(placement.executor_id, request_id, placement.attempt)])
         return outcome.state
@@ -484,7 +484,7 @@ class Dispatcher:
             log.warning("the ledger has taken this router for dead; it is asked which waiting requests it still has")
         self._on_lapse()
         self._ledger.start_over()
-        self._execute(self._requests.lapsed_beside_queue())
+        self._execute(self._requests.apply_lapse_outside_queue())
         self._waiting_audit.lapsed()
 
     def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
@@ -511,9 +511,9 @@ class Dispatcher:
 
     def _execute(self, effects: Effects) -> None:
         for effect in effects:
-            self._executors[type(effect)](effect)
+            self._effect_handlers[type(effect)](effect)
 
-    def _executors_of_effects(self) -> dict[type, Callable[[Any], None]]:
+    def _make_effect_handlers(self) -> dict[type, Callable[[Any], None]]:
         return {
             SubmitToLedger: self._start_submit,
             Answer: self._answer,

@@ -1012,8 +1012,8 @@ class LiveRequests:
         """No executor has been linked for the grace period. Requests with a deadline wait until that."""
         return self._apply_to_all(NoExecutor(error))
 
-    def lapsed_beside_queue(self) -> Effects:
-        """Applies a lapsed lease to the requests that are not in the queue. Of those that are the ledger is asked."""
+    def apply_lapse_outside_queue(self) -> Effects:
+        """Applies a lapsed lease to the requests that are not in the queue. `WaitingAudit` checks those that are."""
         effects: Effects = []
         for life in tuple(self._served.values()):
             if not life.is_in_queue:

@@ -350,9 +350,9 @@ def parse_cancel(request_id: str, reply: Reply) -> CancelOutcome:
     state = LedgerState(reply.status)
     if state is LedgerState.ENDED:
         return CancelOutcome(state)
-    attempt, executor_id, generation, owner_id, told = reply.values
+    attempt, executor_id, generation, owner_id, owner_notified = reply.values
     placement = Placement(request_id, attempt, executor_id, generation) if state is LedgerState.PLACED else None
-    return CancelOutcome(state, placement, owner_id or None, bool(told))
+    return CancelOutcome(state, placement, owner_id or None, bool(owner_notified))
 
 
 def parse_explain(reply: Reply) -> Explanation | None:

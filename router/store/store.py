@@ -147,7 +147,7 @@ class AdmissionStore:
         self._settings = settings
         self._on_event = on_event
         self._on_call = on_call
-        self._tenures = OwnershipFilter(on_event)
+        self._ownership = OwnershipFilter(on_event)
         self._clock = StoreClock()
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
@@ -167,7 +167,7 @@ class AdmissionStore:
         mailbox = Mailbox(reader, self._keys.mailbox(self.router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(mailbox.run(self._tenures.tell, self._outage.failed))
+                group.create_task(mailbox.run(self._ownership.receive, self._outage.failed))
                 group.create_task(_repeat(self.renew, self._settings.renew_interval_ms, jitter=0.1))
                 group.create_task(_repeat(self.reap, self._settings.reap_interval_ms, jitter=0.5))
         finally:
@@ -308,20 +308,20 @@ class AdmissionStore:
         assert demand.blocks > 0
         assert demand.sequences > 0
         asked = _Asked(demand.request_id, submit_args(demand, self._settings))
-        with self._tenures.asked(demand.request_id):
+        with self._ownership.during_call(demand.request_id):
             reply, event = await self._submits.ask(asked)
-            self._begin_tenure(demand.request_id, reply)
+            self._take_ownership(demand.request_id, reply)
         return event or parse_submit(demand.request_id, reply)
 
     async def _adopt(self, request_id: str) -> Reply:
-        with self._tenures.asked(request_id):
+        with self._ownership.during_call(request_id):
             reply = await self._operate("adopt", request_id)
-            self._begin_tenure(request_id, reply)
+            self._take_ownership(request_id, reply)
         return reply
 
-    def _begin_tenure(self, request_id: str, reply: Reply) -> None:
+    def _take_ownership(self, request_id: str, reply: Reply) -> None:
         if reply.status in OWNED:
-            self._tenures.begin(request_id, reply.now_ms)
+            self._ownership.take(request_id, reply.now_ms)
 
     async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
         """Undoes a submit whose caller was cancelled: nothing can have been sent to an executor."""

@@ -406,14 +406,14 @@ class HandBackRefusal(Enum):
 class CancelOutcome:
     """The result of a cancel. `state` None: the id is unknown.
 
-    WAITING and LOST requests are removed by it. For a PLACED one `owner_told` says whether its owner, another router,
-    was asked to cancel it; if not, the caller cancels `placement` on the executor.
+    WAITING and LOST requests are removed by it. For a PLACED one `owner_notified` is true if its owner, another router,
+    was asked to cancel it; otherwise the caller cancels `placement` on the executor.
     """
 
     state: LedgerState | None
     placement: Placement | None = None
     owner_id: str | None = None
-    owner_told: bool = False
+    owner_notified: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The leader's side of a GPU forward pass with ranks: it sends each step of its runner to the runners of the workers."""
+"""The leader's side of a GPU forward pass with ranks: it sends each step of its runner to the workers' runners."""
 
 from __future__ import annotations
 

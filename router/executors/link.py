@@ -27,7 +27,7 @@ from router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, S
 from router.request.executor_context import FrameError
 from router.stream.request_stream import RequestStream, unread_stream
 
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 LATE_S = 1.0
 
 
@@ -42,11 +42,11 @@ class LivenessTimer:
         self._num_silent = 0
         self._has_heard = False
 
-    def hear(self) -> None:
+    def record_message(self) -> None:
         """Records a message of the peer."""
         self._has_heard = True
 
-    def look(self, late_s: float) -> bool:
+    def check(self, late_s: float) -> bool:
         """Counts a check that comes `late_s` seconds late. Returns whether the peer has been silent for too long."""
         self._num_silent = 0 if self._has_heard or late_s > LATE_S else self._num_silent + 1
         self._has_heard = False
@@ -57,9 +57,9 @@ class LivenessTimer:
         """Checks every second. Calls `end` once the peer has been silent for too long."""
         loop = asyncio.get_running_loop()
         while not self.is_over:
-            due = loop.time() + LOOK_EVERY_S
-            await asyncio.sleep(LOOK_EVERY_S)
-            self.look(loop.time() - due)
+            due = loop.time() + CHECK_INTERVAL_S
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            self.check(loop.time() - due)
         end()
 
 
@@ -285,7 +285,7 @@ class ExecutorLink:
         try:
             # The first response is the report that the executor sends when a router joins.
             async for response in call:
-                silence.hear()
+                silence.record_message()
                 if not self.is_up and not self._come_up():
                     return
                 check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())

@@ -145,7 +145,7 @@ def parse_reports(reply: Reply) -> list[ReportOutcome]:
     ]
 
 
-def parse_unheard(reply: Reply) -> list[tuple[str, float]]:
+def parse_overdue_reports(reply: Reply) -> list[tuple[str, float]]:
     """Returns the silent executors of reap.lua, and for how many seconds each is silent."""
     flat = reply.values[0] if reply.values else ()
     return [(executor_id, ms / 1000) for executor_id, ms in zip(flat[::2], flat[1::2], strict=True)]

@@ -31,12 +31,12 @@ from router.store.codec import (
     parse_explain,
     parse_hand_back,
     parse_outcomes,
+    parse_overdue_reports,
     parse_rates,
     parse_reply,
     parse_reports,
     parse_snapshot,
     parse_submit,
-    parse_unheard,
     rates_args,
     report_args,
     settle_args,
@@ -349,8 +349,8 @@ class AdmissionStore:
             if reply.status != "AGAIN":
                 break
         if self._listener is not None:
-            for executor_id, silent_s in parse_unheard(reply):
-                self._listener.on_unheard(executor_id, silent_s)
+            for executor_id, silent_s in parse_overdue_reports(reply):
+                self._listener.on_report_overdue(executor_id, silent_s)
         await self._board(operation, reply)
 
     def _batches(self, name: str) -> Batches[_Asked, _Answer]:

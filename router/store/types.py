@@ -493,7 +493,7 @@ class PoolListener(Protocol):
     def on_routers(self, peers: frozenset[str]) -> None:
         """The other live routers have changed."""
 
-    def on_unheard(self, executor_id: str, silent_s: float) -> None:
+    def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
         """The ledger has had no report of the executor for so long."""
 
 

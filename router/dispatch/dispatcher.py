@@ -238,7 +238,7 @@ class Dispatcher:
         self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
         self._moves = Moves(self, self._store) if isinstance(self._store, SubPoolStore) else None
         self._turns = SubmitTurns()
-        self._effect_handlers = self._make_effect_handlers()
+        self._on_effect = self._effect_table()
         self._tasks = asyncio.TaskGroup()
         self._has_stopped = False
 
@@ -511,9 +511,9 @@ class Dispatcher:
 
     def _execute(self, effects: Effects) -> None:
         for effect in effects:
-            self._effect_handlers[type(effect)](effect)
+            self._on_effect[type(effect)](effect)
 
-    def _make_effect_handlers(self) -> dict[type, Callable[[Any], None]]:
+    def _effect_table(self) -> dict[type, Callable[[Any], None]]:
         return {
             SubmitToLedger: self._start_submit,
             Answer: self._answer,

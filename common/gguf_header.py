@@ -1,7 +1,7 @@
-"""The head of a GGUF file: its plain metadata, and where its tensors are.
+"""The header of a GGUF file: its scalar metadata, and the places of its tensors.
 
-Read here because what else reads it takes ten seconds for the vocabulary, imports torch, or does not know all types of
-tensors. Arrays are passed over. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little endian.
+Other readers take ten seconds for the vocabulary, import torch, or do not know all types of
+tensors. Arrays are skipped. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little endian.
 """
 
 from __future__ import annotations

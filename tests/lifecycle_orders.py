@@ -18,6 +18,7 @@ from router.lifecycle.events import (
     AttachResult,
     CancelFound,
     Detached,
+    DrainWaiting,
     Event,
     FirstToken,
     Forgotten,
@@ -39,7 +40,6 @@ from router.lifecycle.events import (
     Submit,
     SubmitAnswered,
     SubmitOutcome,
-    TurnAway,
     Unlinked,
     WithdrawAnswered,
     WithdrawDue,
@@ -49,9 +49,9 @@ from router.lifecycle.lifecycle import CHANGING, CHANGING_FIELDS, Lifecycle
 from router.lifecycle.transitions import UNSERVED
 from router.store.types import (
     Adopted,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     Dropped,
     DropReason,
     Duplicate,
@@ -60,7 +60,7 @@ from router.store.types import (
     LedgerState,
     Lost,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     Queued,
     Refused,
     TakenOver,
@@ -117,9 +117,9 @@ def possible_events(life: Lifecycle) -> Iterator[Event]:
         yield Submit()
         yield from (AdoptedElsewhere(adopted) for adopted in ADOPTED)
     if life.state not in UNSERVED:
-        yield from (Release(), TurnAway(ERROR), Leave(ERROR), NoExecutor(ERROR), LeaseLapsed())
+        yield from (Release(), DrainWaiting(ERROR), Leave(ERROR), NoExecutor(ERROR), LeaseLapsed())
         yield from (CancelFound(state) for state in LedgerState)
-        yield from (CancelAsked("r", 1), Cancelled("r"), DROPPED, TakenOver("r"))
+        yield from (CancelRequested("r", 1), Cancelled("r"), DROPPED, TakenOver("r"))
         yield from PLACEMENTS
         yield from (Lost("r", placement.attempt, "e", 1) for placement in PLACEMENTS)
     if life.is_in_queue:
@@ -153,7 +153,7 @@ def _answers(life: Lifecycle) -> Iterator[Event]:
 
 def _fenced(attempt: int) -> Iterator[Event]:
     yield from (NotLinked(attempt), Unlinked(attempt), Withdrawn(attempt), Detached(attempt), FirstToken(attempt))
-    yield from (Rejected(attempt), Rejected(attempt, "no executor would take it"), PreemptAsked("r", attempt))
+    yield from (Rejected(attempt), Rejected(attempt, "no executor would take it"), PreemptRequested("r", attempt))
     yield from (SequenceEnded(attempt, reason) for reason in REASONS)
     yield SequenceEnded(attempt, types_pb2.FINISH_REASON_PREEMPTED, error="stalled")
     yield SequenceEnded(attempt, types_pb2.FINISH_REASON_ERROR, error="failed")

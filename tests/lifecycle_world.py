@@ -22,6 +22,7 @@ from router.lifecycle.events import (
     AttachResult,
     CancelFound,
     Detached,
+    DrainWaiting,
     Event,
     Forgotten,
     HandBackAnswered,
@@ -32,7 +33,6 @@ from router.lifecycle.events import (
     RequestState,
     RequeueReason,
     SequenceEnded,
-    TurnAway,
     Unlinked,
     WithdrawAnswered,
 )
@@ -40,7 +40,6 @@ from router.lifecycle.lifecycle import (
     CHANGING,
     CHANGING_FIELDS,
     Answer,
-    AskLedger,
     Attach,
     CancelSequence,
     Effect,
@@ -49,19 +48,20 @@ from router.lifecycle.lifecycle import (
     HandBack,
     Lifecycle,
     LiveRequests,
-    Resubmit,
+    PublishEnd,
+    ReadOutput,
+    ScheduleResubmit,
+    ScheduleWithdraw,
     Send,
     Settle,
     SettleUnused,
-    TakeIn,
-    TellEnd,
-    Withdraw,
+    SubmitToLedger,
 )
 from router.store.types import (
     Adopted,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     Duplicate,
     Ending,
     HandBackRefusal,
@@ -257,7 +257,7 @@ class Ledger:
         if not is_placed:
             self._bury(name, was_cancelled=True)
         if is_anothers:
-            self.tell(entry.owner, CancelAsked(name, entry.attempt) if is_placed else Cancelled(name))
+            self.tell(entry.owner, CancelRequested(name, entry.attempt) if is_placed else Cancelled(name))
         self.board()
         return CancelOutcome(entry.state, entry.placement(name) if is_placed else None, entry.owner, is_anothers)
 
@@ -689,7 +689,7 @@ class World:
                 served = requests.served.get(call.request_id)
                 if served is not None:
                     self._tell(router_id, served, CancelFound(outcome.state))
-                elif outcome.placement is not None and not outcome.owner_told:
+                elif outcome.placement is not None and not outcome.owner_notified:
                     self._send(router_id, "cancel", (call.request_id, outcome.placement.attempt), CANCELLED)
             case "adopt" if isinstance(outcome, Adopted):
                 self._attach(router_id, None, outcome, is_first=False)
@@ -765,8 +765,8 @@ class World:
         """The router drains, and goes on its way when it has waited long enough."""
         router = self.routers[router_id]
         before = [(life, life.state) for life in router.requests.served.values()]
-        effects = router.requests.turn_away_waiting(DRAINING)
-        self.seen |= {(state, TurnAway, life.state) for life, state in before}
+        effects = router.requests.drain_waiting(DRAINING)
+        self.seen |= {(state, DrainWaiting, life.state) for life, state in before}
         self._execute(router_id, effects)
         self.faults += (f"leave_all {router_id}",)
 
@@ -885,7 +885,7 @@ class World:
 
     def _tell(self, router_id: str, life: Lifecycle, event: Event) -> None:
         requests = self.routers[router_id].requests
-        self._execute(router_id, self._observed(life, lambda: requests.tell(life, event), type(event)))
+        self._execute(router_id, self._observed(life, lambda: requests.apply(life, event), type(event)))
 
     def _send(self, router_id: str, kind: str, key: tuple[str, int], reason: int = 0) -> None:
         if self.routers[router_id].is_linked:
@@ -911,12 +911,12 @@ class World:
     def _execute_one(self, router_id: str, effect: Effect) -> None:
         router = self.routers[router_id]
         match effect:
-            case AskLedger(life, is_served=False):
+            case SubmitToLedger(life, is_served=False):
                 args = (life.is_repeatable, False, life.attempt)
                 router.calls += (Sent("submit", life.request_id, router.lives.index(life), args),)
-            case Resubmit(life, is_retry):
+            case ScheduleResubmit(life, is_retry):
                 self._queue(router, ("resubmit", router.lives.index(life)), is_retry)
-            case Withdraw(life, is_retry):
+            case ScheduleWithdraw(life, is_retry):
                 self._queue(router, ("withdraw", router.lives.index(life)), is_retry)
             case Attach(life, adopted, is_first):
                 self._attach(router_id, router.lives.index(life), adopted, is_first=is_first)
@@ -940,7 +940,7 @@ class World:
                 router.calls += (Sent("settle", life.request_id, None, (ending,)),)
             case SettleUnused(ending):
                 router.calls += (Sent("settle", ending.request_id, None, (ending,)),)
-            case TellEnd(life):
+            case PublishEnd(life):
                 number = router.lives.index(life)
                 router.num_ends[number] = router.num_ends.get(number, 0) + 1
                 if router.num_ends[number] > 1:
@@ -950,7 +950,7 @@ class World:
                 if number in router.gone:
                     raise Violation(f"{life.request_id} was forgotten twice")
                 router.gone |= {number}
-            case TakeIn(life):
+            case ReadOutput(life):
                 life.output = Output(has_been_accepted=True)
             case Answer(life):
                 pass

@@ -119,7 +119,7 @@ class ScriptedStore:
     async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
         return self.forgotten & {one.request_id for one in waiting}
 
-    async def snapshot(self, max_lines: int = 0) -> Snapshot:
+    async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         return Snapshot((), ())
 
     def _answer(self) -> Any:

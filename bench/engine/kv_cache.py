@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bench.engine.model_steps import BLOCK_SIZE, allocate_kv, load_native_models, model_parser
+from bench.engine.model_steps import BLOCK_SIZE, cpu_parser, load_variants
 from bench.engine.native_step import StepShape, batch_of, blocks_of
 from bench.engine.streams import timed
 from bench.report.table import Table
-from common.model_source import resolve_model
 from executor.cpu.decoder import PARTS
 from executor.model.model import PagedModel
 from inflight.cli.doctor import processor
@@ -54,20 +53,12 @@ def row_of(models: Sequence[PagedModel], shape: StepShape, rounds: int) -> list[
 
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
-    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=10)
-    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    parser = cpu_parser(__doc__, rounds=10)
     options = parser.parse_args(argv)
-    arguments = {
-        "dtype_name": options.dtype,
-        "weight_dtype": options.weight_dtype,
-        "instructions": options.cpu_isa,
-    }
-    source = resolve_model(options.model)
-    models = load_native_models([(source, {**arguments, "kv_cache_dtype": kv_type}) for kv_type in KV_TYPES])
+    num_blocks = max(shape.num_sequences * blocks_of(shape) for shape in SHAPES)
+    models = load_variants(options, [{"kv_cache_dtype": kv_type} for kv_type in KV_TYPES], num_blocks)
     if models is None:
         return 1
-    for model in models:
-        allocate_kv(model, max(shape.num_sequences * blocks_of(shape) for shape in SHAPES))
     plain, int8 = models
     print(f"- {processor().text}\n- {plain.dtype_name}, weights: {options.weight_dtype}; {plain.backend_reason}")
     sizes = [model.kv_bytes_per_block(BLOCK_SIZE) for model in models]

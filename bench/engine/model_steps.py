@@ -41,6 +41,13 @@ def model_parser(doc: str | None, dtypes: Sequence[str], rounds: int) -> argpars
     return parser
 
 
+def cpu_parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Returns the flags of `model_parser` and the instruction set, for steps on a CPU."""
+    parser = model_parser(doc, ["bfloat16", "float32"], rounds)
+    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    return parser
+
+
 def load_native_model(
     options: argparse.Namespace, instructions: str = "auto", weight_dtype: str = ""
 ) -> PagedModel | None:
@@ -55,6 +62,25 @@ def load_native_model(
     }
     models = load_native_models([(resolve_model(options.model), arguments)])
     return None if models is None else models[0]
+
+
+def load_variants(
+    options: argparse.Namespace, variants: Sequence[Mapping[str, Any]], num_blocks: int
+) -> list[PagedModel] | None:
+    """Loads the model that the flags of `cpu_parser` name once for each variant of its arguments, with a KV pool.
+
+    Prints why if it has no native forward pass.
+    """
+    arguments = {
+        "dtype_name": options.dtype,
+        "weight_dtype": options.weight_dtype,
+        "instructions": options.cpu_isa,
+    }
+    source = resolve_model(options.model)
+    models = load_native_models([(source, {**arguments, **variant}) for variant in variants])
+    for model in models or ():
+        allocate_kv(model, num_blocks)
+    return models
 
 
 def load_native_models(variants: Sequence[tuple[ModelSource, Mapping[str, Any]]]) -> list[PagedModel] | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence, load_native_model, made_up_ids, model_parser
+from bench.engine.model_steps import BLOCK_SIZE, cpu_parser, greedy_sequence, load_native_model, made_up_ids
 from bench.report.table import Table, shown
 from common.machine import num_usable_cores
 from executor.checkpoint.decoder_weights import DecoderShape
@@ -230,8 +230,7 @@ def batch_of(shape: StepShape) -> StepBatch:
 
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
-    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=30)
-    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    parser = cpu_parser(__doc__, rounds=30)
     options = parser.parse_args(argv)
     weight_types = tuple(dict.fromkeys((options.weight_dtype, "int8")))
     models = [load_native_model(options, options.cpu_isa, weight_type) for weight_type in weight_types]

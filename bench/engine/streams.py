@@ -13,11 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench.engine.model_steps import allocate_kv, load_native_models, model_parser
+from bench.engine.model_steps import cpu_parser, load_variants
 from bench.engine.native_step import SHAPES, StepShape, batch_of, blocks_of
 from bench.report.table import Table
 from common.machine import num_usable_cores
-from common.model_source import resolve_model
 from executor.cpu.decoder import NativeDecoder
 from executor.cpu.streams import NEVER, WeightStream
 from executor.model.model import PagedModel
@@ -61,21 +60,13 @@ def row_of(models: Sequence[PagedModel], natives: Sequence[NativeDecoder], shape
 
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
-    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=15)
-    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    parser = cpu_parser(__doc__, rounds=15)
     options = parser.parse_args(argv)
-    arguments = {
-        "dtype_name": options.dtype,
-        "weight_dtype": options.weight_dtype,
-        "instructions": options.cpu_isa,
-    }
-    source = resolve_model(options.model)
-    models = load_native_models([(source, {**arguments, "weight_stream": stream}) for stream in (BEFORE, None)])
+    num_blocks = max(shape.num_sequences * blocks_of(shape) for shape in SHAPES)
+    models = load_variants(options, [{"weight_stream": stream} for stream in (BEFORE, None)], num_blocks)
     if models is None:
         return 1
     natives = [model.native for model in models if model.native is not None]
-    for model in models:
-        allocate_kv(model, max(shape.num_sequences * blocks_of(shape) for shape in SHAPES))
     print(
         f"- {processor().text}\n- {models[0].dtype_name}, weights: {options.weight_dtype}; {models[0].backend_reason}"
     )

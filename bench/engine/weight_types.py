@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bench.engine.model_steps import allocate_kv, load_native_models, model_parser
+from bench.engine.model_steps import allocate_kv, cpu_parser, load_native_models
 from bench.engine.native_step import SHAPES, blocks_of
 from bench.engine.streams import times_of
 from bench.report.table import Table
@@ -22,8 +22,7 @@ from inflight.cli.doctor import processor
 
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
-    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=15)
-    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    parser = cpu_parser(__doc__, rounds=15)
     options = parser.parse_args(argv)
     source = resolve_model(options.model)
     dense = source if source.gguf_file is None else resolve_model(str(import_gguf(source)))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.simulation.oracle import Commitment, Line, hashes_of
+from bench.simulation.oracle import Commitment, ExecutorBacklog, hashes_of
 from bench.simulation.sim_executor import SimExecutor
 from bench.timeline.traffic import SimRequest
 
@@ -36,9 +36,9 @@ def tell_cached_tokens(request: SimRequest, executors: Sequence[SimExecutor]) ->
 
 
 def _num_cached(request: SimRequest, executor: SimExecutor) -> int:
-    line, block_size = Line(executor), executor.shape.block_size
+    backlog, block_size = ExecutorBacklog(executor), executor.shape.block_size
     for sequence in executor.told():
         if sequence.num_computed < sequence.num_prompt_tokens:
             other = executor.request_of(sequence)
-            line.inside[other.request_id] = Commitment(other, hashes_of(other, block_size), 0)
-    return len(request.prompt) - line.num_uncached(request, hashes_of(request, block_size))
+            backlog.inside[other.request_id] = Commitment(other, hashes_of(other, block_size), 0)
+    return len(request.prompt) - backlog.num_uncached(request, hashes_of(request, block_size))

@@ -20,9 +20,9 @@ from router.store.codec import (
     parse_event,
     parse_hand_back,
     parse_outcomes,
+    parse_overdue_reports,
     parse_reports,
     parse_submit,
-    parse_unheard,
     report_args,
     settle_args,
     submit_args,
@@ -216,8 +216,8 @@ class Ledger:
 
     def _reaped(self, reply: Reply, own: OwnEvent | None) -> None:
         if self._listener is not None:
-            for executor_id, silent_s in parse_unheard(reply):
-                self._listener.on_unheard(executor_id, silent_s)
+            for executor_id, silent_s in parse_overdue_reports(reply):
+                self._listener.on_report_overdue(executor_id, silent_s)
 
     def _operate(
         self,

@@ -71,8 +71,8 @@ class LedgerWriter:
         self._reports.follow(peers, self._now_s)
         self._relay_if_due()
 
-    def on_unheard(self, executor_id: str, silent_s: float) -> None:
-        self._reports.unheard(executor_id, silent_s, self._now_s)
+    def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
+        self._reports.report_overdue(executor_id, silent_s, self._now_s)
         self._relay_if_due()
 
     def has_use_of_report(self, executor_id: str) -> bool:

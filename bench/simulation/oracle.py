@@ -44,7 +44,7 @@ class Prediction:
 
 
 @dataclass(slots=True)
-class Line:
+class ExecutorBacklog:
     """What one executor was given, in order."""
 
     executor: SimExecutor

@@ -1,6 +1,6 @@
 """Placement on arrival, to compare with: each executor has its own queue, and requests do not move between queues.
 
-Only for runs in which nothing breaks. One object stands for all routers, and where they know all lines they know them
+Only for runs in which nothing breaks. One object stands for all routers, and where they know all queues, they know them
 exactly: real ones know them late.
 """
 
@@ -28,7 +28,7 @@ class PushPolicy(Enum):
     ROUND_ROBIN = "round robin"
     LEAST_LOADED = "least loaded, all known"
     LEAST_OF_OWN = "least loaded, own known"
-    """As several routers do that do not know of each other: the line with fewest requests of one's own."""
+    """As several routers do that do not know of each other: the queue with fewest requests of this router."""
     ORACLE = "oracle"
     """The executor where the first tokens of this request and of those that it delays come soonest, by exact knowledge
     of prefixes, remaining prompts and outputs."""
@@ -38,19 +38,19 @@ NUM_ROUTERS = 4
 
 
 @dataclass(slots=True)
-class _Line:
-    """An executor's line, and what is reserved there."""
+class _ExecutorQueue:
+    """An executor's queue, and what is reserved there."""
 
     session: Session
     waiting: deque[SimClient] = field(default_factory=deque)
     num_blocks: int = 0
     num_inside: int = 0
     num_of_router: Counter[int] = field(default_factory=Counter)
-    known: oracle.Line = field(init=False)
+    backlog: oracle.ExecutorBacklog = field(init=False)
     """As the oracle knows it."""
 
     def __post_init__(self) -> None:
-        self.known = oracle.Line(self.session.executor)
+        self.backlog = oracle.ExecutorBacklog(self.session.executor)
 
     @property
     def num_requests(self) -> int:
@@ -69,13 +69,13 @@ class PushRouter:
         self._shape = shape
         self._timeline = timeline
         self._checker = checker
-        self._lines: dict[Session, _Line] = {}
-        self._line_of: dict[str, _Line] = {}
+        self._queues: dict[Session, _ExecutorQueue] = {}
+        self._queue_of: dict[str, _ExecutorQueue] = {}
         self._turns: Iterator[int] = itertools.count()
 
     def on_linked(self, session: Session) -> None:
         """Adds an executor."""
-        self._lines[session] = _Line(session)
+        self._queues[session] = _ExecutorQueue(session)
 
     def on_unlinked(self, session: Session) -> None:
         """Fails: there are no faults here."""
@@ -95,20 +95,20 @@ class PushRouter:
         """Puts a client's request into a queue, where it stays."""
         record = self._checker.submitted(request, "push", self._timeline.now_us)
         stream = SimClient(request, record, self._shape.block_size, self._timeline)
-        line = self._choose(request)
-        line.num_of_router[_router_of(request)] += 1
-        self.streams[request.request_id], self._line_of[request.request_id] = stream, line
-        line.waiting.append(stream)
-        self._send(line)
+        queue = self._choose(request)
+        queue.num_of_router[_router_of(request)] += 1
+        self.streams[request.request_id], self._queue_of[request.request_id] = stream, queue
+        queue.waiting.append(stream)
+        self._send(queue)
 
     def on_frame(self, session: Session, frame: Frame) -> None:
         """What a turn of an executor's loop brought."""
         now_us = self._timeline.now_us
         for request_id, _, _ in frame.rejected:  # it counts sequences that have just ended
-            stream, line = self.streams[request_id], self._line_of[request_id]
-            line.waiting.appendleft(stream)
-            line.num_inside -= 1
-            line.num_blocks -= self._blocks(stream)
+            stream, queue = self.streams[request_id], self._queue_of[request_id]
+            queue.waiting.appendleft(stream)
+            queue.num_inside -= 1
+            queue.num_blocks -= self._blocks(stream)
         for request_id, _, cached_tokens in frame.started:
             stream = self.streams[request_id]
             stream.record.cached_tokens += cached_tokens
@@ -116,50 +116,50 @@ class PushRouter:
         for request_id, _, offset, token_id in frame.tokens:
             self._checker.delivered(self.streams[request_id].record, offset, token_id, now_us)
             if self._policy is PushPolicy.ORACLE:
-                self._line_of[request_id].known.inside[request_id].num_output += 1
+                self._queue_of[request_id].backlog.inside[request_id].num_output += 1
         for request_id, _, reason in frame.finished:
-            stream, line = self.streams.pop(request_id), self._line_of.pop(request_id)
+            stream, queue = self.streams.pop(request_id), self._queue_of.pop(request_id)
             self._checker.ended(stream.record, RequestOutcome.COMPLETED, now_us, reason.value)
-            line.known.inside.pop(request_id, None)
-            line.num_inside -= 1
-            line.num_of_router[_router_of(stream.request)] -= 1
-            line.num_blocks -= self._blocks(stream)
-            self._send(line)
+            queue.backlog.inside.pop(request_id, None)
+            queue.num_inside -= 1
+            queue.num_of_router[_router_of(stream.request)] -= 1
+            queue.num_blocks -= self._blocks(stream)
+            self._send(queue)
 
-    def _choose(self, request: SimRequest) -> _Line:
-        lines = list(self._lines.values())
+    def _choose(self, request: SimRequest) -> _ExecutorQueue:
+        queues = list(self._queues.values())
         if self._policy is PushPolicy.ORACLE:
-            return self._best(request, lines)
+            return self._best(request, queues)
         if self._policy is PushPolicy.ROUND_ROBIN:
-            return lines[next(self._turns) % len(lines)]
+            return queues[next(self._turns) % len(queues)]
         if self._policy is PushPolicy.LEAST_OF_OWN:
-            # Ties by turns: else all routers would begin with the same line.
-            first = next(self._turns) % len(lines)
-            return min([*lines[first:], *lines[:first]], key=lambda line: line.num_of_router[_router_of(request)])
-        return min(lines, key=lambda line: (line.num_requests, line.session.executor.executor_id))
+            # Ties by turns: else all routers would begin with the same queue.
+            first = next(self._turns) % len(queues)
+            return min([*queues[first:], *queues[:first]], key=lambda queue: queue.num_of_router[_router_of(request)])
+        return min(queues, key=lambda queue: (queue.num_requests, queue.session.executor.executor_id))
 
-    def _best(self, request: SimRequest, lines: list[_Line]) -> _Line:
+    def _best(self, request: SimRequest, queues: list[_ExecutorQueue]) -> _ExecutorQueue:
         hashes = oracle.hashes_of(request, self._shape.block_size)
         now_s = self._timeline.now_us / US_PER_S
-        predictions = [(line, line.known.predict(request, hashes, now_s)) for line in lines]
-        line, prediction = min(predictions, key=lambda one: (one[1].cost_s, one[0].num_requests))
-        line.known.add(request, hashes, prediction)
-        return line
+        predictions = [(queue, queue.backlog.predict(request, hashes, now_s)) for queue in queues]
+        queue, prediction = min(predictions, key=lambda one: (one[1].cost_s, one[0].num_requests))
+        queue.backlog.add(request, hashes, prediction)
+        return queue
 
-    def _send(self, line: _Line) -> None:
+    def _send(self, queue: _ExecutorQueue) -> None:
         """Sends the first in the queue while they fit; standby hides the transfer time."""
-        shape = line.session.executor.shape
-        while line.waiting and line.num_inside < shape.num_seats + shape.num_standby:
-            stream = line.waiting[0]
+        shape = queue.session.executor.shape
+        while queue.waiting and queue.num_inside < shape.num_seats + shape.num_standby:
+            stream = queue.waiting[0]
             num_blocks = self._blocks(stream)
-            if line.num_blocks + num_blocks > shape.num_blocks:
+            if queue.num_blocks + num_blocks > shape.num_blocks:
                 return
-            line.waiting.popleft()
-            line.num_inside += 1
-            line.num_blocks += num_blocks
-            executor = line.session.executor
+            queue.waiting.popleft()
+            queue.num_inside += 1
+            queue.num_blocks += num_blocks
+            executor = queue.session.executor
             placement = Placement(stream.request.request_id, 1, executor.executor_id, executor.generation, num_blocks)
-            line.session.submit(stream.request, placement, (), num_blocks)
+            queue.session.submit(stream.request, placement, (), num_blocks)
 
     def _blocks(self, stream: SimClient) -> int:
         return stream.request.num_blocks(self._shape.block_size)

@@ -19,7 +19,8 @@ from bench.simulation.store_link import StoreLink
 from bench.timeline.timeline import US_PER_MS, Process
 from bench.timeline.virtual_loop import VirtualLoop
 from common.errors import Reason, RequestError
-from router.dispatch.moves import Line, Moves
+from router.dispatch.moves import Moves
+from router.dispatch.waiting_audit import WaitingRequests
 from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
@@ -54,7 +55,7 @@ class SubPoolLedger:
         router_id: str,
         settings: StoreSettings,
         on_event: Callable[[StoreEvent], None],
-        line: Line,
+        requests: WaitingRequests,
     ) -> None:
         self.router_id = router_id
         self._loop = loop = VirtualLoop(links[0].timeline, process)  # type: ignore[abstract]
@@ -70,7 +71,7 @@ class SubPoolLedger:
         claims = Claims(homes, router_id, share)
         choice = SubPoolChoice(len(links), random.Random(router_id))
         self.store = SubPoolStore(len(links), open_store, claims, on_event, choice, clock=loop.time)
-        self._moves = Moves(line, self.store, clock=loop.time)
+        self._moves = Moves(requests, self.store, clock=loop.time)
 
     def start(self, phase_us: int) -> None:
         """Renews, reaps and moves from now on; `phase_us` keeps routers apart."""

@@ -41,7 +41,6 @@ from router.lifecycle.events import (
 from router.lifecycle.lifecycle import (
     KEEPS_EXECUTOR,
     Answer,
-    AskLedger,
     Attach,
     CancelSequence,
     ClearSuspicion,
@@ -52,13 +51,14 @@ from router.lifecycle.lifecycle import (
     HandBack,
     Lifecycle,
     LiveRequests,
-    NoteMoved,
-    Resubmit,
+    PublishEnd,
+    RecordRequeued,
+    ScheduleResubmit,
+    ScheduleWithdraw,
     Send,
     Settle,
     SettleUnused,
-    TellEnd,
-    Withdraw,
+    SubmitToLedger,
 )
 from router.request.errors import no_executor
 from router.store.settings import StoreSettings
@@ -107,7 +107,7 @@ class RouterShape:
 
 class VirtualRouter:
     """One start of a router. With one link it has a ledger, with more a sub-pool behind each. Implements
-    `router.dispatch.moves.Line`."""
+    `router.dispatch.waiting_audit.WaitingRequests`."""
 
     def __init__(
         self,
@@ -186,8 +186,8 @@ class VirtualRouter:
     def _cancelled(self, request_id: str, outcome: CancelOutcome) -> None:
         life = self.requests.served.get(request_id)
         if life is not None and outcome.state is not None:
-            self._tell(life, CancelFound(outcome.state))
-        elif outcome.placement is not None and not outcome.owner_told:
+            self._apply(life, CancelFound(outcome.state))
+        elif outcome.placement is not None and not outcome.owner_notified:
             placement = outcome.placement
             self._cancel_sequence(CancelSequence(placement.executor_id, request_id, placement.attempt))
 
@@ -204,7 +204,7 @@ class VirtualRouter:
             del self.links[session.executor.executor_id]
             self.writer.forget(session.executor.executor_id)
         for (_, attempt), client in self.offered.pop(session, {}).items():
-            self._tell(client.stream.life, Unlinked(attempt))
+            self._apply(client.stream.life, Unlinked(attempt))
         if not self.links:
             self._timeline.after(self._shape.no_executor_grace_us, self.process.run, self._give_up_without_executor)
 
@@ -227,7 +227,7 @@ class VirtualRouter:
             client = offered.pop((request_id, attempt), None)
             if client is not None:
                 text = "refused by the executor" if refusal is Refusal.INVALID else None
-                self._tell(client.stream.life, Rejected(attempt, text))
+                self._apply(client.stream.life, Rejected(attempt, text))
         for request_id, attempt, cached_tokens in frame.started:
             client = offered[request_id, attempt]
             if client.is_current(attempt):
@@ -239,7 +239,7 @@ class VirtualRouter:
         for request_id, attempt, reason in frame.finished:
             client = offered.pop((request_id, attempt))
             error = "failed" if reason is FinishReason.ERROR else ""
-            self._tell(client.stream.life, SequenceEnded(attempt, TO_PROTOCOL[reason], error=error))
+            self._apply(client.stream.life, SequenceEnded(attempt, TO_PROTOCOL[reason], error=error))
 
     def _started(self, client: SimClient, cached_tokens: int) -> None:
         client.stream.start(cached_tokens)
@@ -253,7 +253,7 @@ class VirtualRouter:
         is_next = stream.token(offset, token_id)
         self._checker.require(is_next, f"{stream.request_id}: token {expected} is missing before {offset}")
         if stream.life.is_suspect:
-            self._tell(stream.life, FirstToken(stream.life.current_attempt))
+            self._apply(stream.life, FirstToken(stream.life.current_attempt))
         if offset == expected and not client.has_ended:
             self._checker.delivered(client.record, offset, token_id, self._timeline.now_us)
 
@@ -264,7 +264,7 @@ class VirtualRouter:
             self._execute(self.requests.on_store_event(event))
             return
         self.writer.start_over()
-        self._execute(self.requests.lapsed_beside_queue())
+        self._execute(self.requests.apply_lapse_outside_queue())
         self._look_at_all()
 
     def _look_at_all(self) -> None:
@@ -277,7 +277,7 @@ class VirtualRouter:
         def answered(ids: frozenset[str]) -> None:
             for life in waiting:
                 if life.request_id in ids and self._waits(life):
-                    self._tell(life, Forgotten())
+                    self._apply(life, Forgotten())
 
         def failed() -> None:
             self._timeline.after(RETRY_US, self.process.run, self._look_at_all)
@@ -301,7 +301,7 @@ class VirtualRouter:
                 self._timeline.after(CONFIRM_US, self.process.run, self.look_for_forgotten, forgotten)
                 return
             for life in forgotten:
-                self._tell(life, Forgotten())
+                self._apply(life, Forgotten())
 
         self.ledger.find_forgotten([Attempt(life.request_id, life.attempt) for life in waiting], answered)
 
@@ -316,13 +316,13 @@ class VirtualRouter:
     def waits(self, stream: RequestStream) -> bool:
         return self._waits(stream.life)
 
-    def submit_forgotten_again(self, stream: RequestStream) -> None:
-        self._tell(stream.life, Forgotten())
+    def resubmit_forgotten(self, stream: RequestStream) -> None:
+        self._apply(stream.life, Forgotten())
 
     # How effects are executed.
 
-    def _tell(self, life: Lifecycle, event: Event) -> None:
-        self._execute(self.requests.tell(life, event))
+    def _apply(self, life: Lifecycle, event: Event) -> None:
+        self._execute(self.requests.apply(life, event))
 
     def _execute(self, effects: Effects) -> None:
         for effect in effects:
@@ -330,7 +330,7 @@ class VirtualRouter:
 
     def _execute_one(self, effect: Effect) -> None:
         match effect:
-            case AskLedger(life, is_served=False):
+            case SubmitToLedger(life, is_served=False):
                 self._submit(life)
             case Answer(life, Queued() as queued):
                 client_of(life).record.estimated_wait_ms = queued.estimated_wait_ms
@@ -346,21 +346,21 @@ class VirtualRouter:
                 self.writer.settle(ending)
             case CancelSequence():
                 self._cancel_sequence(effect)
-            case Resubmit(life, is_retry):
+            case ScheduleResubmit(life, is_retry):
                 self._soon(is_retry, self._submit_again, life)
-            case Withdraw(life, is_retry):
+            case ScheduleWithdraw(life, is_retry):
                 self._soon(is_retry, self._withdraw, life)
             case Attach(life, adopted, is_first):
                 # No router here adopts what another reads, so no executor lets another read it.
                 event = AttachAnswered(adopted, AttachResult.NOT_HELD, is_first)
-                self._timeline.after(0, self.process.run, self._tell, life, event)
+                self._timeline.after(0, self.process.run, self._apply, life, event)
             case ClearSuspicion(life, attempt):
                 self.ledger.absolve(life.request_id, attempt)
-            case NoteMoved(life, why):
+            case RecordRequeued(life, why):
                 stream = client_of(life).stream
                 stream.extend() if why is RequeueReason.EXTENDED else stream.pause()
-            case TellEnd(life):
-                self._tell_end(client_of(life))
+            case PublishEnd(life):
+                self._publish_end(client_of(life))
             case Forget(life):
                 del self.streams[life.request_id]
 
@@ -402,7 +402,7 @@ class VirtualRouter:
         submit = client.stream.place(placement)
         session = self.links.get(placement.executor_id)
         if session is None or session.executor.generation != placement.generation:
-            self._tell(life, NotLinked(placement.attempt))
+            self._apply(life, NotLinked(placement.attempt))
             return
         self.offered[session][placement.request_id, placement.attempt] = client
         session.submit(client.request, placement, client.stream.output_ids, submit.reserved_blocks)
@@ -426,7 +426,7 @@ class VirtualRouter:
             if outcome is HandBackRefusal.UNDECIDED:
                 ask_again()
             else:
-                self._tell(life, HandBackAnswered(placement, why, outcome, max_attempts))
+                self._apply(life, HandBackAnswered(placement, why, outcome, max_attempts))
 
         def ask() -> None:
             self.ledger.hand_back(life.request_id, placement.attempt, max_attempts, details, answered, ask_again)
@@ -435,7 +435,7 @@ class VirtualRouter:
 
     def _withdraw(self, life: Lifecycle) -> None:
         def answered(outcome: CancelOutcome | None) -> None:
-            self._tell(life, WithdrawAnswered(outcome))
+            self._apply(life, WithdrawAnswered(outcome))
 
         if self.requests.withdraw_due(life):
             self.ledger.cancel(life.request_id, True, answered, lambda: answered(None))
@@ -445,7 +445,7 @@ class VirtualRouter:
         if session is not None:
             session.cancel(effect.request_id, effect.attempt, TO_EXECUTOR[effect.reason])
 
-    def _tell_end(self, client: SimClient) -> None:
+    def _publish_end(self, client: SimClient) -> None:
         """Returns what the client receives, unless it has left."""
         life = client.stream.life
         if client.has_ended and life.is_abandoned:

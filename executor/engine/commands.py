@@ -8,14 +8,14 @@ from executor.scheduler.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmitCommand:
     """Offers a sequence."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedCommand:
     """Lets a submitted sequence board, now that its grammar is compiled, or ends it with an error."""
 
     sequence: Sequence
@@ -32,7 +32,7 @@ class CancelCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class Draining:
+class DrainCommand:
     """Refuses new sequences from now on."""
 
 
@@ -42,8 +42,8 @@ class StopCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ListCommand:
     """Requests the list of held sequences."""
 
 
-Command = Submitted | Prepared | CancelCommand | Draining | StopCommand | Listing
+Command = SubmitCommand | PreparedCommand | CancelCommand | DrainCommand | StopCommand | ListCommand

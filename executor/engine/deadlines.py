@@ -1,4 +1,4 @@
-"""DeadlineHeap of the held sequences, in milliseconds of the engine's clock, which the caller reads.
+"""Deadlines of the held sequences, in milliseconds of the engine's clock, which the caller reads.
 
 An entry of a sequence that ended early stays in the heap until its time comes or until there are too many of them.
 """

@@ -23,7 +23,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from executor.engine.commands import CancelCommand, Command, Draining, Listing, Prepared, StopCommand, Submitted
+from executor.engine.commands import (
+    CancelCommand,
+    Command,
+    DrainCommand,
+    ListCommand,
+    PreparedCommand,
+    StopCommand,
+    SubmitCommand,
+)
 from executor.engine.deadlines import DeadlineHeap
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput, EngineStatus, HeldSequences, step_record
@@ -95,11 +103,11 @@ class Engine:
         """Offers a sequence with a deadline `time_left_ms` from now. The answer comes through `publish`."""
         if time_left_ms is not None:
             sequence.deadline_ms = self._now_ms() + time_left_ms
-        self._inbox.put(Submitted(sequence))
+        self._inbox.put(SubmitCommand(sequence))
 
-    def prepared(self, sequence: Sequence, error: str = "") -> None:
+    def mark_prepared(self, sequence: Sequence, error: str = "") -> None:
         """Makes a submitted sequence eligible to board once its grammar is compiled, or ends it with an error."""
-        self._inbox.put(Prepared(sequence, error))
+        self._inbox.put(PreparedCommand(sequence, error))
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a sequence if this attempt is still held. Its end comes through `publish`."""
@@ -107,11 +115,11 @@ class Engine:
 
     def drain(self) -> None:
         """Refuses every further submit."""
-        self._inbox.put(Draining())
+        self._inbox.put(DrainCommand())
 
     def list_sequences(self) -> None:
         """Requests the list of held sequences, which comes through `publish`."""
-        self._inbox.put(Listing())
+        self._inbox.put(ListCommand())
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after the steps in flight and waits for it at most `timeout_s`. Returns whether it has
@@ -123,7 +131,7 @@ class Engine:
     def step(self) -> None:
         """Runs one iteration of the loop. Answers and boardings are published before the loop waits for the device,
         because a step may take long."""
-        output = self._take_inbox()
+        output = self._execute_commands()
         self._expire(output)
         self._parts.end(LoopPart.INBOX)
         plan = self._plan()
@@ -178,7 +186,7 @@ class Engine:
             self._num_steps_checked = self.num_steps
             self._scheduler.check_when_idle()
 
-    def _take_inbox(self) -> EngineOutput:
+    def _execute_commands(self) -> EngineOutput:
         """Executes the commands that have come, at most MAX_COMMANDS, in order. The others stay for the next turn."""
         output = EngineOutput(self.num_steps)
         if not self._scheduler.can_run:
@@ -223,7 +231,7 @@ class Engine:
 
     def _execute(self, command: Command, output: EngineOutput) -> None:
         match command:
-            case Submitted(sequence):
+            case SubmitCommand(sequence):
                 refusal = self._scheduler.offer(sequence)
                 output.finished.extend(self._scheduler.take_finished())
                 if refusal is None:
@@ -232,8 +240,8 @@ class Engine:
                     self._standby.refilled(self._clock())
                 else:
                     output.rejected.append((sequence, refusal))
-            case Prepared(sequence, error):
-                event = self._scheduler.prepared(sequence, error)
+            case PreparedCommand(sequence, error):
+                event = self._scheduler.mark_prepared(sequence, error)
                 if event is not None:
                     output.finished.append(event)
                 self._held.update((sequence,))
@@ -241,12 +249,12 @@ class Engine:
                 event = self._scheduler.cancel(request_id, attempt, reason)
                 if event is not None:
                     output.finished.append(event)
-            case Draining():
+            case DrainCommand():
                 self._scheduler.drain()
                 self._publish(EngineOutput(self.num_steps, status=self._status()))
             case StopCommand():
                 self._stopping = True
-            case Listing():
+            case ListCommand():
                 output.sequences = self._scheduler.seating.snapshot()
 
     def _retire(self, plan: StepPlan, counts: PlanCounts, step: PendingStep) -> None:

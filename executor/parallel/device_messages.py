@@ -1,4 +1,4 @@
-"""What the leader of a GPU forward pass tells the other ranks, as the contents of messages."""
+"""The contents of messages from the leader of a GPU forward pass to the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leader's side of a GPU forward pass with ranks: what its runner does is told to the runners of the others."""
+"""The leader's side of a GPU forward pass with ranks: it sends each step of its runner to the workers' runners."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class SequenceQueues:
         queue[sequence] = None
         self.num_unseated_tokens += sequence.num_tokens
 
-    def prepared(self, sequence: Sequence) -> None:
+    def mark_prepared(self, sequence: Sequence) -> None:
         """Lets a sequence that was being prepared wait for a seat."""
         del self.preparing[sequence]
         self.waiting[sequence] = None

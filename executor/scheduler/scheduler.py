@@ -235,7 +235,7 @@ class Scheduler:
             self._queues.accept(sequence)
         return refusal
 
-    def prepared(self, sequence: Sequence, error: str = "") -> FinishEvent | None:
+    def mark_prepared(self, sequence: Sequence, error: str = "") -> FinishEvent | None:
         """Makes a sequence eligible to board that was offered before its grammar was compiled. It keeps its place in
         the order of arrival. With an error it ends instead. A sequence that has ended meanwhile is ignored."""
         if sequence not in self._queues.preparing:
@@ -243,7 +243,7 @@ class Scheduler:
         if error:
             return self._finish(sequence, FinishReason.ERROR, error=error)
         assert sequence.is_ready, f"{sequence.request_id} has no compiled grammar"
-        self._queues.prepared(sequence)
+        self._queues.mark_prepared(sequence)
         return None
 
     def drain(self) -> None:
@@ -416,7 +416,7 @@ class Scheduler:
 
     @property
     def drafts(self) -> bool:
-        """Whether its sequences may builder."""
+        """Whether it plans drafted tokens (speculative decoding)."""
         return self._drafting is not None
 
     @property
@@ -507,7 +507,7 @@ class Scheduler:
         return plan
 
     def _count(self, num_tokens: int, plan: StepPlan) -> None:
-        self.bounds.note(plan.constraint)
+        self.bounds.count(plan.constraint)
         self.prefix_cache.count(plan.boarded)
         self.num_computed_tokens += num_tokens
         if self._reserve is not None:

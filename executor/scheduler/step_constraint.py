@@ -149,7 +149,7 @@ class StepBounds:
         self.newest: StepConstraint | None = None
         self._num_steps = dict.fromkeys(StepConstraint, 0)
 
-    def note(self, constraint: StepConstraint) -> None:
+    def count(self, constraint: StepConstraint) -> None:
         """Counts a step that is launched."""
         self.newest = constraint
         self._num_steps[constraint] += 1

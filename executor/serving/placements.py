@@ -224,7 +224,7 @@ class PlacementTable:
     def _reject(self, sequence: Sequence, refusal: Refusal) -> None:
         placement = self._remove(sequence)
         if placement is not None:
-            self._tell_rejected(placement, REJECT_REASON_PROTO[refusal], refusal.value)
+            self._report_rejection(placement, REJECT_REASON_PROTO[refusal], refusal.value)
 
     def _pause(self, sequence: Sequence) -> None:
         placement = self._find(sequence)
@@ -257,7 +257,7 @@ class PlacementTable:
     def _finish(self, event: FinishEvent) -> None:
         placement = self._remove(event.sequence)
         if placement is not None:
-            self._tell_ended(placement, event)
+            self._report_end(placement, event)
 
     def _find(self, sequence: Sequence) -> PlacedSequence | None:
         """Returns the placement of a sequence; None if it was handed back."""
@@ -273,7 +273,7 @@ class PlacementTable:
         self.num_times_idle += not self.has_work
         return placement
 
-    def _tell_ended(self, placement: PlacedSequence, event: FinishEvent) -> None:
+    def _report_end(self, placement: PlacedSequence, event: FinishEvent) -> None:
         self._orphans.pop(placement, None)
         if placement.trace is not None:
             placement.trace.end(event.reason, event.error)
@@ -282,7 +282,7 @@ class PlacementTable:
         if placement.reader is not None:
             placement.reader.finish(event)
 
-    def _tell_rejected(self, placement: PlacedSequence, reason: executor_pb2.RejectReason, detail: str) -> None:
+    def _report_rejection(self, placement: PlacedSequence, reason: executor_pb2.RejectReason, detail: str) -> None:
         self._orphans.pop(placement, None)
         self._take_from_newest(placement)
         if placement.trace is not None:
@@ -353,9 +353,9 @@ class PlacementTable:
             self._cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED)
             if placement.is_accepted:
                 blamed = error if placement.has_started else ""
-                self._tell_ended(placement, FinishEvent(sequence, FinishReason.PREEMPTED, error=blamed))
+                self._report_end(placement, FinishEvent(sequence, FinishReason.PREEMPTED, error=blamed))
             else:
-                self._tell_rejected(placement, executor_pb2.REJECT_REASON_DRAINING, "handed back")
+                self._report_rejection(placement, executor_pb2.REJECT_REASON_DRAINING, "handed back")
         return len(held)
 
     # Reports.

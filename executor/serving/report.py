@@ -43,7 +43,7 @@ class RecentRates:
         # The first reading is the newest one from before the window.
         self._readings: deque[_Reading] = deque((_Reading(clock(), 0, 0),))
 
-    def note(self, num_steps: int, num_output_tokens: int) -> None:
+    def observe(self, num_steps: int, num_output_tokens: int) -> None:
         """Adds the current values of the counters."""
         now_s = self._clock()
         readings = self._readings

@@ -335,7 +335,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             log.info("%s: %s", sequence.request_id, gone)
             self._engine.cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED)
             return
-        self._engine.prepared(sequence, next(filter(None, errors), ""))
+        self._engine.mark_prepared(sequence, next(filter(None, errors), ""))
 
     async def _compile_grammar(self, constraint: Constraint) -> None:
         assert self._grammars is not None
@@ -384,7 +384,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if output.status is not None:
             is_urgent = _changes_admission(output, self.status)
             self.status = output.status
-            self._rates.note(output.status.num_steps, output.status.num_output_tokens)
+            self._rates.observe(output.status.num_steps, output.status.num_output_tokens)
             self._reporter.update(output.status, is_urgent=is_urgent)
         if self.num_held == 0:
             self._all_gone.set()

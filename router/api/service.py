@@ -122,11 +122,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._is_draining = True
         dispatchers = [pool.dispatcher for pool in self._pools.by_name.values()]
         for dispatcher in dispatchers:
-            dispatcher.turn_away_waiting()
+            dispatcher.drain_waiting()
         try:
             async with asyncio.timeout(timeout_s):
                 for dispatcher in dispatchers:
-                    await dispatcher.emptied()
+                    await dispatcher.wait_until_empty()
                 await self._no_stream.wait()
         except TimeoutError:
             log.warning("drain: %d streams still run; clients resume them on other routers", self._num_streams)
@@ -205,10 +205,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         first = joined[0]
         if isinstance(first.outcome, Queued) and spec.want_queue_events:
             dispatcher.watch_queue(first.stream, first.outcome)
-            await self._tell_queued(relay, first.outcome, pool)
+            await self._send_queued(relay, first.outcome, pool)
         return relay
 
-    async def _tell_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend) -> None:
+    async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend) -> None:
         try:
             await relay.queued(outcome)
         except asyncio.CancelledError:

@@ -194,8 +194,8 @@ def _executor_row(report: executor_pb2.Report, reserved: int | None, growth: Gro
 def _tenant_rows(tallies: dict[str, Tally], snapshot: Snapshot | None) -> dict[str, Row[float]]:
     """Returns the tenants of this router's requests, and of the queue that all routers share."""
     waiting: dict[str, int] = {}
-    for line in snapshot.lines if snapshot else ():
-        waiting[line.tenant] = waiting.get(line.tenant, 0) + line.num_requests
+    for queue in snapshot.tenant_queues if snapshot else ():
+        waiting[queue.tenant] = waiting.get(queue.tenant, 0) + queue.num_requests
     rows: dict[str, Row[float]] = {}
     for tenant in {*tallies, *waiting}:
         tally = tallies.get(tenant, Tally())

@@ -49,7 +49,6 @@ from router.lifecycle.events import (
 from router.lifecycle.lifecycle import (
     KEEPS_EXECUTOR,
     Answer,
-    AskLedger,
     Attach,
     CancelSequence,
     ClearSuspicion,
@@ -59,15 +58,16 @@ from router.lifecycle.lifecycle import (
     HandBack,
     Lifecycle,
     LiveRequests,
-    NoteMoved,
+    PublishEnd,
+    ReadOutput,
     RecordAdmitted,
-    Resubmit,
+    RecordRequeued,
+    ScheduleResubmit,
+    ScheduleWithdraw,
     Send,
     Settle,
     SettleUnused,
-    TakeIn,
-    TellEnd,
-    Withdraw,
+    SubmitToLedger,
 )
 from router.request.errors import (
     RETRY_AFTER_MS,
@@ -196,7 +196,7 @@ ANSWER_WAIT_S = 5.0
 LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
 # Names of the reasons in metrics and traces.
-WHY_MOVED = {
+REQUEUE_REASON_NAMES = {
     RequeueReason.LOST: "executor_lost",
     RequeueReason.REJECTED: "rejected",
     RequeueReason.STALLED: "stood_still",
@@ -238,7 +238,7 @@ class Dispatcher:
         self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
         self._moves = Moves(self, self._store) if isinstance(self._store, SubPoolStore) else None
         self._turns = SubmitTurns()
-        self._executors = self._executors_of_effects()
+        self._on_effect = self._effect_table()
         self._tasks = asyncio.TaskGroup()
         self._has_stopped = False
 
@@ -373,20 +373,20 @@ class Dispatcher:
         if reader != stream.reader:
             return
         self._queue_watch.unwatch(stream)
-        goes_on_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
-        if stream.has_ended or goes_on_s == 0:
+        drain_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
+        if stream.has_ended or drain_s == 0:
             self.release(stream)
         elif self._is_served(stream):
-            self._spawn(self._drain_unattended(stream, goes_on_s))
+            self._spawn(self._drain_unattended(stream, drain_s))
 
-    async def _drain_unattended(self, stream: RequestStream, goes_on_s: float | None) -> None:
+    async def _drain_unattended(self, stream: RequestStream, drain_s: float | None) -> None:
         """Drains the stream without a reader so that stop strings and deadlines still apply."""
         reader = stream.attend()
         try:
-            async with asyncio.timeout(goes_on_s):
+            async with asyncio.timeout(drain_s):
                 await Relay(stream, None).run()
         except TimeoutError:
-            log.info("%s: no client resumed the request within %g s", stream.request_id, goes_on_s)
+            log.info("%s: no client resumed the request within %g s", stream.request_id, drain_s)
         except RequestError as error:
             log.debug("%s: without a client: %s", stream.request_id, error.reason.value)
         if reader == stream.reader:
@@ -397,11 +397,11 @@ class Dispatcher:
         self._queue_watch.unwatch(stream)
         self._execute(self._requests.release(stream.life))
 
-    def turn_away_waiting(self) -> None:
+    def drain_waiting(self) -> None:
         """Ends what waits, because this router drains. A request that can be repeated keeps its place in the queue."""
-        self._execute(self._requests.turn_away_waiting(draining("the router is draining")))
+        self._execute(self._requests.drain_waiting(draining("the router is draining")))
 
-    async def emptied(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Waits until no request waits or runs here."""
         while self._requests.served:
             await stream_of(next(iter(self._requests.served.values()))).forgotten.wait()
@@ -422,8 +422,8 @@ class Dispatcher:
             return None
         life = self._requests.served.get(request_id)
         if life is not None:
-            self._tell(life, CancelFound(outcome.state))
-        elif outcome.placement is not None and not outcome.owner_told:
+            self._apply(life, CancelFound(outcome.state))
+        elif outcome.placement is not None and not outcome.owner_notified:
             placement = outcome.placement
             self._execute([CancelSequence(placement.executor_id, request_id, placement.attempt)])
         return outcome.state
@@ -438,9 +438,9 @@ class Dispatcher:
         """Returns the state of a request of any router; None if there is no such request."""
         return await self._store.explain(request_id)
 
-    async def snapshot(self, max_lines: int = 0) -> Snapshot:
+    async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         """Returns the current state of the ledger."""
-        return await self._store.snapshot(max_lines)
+        return await self._store.snapshot(max_tenant_queues)
 
     # Callbacks of links.
 
@@ -452,7 +452,7 @@ class Dispatcher:
 
     def on_request(self, stream: RequestStream, event: LinkEvent) -> None:
         """Passes on an event of a placement that went over a link."""
-        self._tell(stream.life, event)
+        self._apply(stream.life, event)
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         """Passes on a report of an executor. Only the newest report counts."""
@@ -464,7 +464,7 @@ class Dispatcher:
             del self._links[link.executor_id]
             self._ledger.forget(link.executor_id)
         for stream in streams:
-            self._tell(stream.life, Unlinked(stream.life.current_attempt))
+            self._apply(stream.life, Unlinked(stream.life.current_attempt))
         if not self._links:
             self._spawn(self._give_up_without_executor())
 
@@ -484,7 +484,7 @@ class Dispatcher:
             log.warning("the ledger has taken this router for dead; it is asked which waiting requests it still has")
         self._on_lapse()
         self._ledger.start_over()
-        self._execute(self._requests.lapsed_beside_queue())
+        self._execute(self._requests.apply_lapse_outside_queue())
         self._waiting_audit.lapsed()
 
     def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
@@ -500,28 +500,28 @@ class Dispatcher:
         """Returns whether the request is in the queue, as far as this router knows."""
         return self._is_served(stream) and stream.life.is_in_queue
 
-    def submit_forgotten_again(self, stream: RequestStream) -> None:
+    def resubmit_forgotten(self, stream: RequestStream) -> None:
         """Submits a request again that the ledger does not have in its queue, although it waits here."""
-        self._tell(stream.life, Forgotten())
+        self._apply(stream.life, Forgotten())
 
     # Execution of effects.
 
-    def _tell(self, life: Lifecycle, event: Event) -> None:
-        self._execute(self._requests.tell(life, event))
+    def _apply(self, life: Lifecycle, event: Event) -> None:
+        self._execute(self._requests.apply(life, event))
 
     def _execute(self, effects: Effects) -> None:
         for effect in effects:
-            self._executors[type(effect)](effect)
+            self._on_effect[type(effect)](effect)
 
-    def _executors_of_effects(self) -> dict[type, Callable[[Any], None]]:
+    def _effect_table(self) -> dict[type, Callable[[Any], None]]:
         return {
-            AskLedger: self._ask_ledger,
+            SubmitToLedger: self._start_submit,
             Answer: self._answer,
             RecordAdmitted: lambda effect: stream_of(effect.life).record.admitted(),
-            Resubmit: self._resubmit,
-            Withdraw: self._withdraw,
+            ScheduleResubmit: self._schedule_resubmit,
+            ScheduleWithdraw: self._schedule_withdraw,
             Attach: lambda effect: self._spawn(self._attach(effect)),
-            TakeIn: self._take_in,
+            ReadOutput: self._read_output,
             Send: self._send,
             CancelSequence: self._cancel_sequence,
             HandBack: lambda effect: self._spawn(self._hand_back(effect)),
@@ -529,12 +529,12 @@ class Dispatcher:
             Settle: lambda effect: self._ledger.settle(stream_of(effect.life).ending(effect.attempt)),
             SettleUnused: lambda effect: self._ledger.settle(effect.ending),
             ClearSuspicion: lambda effect: self._spawn(self._clear_suspicion(effect)),
-            NoteMoved: self._note_moved,
-            TellEnd: lambda effect: stream_of(effect.life).tell_end(),
+            RecordRequeued: self._record_requeued,
+            PublishEnd: lambda effect: stream_of(effect.life).publish_end(),
             Forget: self._forget,
         }
 
-    def _ask_ledger(self, effect: AskLedger) -> None:
+    def _start_submit(self, effect: SubmitToLedger) -> None:
         if not effect.is_served:  # else the queue of resubmissions waits for the answer
             self._tasks.create_task(self._submit_first(effect.life))
 
@@ -543,15 +543,15 @@ class Dispatcher:
         if not answered.done():  # its caller may be gone
             answered.set_result(effect.outcome)
 
-    def _resubmit(self, effect: Resubmit) -> None:
+    def _schedule_resubmit(self, effect: ScheduleResubmit) -> None:
         if not effect.is_retry:  # else it stays in its queue
             self._resubmissions.add(effect.life)
 
-    def _withdraw(self, effect: Withdraw) -> None:
+    def _schedule_withdraw(self, effect: ScheduleWithdraw) -> None:
         if not effect.is_retry:
             self._withdrawals.add(effect.life)
 
-    def _take_in(self, effect: TakeIn) -> None:
+    def _read_output(self, effect: ReadOutput) -> None:
         stream_of(effect.life).attach(has_started=effect.has_started, num_cached_tokens=effect.num_cached_tokens)
 
     def _send(self, effect: Send) -> None:
@@ -559,9 +559,9 @@ class Dispatcher:
         submit = stream.place(placement)
         link = self._links.get(placement.executor_id)
         if link is None or link.description.generation != placement.generation:
-            self._tell(effect.life, NotLinked(placement.attempt))
+            self._apply(effect.life, NotLinked(placement.attempt))
         elif (refusal := link.refusal_of(submit)) is not None:
-            self._tell(effect.life, Rejected(placement.attempt, refusal))
+            self._apply(effect.life, Rejected(placement.attempt, refusal))
         else:
             link.submit(stream, submit)
 
@@ -570,13 +570,13 @@ class Dispatcher:
         if link is not None:
             link.cancel(effect.request_id, effect.attempt, cast(types_pb2.FinishReason, effect.reason))
 
-    def _note_moved(self, effect: NoteMoved) -> None:
+    def _record_requeued(self, effect: RecordRequeued) -> None:
         stream = stream_of(effect.life)
         if effect.why is RequeueReason.EXTENDED:
             stream.extend()
         else:
             stream.pause()
-            stream.record.moved(WHY_MOVED[effect.why])
+            stream.record.moved(REQUEUE_REASON_NAMES[effect.why])
 
     def _forget(self, effect: Forget) -> None:
         stream = stream_of(effect.life)
@@ -620,12 +620,12 @@ class Dispatcher:
             outcome = await self._store.cancel(life.request_id, is_own=True)
         except RequestError as error:
             log.debug("%s cannot be withdrawn yet: %s", life.request_id, error)
-        self._tell(life, WithdrawAnswered(outcome))
+        self._apply(life, WithdrawAnswered(outcome))
         return outcome is not None
 
     async def _hand_back(self, effect: HandBack) -> None:
         outcome = await self._hand_back_to_ledger(effect)
-        self._tell(effect.life, HandBackAnswered(effect.placement, effect.why, outcome, self._max_attempts))
+        self._apply(effect.life, HandBackAnswered(effect.placement, effect.why, outcome, self._max_attempts))
 
     async def _hand_back_to_ledger(self, effect: HandBack) -> HandBackOutcome:
         stream, placement, why = stream_of(effect.life), effect.placement, effect.why
@@ -663,9 +663,9 @@ class Dispatcher:
                 return None
             if not stream_of(life).is_repeat_of(answer):
                 # The ledger had forgotten its owner. It continues for the client that asked for it.
-                self._tell(life, AttachAnswered(adopted, AttachResult.MISMATCH, is_first))
+                self._apply(life, AttachAnswered(adopted, AttachResult.MISMATCH, is_first))
                 return unread_stream(answer.request_id)
-            self._tell(
+            self._apply(
                 life,
                 AttachAnswered(adopted, AttachResult.ATTACHED, is_first, answer.started, answer.cached_tokens),
             )
@@ -675,7 +675,7 @@ class Dispatcher:
 
         answer = await self._ask_executor(adopted.placement, on_answer)
         if isinstance(answer, NotAttached):
-            self._tell(life, AttachAnswered(adopted, NOT_ATTACHED[answer], is_first))
+            self._apply(life, AttachAnswered(adopted, NOT_ATTACHED[answer], is_first))
 
     async def _adopt(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
         """Returns the stream of a request of which only the id is known, or why there is none."""

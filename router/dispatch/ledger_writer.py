@@ -81,10 +81,10 @@ class LedgerWriter:
         with self._waking():
             self._reports.follow(peers, time.monotonic())
 
-    def on_unheard(self, executor_id: str, silent_s: float) -> None:
+    def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
         """Relays for a router that does not."""
         with self._waking():
-            self._reports.unheard(executor_id, silent_s, time.monotonic())
+            self._reports.report_overdue(executor_id, silent_s, time.monotonic())
 
     @contextmanager
     def _waking(self) -> Iterator[None]:

@@ -17,9 +17,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from common.errors import RequestError
+from router.dispatch.waiting_audit import WaitingRequests
 from router.store.types import Demand
 from router.stream.request_stream import RequestStream
 from router.subpools.store import SubPoolStore
@@ -30,30 +30,17 @@ INTERVAL_S = 1.0
 MIN_WAIT_S = 1.0
 
 
-class Line(Protocol):
-    """The waiting requests of a router, implemented by `router.dispatch.dispatcher.Dispatcher`."""
-
-    def waiting(self) -> list[RequestStream]:
-        """Returns the requests that are in the queue, as far as this router knows."""
-
-    def waits(self, stream: RequestStream) -> bool:
-        """Returns whether this request is in the queue."""
-
-    def submit_forgotten_again(self, stream: RequestStream) -> None:
-        """Submits the request again."""
-
-
 class Moves:
     """Moves the waiting requests of one model between its sub-pools."""
 
     def __init__(
         self,
-        line: Line,
+        requests: WaitingRequests,
         store: SubPoolStore,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._line = line
+        self._requests = requests
         self._store = store
         self._clock = clock
         self._pause = pause
@@ -79,7 +66,7 @@ class Moves:
 
     def _candidates(self) -> list[tuple[RequestStream, Demand]]:
         now = self._clock()
-        old = [stream for stream in self._line.waiting() if now - stream.clock.arrived >= MIN_WAIT_S]
+        old = [stream for stream in self._requests.waiting() if now - stream.clock.arrived >= MIN_WAIT_S]
         demands = [(stream, stream.demand(is_served=True)) for stream in old]
         return sorted(demands, key=lambda one: (one[1].priority_class, one[0].clock.arrived))
 
@@ -98,6 +85,6 @@ class Moves:
         except RequestError as error:
             log.debug("%s is not moved: %s", stream.request_id, error)
             return False
-        if is_out and self._line.waits(stream):
-            self._line.submit_forgotten_again(stream)
+        if is_out and self._requests.waits(stream):
+            self._requests.resubmit_forgotten(stream)
         return is_out

@@ -55,9 +55,9 @@ class QueueWatch:
             except RequestError:
                 return  # the ledger is away; calls that need it report that
             if explanation is not None and explanation.state is LedgerState.WAITING:
-                self._tell(stream, Queued(explanation.position, explanation.estimated_wait_ms))
+                self._update(stream, Queued(explanation.position, explanation.estimated_wait_ms))
 
-    def _tell(self, stream: RequestStream, queued: Queued) -> None:
+    def _update(self, stream: RequestStream, queued: Queued) -> None:
         if self._told.get(stream, queued) != queued:
             self._told[stream] = queued
             stream.move(queued)

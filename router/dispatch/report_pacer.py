@@ -115,7 +115,7 @@ class ReportPacer:
             return True
         return self.rank(executor_id) < LAST_RANK
 
-    def unheard(self, executor_id: str, silent_s: float, now: float) -> None:
+    def report_overdue(self, executor_id: str, silent_s: float, now: float) -> None:
         """Relays for the routers before this one in the executor's order if the ledger has heard nothing of it for too
         long."""
         pace = self._paces.get(executor_id)

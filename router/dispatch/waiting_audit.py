@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.5
 CONFIRM_S = 0.5
-MAX_PER_LOOK = 256
+MAX_PER_CHECK = 256
 
 
-class Line(Protocol):
+class WaitingRequests(Protocol):
     """The waiting requests of a router, implemented by `router.dispatch.dispatcher.Dispatcher`."""
 
     def waiting(self) -> list[RequestStream]:
@@ -43,21 +43,21 @@ class Line(Protocol):
     def waits(self, stream: RequestStream) -> bool:
         """Returns whether this request is in the queue."""
 
-    def submit_forgotten_again(self, stream: RequestStream) -> None:
+    def resubmit_forgotten(self, stream: RequestStream) -> None:
         """Submits the request again."""
 
 
 class WaitingAudit:
-    """Checks the waiting requests of one model. A round checks each of them once, `MAX_PER_LOOK` per `INTERVAL_S`. When
-    a check finds a lost request, the rest of the round follows at once."""
+    """Checks the waiting requests of one model. A round checks each of them once, `MAX_PER_CHECK` per `INTERVAL_S`.
+    When a check finds a lost request, the rest of the round follows at once."""
 
     def __init__(
         self,
-        line: Line,
+        requests: WaitingRequests,
         find_forgotten: Callable[[Sequence[Attempt]], Awaitable[frozenset[str]]],
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._line = line
+        self._requests = requests
         self._find_forgotten = find_forgotten
         self._pause = pause
         self._round: deque[RequestStream] = deque()
@@ -68,7 +68,7 @@ class WaitingAudit:
         while True:
             await self._pause(INTERVAL_S)
             try:
-                await self.look()
+                await self.check_next()
             except RequestError as error:
                 log.debug("waiting requests cannot be verified: %s", error)
 
@@ -82,60 +82,60 @@ class WaitingAudit:
             await self._lapsed.wait()
             self._lapsed.clear()
             try:
-                await self.look_at_all()
+                await self.check_all()
             except RequestError as error:
                 log.debug("waiting requests cannot be verified after a lapse: %s", error)
                 self._lapsed.set()
                 await self._pause(STORE_RETRY_S)
 
-    async def look_at_all(self) -> None:
+    async def check_all(self) -> None:
         """Submits again, of all that wait, what the ledger does not have in its queue."""
-        streams, num_forgotten = self._line.waiting(), 0
-        for start in range(0, len(streams), MAX_PER_LOOK):
-            waiting = [stream for stream in streams[start : start + MAX_PER_LOOK] if self._line.waits(stream)]
+        streams, num_forgotten = self._requests.waiting(), 0
+        for start in range(0, len(streams), MAX_PER_CHECK):
+            waiting = [stream for stream in streams[start : start + MAX_PER_CHECK] if self._requests.waits(stream)]
             if waiting:
                 ids = await self._find_forgotten([Attempt(stream.request_id, ANY_ATTEMPT) for stream in waiting])
                 for stream in waiting:
-                    if stream.request_id in ids and self._line.waits(stream):
+                    if stream.request_id in ids and self._requests.waits(stream):
                         num_forgotten += 1
-                        self._line.submit_forgotten_again(stream)
+                        self._requests.resubmit_forgotten(stream)
         if num_forgotten:
             log.warning("%d of %d waiting requests are submitted again", num_forgotten, len(streams))
 
-    async def look(self) -> None:
+    async def check_next(self) -> None:
         """Checks the next requests of the round, or of a new one. Raises `RequestError` while Redis does not answer."""
         if not self._round:
-            waiting = self._line.waiting()
+            waiting = self._requests.waiting()
             random.shuffle(waiting)
             self._round.extend(waiting)
-        if await self._submit_forgotten_again(await self._find_suspected(self._next())):
+        if await self._resubmit_forgotten(await self._find_suspected(self._next())):
             suspected: list[RequestStream] = []
             while self._round:
                 suspected += await self._find_suspected(self._next())
-            await self._submit_forgotten_again(suspected)
+            await self._resubmit_forgotten(suspected)
 
     def _next(self) -> list[RequestStream]:
-        return [self._round.popleft() for _ in range(min(MAX_PER_LOOK, len(self._round)))]
+        return [self._round.popleft() for _ in range(min(MAX_PER_CHECK, len(self._round)))]
 
     async def _find_suspected(self, streams: Sequence[RequestStream]) -> list[RequestStream]:
-        """Returns the requests that wait here and not in the ledger. Asks for at most `MAX_PER_LOOK`."""
-        waiting = [stream for stream in streams if self._line.waits(stream)]
+        """Returns the requests that wait here and not in the ledger. Asks for at most `MAX_PER_CHECK`."""
+        waiting = [stream for stream in streams if self._requests.waits(stream)]
         if not waiting:
             return []
         ids = await self._find_forgotten([Attempt(stream.request_id, stream.life.attempt) for stream in waiting])
-        return [stream for stream in waiting if stream.request_id in ids and self._line.waits(stream)]
+        return [stream for stream in waiting if stream.request_id in ids and self._requests.waits(stream)]
 
-    async def _submit_forgotten_again(self, suspected: Sequence[RequestStream]) -> int:
+    async def _resubmit_forgotten(self, suspected: Sequence[RequestStream]) -> int:
         """Submits again those that are still missing a moment later. Returns how many."""
         if not suspected:
             return 0
         await self._pause(CONFIRM_S)
         num_forgotten = 0
-        for start in range(0, len(suspected), MAX_PER_LOOK):
-            forgotten = await self._find_suspected(suspected[start : start + MAX_PER_LOOK])
+        for start in range(0, len(suspected), MAX_PER_CHECK):
+            forgotten = await self._find_suspected(suspected[start : start + MAX_PER_CHECK])
             num_forgotten += len(forgotten)
             for stream in forgotten:
-                self._line.submit_forgotten_again(stream)
+                self._requests.resubmit_forgotten(stream)
         if num_forgotten:
             log.warning("the ledger has lost %d waiting requests, which are submitted again", num_forgotten)
         return num_forgotten

@@ -27,7 +27,7 @@ from router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, S
 from router.request.executor_context import FrameError
 from router.stream.request_stream import RequestStream, unread_stream
 
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 LATE_S = 1.0
 
 
@@ -42,11 +42,11 @@ class LivenessTimer:
         self._num_silent = 0
         self._has_heard = False
 
-    def hear(self) -> None:
+    def record_message(self) -> None:
         """Records a message of the peer."""
         self._has_heard = True
 
-    def look(self, late_s: float) -> bool:
+    def check(self, late_s: float) -> bool:
         """Counts a check that comes `late_s` seconds late. Returns whether the peer has been silent for too long."""
         self._num_silent = 0 if self._has_heard or late_s > LATE_S else self._num_silent + 1
         self._has_heard = False
@@ -57,9 +57,9 @@ class LivenessTimer:
         """Checks every second. Calls `end` once the peer has been silent for too long."""
         loop = asyncio.get_running_loop()
         while not self.is_over:
-            due = loop.time() + LOOK_EVERY_S
-            await asyncio.sleep(LOOK_EVERY_S)
-            self.look(loop.time() - due)
+            due = loop.time() + CHECK_INTERVAL_S
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            self.check(loop.time() - due)
         end()
 
 
@@ -140,7 +140,7 @@ class StepOutput:
         """Adds the streams of a step. A stream whose reader waits for its first token is told at once."""
         for stream in streams:
             if stream.on_output is None:
-                stream.tell_output()
+                stream.publish_output()
             else:
                 self._streams[stream] = None
         if not self._streams or self._timer is not None:
@@ -162,7 +162,7 @@ class StepOutput:
         began_s = loop.time()
         streams, self._streams = self._streams, {}
         for stream in streams:
-            stream.tell_output()
+            stream.publish_output()
         loop.call_soon(self._note_busy, began_s)
 
     def _note_busy(self, began_s: float) -> None:
@@ -285,7 +285,7 @@ class ExecutorLink:
         try:
             # The first response is the report that the executor sends when a router joins.
             async for response in call:
-                silence.hear()
+                silence.record_message()
                 if not self.is_up and not self._come_up():
                     return
                 check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())
@@ -361,7 +361,7 @@ class ExecutorLink:
         if response.HasField("step"):
             self._receive_step(response.step)
 
-    def _tell(self, stream: RequestStream, event: LinkEvent) -> None:
+    def _report_event(self, stream: RequestStream, event: LinkEvent) -> None:
         if self._events is not None:
             self._events.on_request(self, stream, event)
 
@@ -385,7 +385,7 @@ class ExecutorLink:
         if on_answer is not None:
             on_answer(NotAttached.NOT_HELD)
         elif stream is not None:
-            self._tell(stream, Rejected(rejected.attempt, _refusal(rejected)))
+            self._report_event(stream, Rejected(rejected.attempt, _refusal(rejected)))
 
     def _attach(self, attached: executor_pb2.SequenceAttached) -> None:
         on_answer = self._attaching.pop((attached.request_id, attached.attempt), None)
@@ -415,7 +415,7 @@ class ExecutorLink:
             if not stream.token(offset, token_id):
                 self._mend(stream, stream.life.current_attempt)
             elif stream.life.is_suspect:
-                self._tell(stream, FirstToken(stream.life.current_attempt))
+                self._report_event(stream, FirstToken(stream.life.current_attempt))
         for one in step.logprobs:
             if stream := self._current(one.slot):
                 stream.logprobs(one.offset, one.values)
@@ -426,7 +426,7 @@ class ExecutorLink:
         for slot in step.detached:
             stream, attempt = self._seated.pop(slot)
             self._mended.discard((stream.request_id, attempt))
-            self._tell(stream, Detached(attempt))
+            self._report_event(stream, Detached(attempt))
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
             self._finish(stream, attempt, finished)
@@ -458,7 +458,7 @@ class ExecutorLink:
 
     def _give_up(self, stream: RequestStream, attempt: int) -> None:
         self.cancel(stream.request_id, attempt)
-        self._tell(stream, Withdrawn(attempt))
+        self._report_event(stream, Withdrawn(attempt))
 
     def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
         key = (stream.request_id, attempt)
@@ -477,7 +477,7 @@ class ExecutorLink:
         ended = SequenceEnded(
             attempt, finished.reason, stop_token_id, finished.error, is_draining, finished.constraint_unfinished
         )
-        self._tell(stream, ended)
+        self._report_event(stream, ended)
 
 
 def _field_since_logits(submit: executor_pb2.Submit) -> str | None:

@@ -19,7 +19,7 @@ from router.store.types import (
     HandBackRefusal,
     LedgerState,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     Queued,
     Refused,
     StoreEvent,
@@ -116,7 +116,7 @@ class ReaderEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnAway:
+class DrainWaiting:
     """This router drains: waiting requests end, or stay in the queue for a repeat at another router."""
 
     error: RequestError
@@ -299,13 +299,13 @@ class SequenceEnded:
 
 LinkEvent = NotLinked | Unlinked | Rejected | Withdrawn | Detached | FirstToken | SequenceEnded
 # Fenced by their attempt.
-FENCED = frozenset({NotLinked, Unlinked, Rejected, Withdrawn, Detached, FirstToken, SequenceEnded, PreemptAsked})
+FENCED = frozenset({NotLinked, Unlinked, Rejected, Withdrawn, Detached, FirstToken, SequenceEnded, PreemptRequested})
 
 Event = (
     Submit
     | Release
     | ReaderEnded
-    | TurnAway
+    | DrainWaiting
     | Leave
     | NoExecutor
     | GiveUp

@@ -53,6 +53,7 @@ from router.lifecycle.events import (
     AttachResult,
     CancelFound,
     Detached,
+    DrainWaiting,
     End,
     Event,
     FirstToken,
@@ -74,7 +75,6 @@ from router.lifecycle.events import (
     Submit,
     SubmitAnswered,
     SubmitOutcome,
-    TurnAway,
     Unlinked,
     WithdrawAnswered,
     WithdrawDue,
@@ -85,8 +85,8 @@ from router.request.errors import ADAPTER, duplicate, mismatch, out_of_reach, ou
 from router.request.ids import client_id
 from router.store.types import (
     Adopted,
-    CancelAsked,
     Cancelled,
+    CancelRequested,
     Dropped,
     DropReason,
     Duplicate,
@@ -96,7 +96,7 @@ from router.store.types import (
     LedgerState,
     Lost,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     Queued,
     Refused,
     StoreEvent,
@@ -141,7 +141,7 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AskLedger:
+class SubmitToLedger:
     """Submit the request to the ledger; `is_served`: not for the first time."""
 
     life: Lifecycle
@@ -164,7 +164,7 @@ class RecordAdmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Resubmit:
+class ScheduleResubmit:
     """Submit the request again when it is its turn; `is_retry`: after a pause."""
 
     life: Lifecycle
@@ -172,7 +172,7 @@ class Resubmit:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
+class ScheduleWithdraw:
     """Take the request out of the queue when it is its turn; `is_retry`: after a pause."""
 
     life: Lifecycle
@@ -180,7 +180,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class AskToWithdraw:
+class WithdrawFromLedger:
     """Have the ledger take the request out of the queue."""
 
     life: Lifecycle
@@ -196,7 +196,7 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeIn:
+class ReadOutput:
     """Begin to read the sequence's output, from its first token on."""
 
     life: Lifecycle
@@ -262,7 +262,7 @@ class ClearSuspicion:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteMoved:
+class RecordRequeued:
     """The request has lost its placement and waits for another."""
 
     life: Lifecycle
@@ -270,7 +270,7 @@ class NoteMoved:
 
 
 @dataclass(frozen=True, slots=True)
-class TellEnd:
+class PublishEnd:
     """Tell the reader of the request's end or error."""
 
     life: Lifecycle
@@ -291,14 +291,14 @@ class Stray:
 
 
 Effect = (
-    AskLedger
+    SubmitToLedger
     | Answer
     | RecordAdmitted
-    | Resubmit
-    | Withdraw
-    | AskToWithdraw
+    | ScheduleResubmit
+    | ScheduleWithdraw
+    | WithdrawFromLedger
     | Attach
-    | TakeIn
+    | ReadOutput
     | Send
     | CancelSequence
     | HandBack
@@ -306,8 +306,8 @@ Effect = (
     | Settle
     | SettleUnused
     | ClearSuspicion
-    | NoteMoved
-    | TellEnd
+    | RecordRequeued
+    | PublishEnd
     | Forget
     | Stray
 )
@@ -419,8 +419,8 @@ class Lifecycle:
 
     def _on_submit(self, event: Submit) -> None:
         self.state = S.SUBMITTING
-        self._begin(PendingCall.SUBMIT)
-        self._effects.append(AskLedger(self, is_served=False))
+        self._open_call(PendingCall.SUBMIT)
+        self._effects.append(SubmitToLedger(self, is_served=False))
 
     def _on_release(self, event: Release) -> None:
         if self.is_abandoned:
@@ -435,7 +435,7 @@ class Lifecycle:
             self.has_matched_stop = True
         self._finish(event.end)
 
-    def _on_turn_away(self, event: TurnAway) -> None:
+    def _on_drain_waiting(self, event: DrainWaiting) -> None:
         is_running = self.placement is not None or self.output.has_been_accepted
         if is_running or self.is_abandoned or PendingCall.SUBMIT in self.calls:
             return
@@ -454,7 +454,7 @@ class Lifecycle:
             self._withdraw()
 
     def _on_give_up(self, event: GiveUp) -> None:
-        self._over(PendingCall.RESUBMIT_QUEUED)
+        self._close_call(PendingCall.RESUBMIT_QUEUED)
         if self._can_be_resubmitted:
             self._fail(event.error)
             self._forget()
@@ -464,7 +464,7 @@ class Lifecycle:
     def _on_submit_answered(self, event: SubmitAnswered) -> None:
         outcome = self._admitted_or_error(event.outcome, is_served=False)
         if isinstance(outcome, RequestError):
-            self._over(PendingCall.SUBMIT)
+            self._close_call(PendingCall.SUBMIT)
             if self.admitted is None:
                 self._fail(outcome)
                 self._forget()
@@ -476,19 +476,19 @@ class Lifecycle:
             self._effects.append(Answer(self, self.admitted))
             return
         if not self._admit(outcome, is_first=True):
-            self._over(PendingCall.SUBMIT)
+            self._close_call(PendingCall.SUBMIT)
             self._effects.append(Answer(self, outcome))
 
     def _on_resubmit_due(self, event: ResubmitDue) -> None:
         if PendingCall.RESUBMIT_QUEUED not in self.calls:
             return
-        self._over(PendingCall.RESUBMIT_QUEUED)
+        self._close_call(PendingCall.RESUBMIT_QUEUED)
         if self._can_be_resubmitted:
-            self._begin(PendingCall.RESUBMIT)
-            self._effects.append(AskLedger(self, is_served=True))
+            self._open_call(PendingCall.RESUBMIT)
+            self._effects.append(SubmitToLedger(self, is_served=True))
 
     def _on_resubmit_answered(self, event: ResubmitAnswered) -> None:
-        self._over(PendingCall.RESUBMIT)
+        self._close_call(PendingCall.RESUBMIT)
         if self.state is S.LEFT:
             return
         outcome = self._admitted_or_error(event.outcome, is_served=True)
@@ -502,11 +502,11 @@ class Lifecycle:
             self._fail(outcome)
             self._forget()
         elif self._can_be_resubmitted and not self.has_ended and PendingCall.RESUBMIT_QUEUED not in self.calls:
-            self._begin(PendingCall.RESUBMIT_QUEUED)
-            self._effects.append(Resubmit(self, is_retry=True))
+            self._open_call(PendingCall.RESUBMIT_QUEUED)
+            self._effects.append(ScheduleResubmit(self, is_retry=True))
 
     def _on_hand_back_answered(self, event: HandBackAnswered) -> None:
-        self._over(PendingCall.HAND_BACK)
+        self._close_call(PendingCall.HAND_BACK)
         if event.why not in KEEPS_EXECUTOR:
             self._effects.append(ExpectReport(event.placement.executor_id))
         if self.state is S.HANDING_BACK:
@@ -528,20 +528,20 @@ class Lifecycle:
                 self._stop()
 
     def _on_withdraw_due(self, event: WithdrawDue) -> None:
-        self._over(PendingCall.WITHDRAW_QUEUED)
+        self._close_call(PendingCall.WITHDRAW_QUEUED)
         if not event.is_replaced:
-            self._begin(PendingCall.WITHDRAW)
-            self._effects.append(AskToWithdraw(self))
+            self._open_call(PendingCall.WITHDRAW)
+            self._effects.append(WithdrawFromLedger(self))
 
     def _on_withdraw_answered(self, event: WithdrawAnswered) -> None:
-        self._over(PendingCall.WITHDRAW)
+        self._close_call(PendingCall.WITHDRAW)
         if event.outcome is not None and event.outcome.placement is not None:
             self._place(event.outcome.placement)  # which settles it
             return
         self._forget()
         if event.outcome is None and PendingCall.WITHDRAW_QUEUED not in self.calls:
-            self._begin(PendingCall.WITHDRAW_QUEUED)
-            self._effects.append(Withdraw(self, is_retry=True))
+            self._open_call(PendingCall.WITHDRAW_QUEUED)
+            self._effects.append(ScheduleWithdraw(self, is_retry=True))
 
     def _on_cancel_found(self, event: CancelFound) -> None:
         self.is_cancelled = True
@@ -571,12 +571,12 @@ class Lifecycle:
             lost = Placement(event.request_id, event.attempt, event.executor_id, event.generation)
             self._hand_back(lost, RequeueReason.REJECTED)
 
-    def _on_cancel_asked(self, event: CancelAsked) -> None:
+    def _on_cancel_requested(self, event: CancelRequested) -> None:
         self.is_cancelled = True
         if self.placement is not None:
             self._cancel_sequence(self.placement)
 
-    def _on_preempt_asked(self, event: PreemptAsked) -> None:
+    def _on_preempt_requested(self, event: PreemptRequested) -> None:
         assert self.placement is not None
         self._cancel_sequence(self.placement, types_pb2.FINISH_REASON_PREEMPTED)
 
@@ -593,11 +593,11 @@ class Lifecycle:
     # Events of links.
 
     def _on_attach_answered(self, event: AttachAnswered) -> None:
-        self._over(PendingCall.ATTACH)
+        self._close_call(PendingCall.ATTACH)
         adopted, refused = event.adopted, None
         if event.result is AttachResult.ATTACHED:
             if self.state in (S.ATTACHING, S.WITHDRAWING):
-                self._take_in(event)
+                self._read_adopted(event)
                 self.is_known_uncancelled = adopted.ended  # what was cancelled, the ledger starts again
                 if self.is_abandoned:
                     self._stop()
@@ -608,11 +608,11 @@ class Lifecycle:
         elif not adopted.ended and self.state is not S.LEFT:
             self._place(adopted.placement)  # no router has told the executor, or it cannot be reached
         if event.is_first:
-            self._over(PendingCall.SUBMIT)
+            self._close_call(PendingCall.SUBMIT)
             self._effects.append(Answer(self, refused or adopted))
 
     def _on_adopted_elsewhere(self, event: AdoptedElsewhere) -> None:
-        self._take_in(event)
+        self._read_adopted(event)
 
     def _on_void(self, event: NotLinked | Unlinked | Withdrawn) -> None:
         self._requeue(_VOID[type(event)])
@@ -708,15 +708,15 @@ class Lifecycle:
             return False
         if self.state is not S.WITHDRAWING:
             self.state = S.ATTACHING
-        self._begin(PendingCall.ATTACH)
+        self._open_call(PendingCall.ATTACH)
         self._effects.append(Attach(self, adopted, is_first))
         return True
 
-    def _take_in(self, event: AttachAnswered | AdoptedElsewhere) -> None:
+    def _read_adopted(self, event: AttachAnswered | AdoptedElsewhere) -> None:
         """Attaches to the current placement, which already ran on its executor. It sends from the first token on."""
         self._make_current(event.adopted.placement)
         self.state = S.REPLAYING if event.adopted.ended else S.PLACED
-        self._effects.append(TakeIn(self, event.has_started, event.num_cached_tokens))
+        self._effects.append(ReadOutput(self, event.has_started, event.num_cached_tokens))
 
     def _place(self, placement: Placement) -> None:
         """The ledger has chosen an executor, or gives back what is settled because it is not wanted any more."""
@@ -754,20 +754,20 @@ class Lifecycle:
             self._effects.append(Settle(self, placement.attempt))
             self._forget()
         else:
-            self._effects.append(NoteMoved(self, why))
+            self._effects.append(RecordRequeued(self, why))
             self._hand_back(placement, why)
 
     def _hand_back(self, placement: Placement, why: RequeueReason) -> None:
         self.state = S.HANDING_BACK
-        self._begin(PendingCall.HAND_BACK)
+        self._open_call(PendingCall.HAND_BACK)
         self._effects.append(HandBack(self, placement, why))
 
     def _resubmit(self) -> None:
         if self._can_be_resubmitted and not self.has_ended:
             self.state = S.RESUBMITTING
             if PendingCall.RESUBMIT_QUEUED not in self.calls:
-                self._begin(PendingCall.RESUBMIT_QUEUED)
-                self._effects.append(Resubmit(self))
+                self._open_call(PendingCall.RESUBMIT_QUEUED)
+                self._effects.append(ScheduleResubmit(self))
 
     def _stop(self) -> None:
         """Ends a request wherever it is. The executor learns why, for those that read it there again."""
@@ -782,8 +782,8 @@ class Lifecycle:
         if self.is_served:
             self.state = S.WITHDRAWING
         if PendingCall.WITHDRAW_QUEUED not in self.calls:
-            self._begin(PendingCall.WITHDRAW_QUEUED)
-            self._effects.append(Withdraw(self))
+            self._open_call(PendingCall.WITHDRAW_QUEUED)
+            self._effects.append(ScheduleWithdraw(self))
 
     def _cancel_sequence(self, placement: Placement, reason: int = types_pb2.FINISH_REASON_CANCELLED) -> None:
         self._effects.append(CancelSequence(placement.executor_id, self.request_id, placement.attempt, reason))
@@ -809,12 +809,12 @@ class Lifecycle:
     def _finish(self, end: End) -> None:
         if not self.has_ended:
             self.end = end
-            self._effects.append(TellEnd(self))
+            self._effects.append(PublishEnd(self))
 
     def _fail(self, error: RequestError) -> None:
         if not self.has_ended:
             self.error = error
-            self._effects.append(TellEnd(self))
+            self._effects.append(PublishEnd(self))
 
     def _forget(self) -> None:
         if not self.is_served:
@@ -836,10 +836,10 @@ class Lifecycle:
         self.placement = None
         self.current_attempt = NO_ATTEMPT
 
-    def _begin(self, call: PendingCall) -> None:
+    def _open_call(self, call: PendingCall) -> None:
         self.calls += (call,)
 
-    def _over(self, call: PendingCall) -> None:
+    def _close_call(self, call: PendingCall) -> None:
         """Closes a call that was answered."""
         if call not in self.calls:
             raise IllegalTransition(f"{self.request_id}: no {call.name} is under way")
@@ -865,7 +865,7 @@ ON_EVENT: dict[type, Callable[[Lifecycle, Any], None]] = {
     Submit: Lifecycle._on_submit,
     Release: Lifecycle._on_release,
     ReaderEnded: Lifecycle._on_reader_ended,
-    TurnAway: Lifecycle._on_turn_away,
+    DrainWaiting: Lifecycle._on_drain_waiting,
     Leave: Lifecycle._on_leave,
     NoExecutor: Lifecycle._on_no_executor,
     GiveUp: Lifecycle._on_give_up,
@@ -879,8 +879,8 @@ ON_EVENT: dict[type, Callable[[Lifecycle, Any], None]] = {
     Forgotten: Lifecycle._on_forgotten,
     Placement: Lifecycle._on_placement,
     Lost: Lifecycle._on_lost,
-    CancelAsked: Lifecycle._on_cancel_asked,
-    PreemptAsked: Lifecycle._on_preempt_asked,
+    CancelRequested: Lifecycle._on_cancel_requested,
+    PreemptRequested: Lifecycle._on_preempt_requested,
     Cancelled: Lifecycle._on_cancelled,
     Dropped: Lifecycle._on_dropped,
     TakenOver: Lifecycle._on_taken_over,
@@ -942,16 +942,16 @@ class LiveRequests:
         if life.request_id in self._served:
             raise duplicate(client_id(life.request_id))
         self._served[life.request_id] = life
-        return self.tell(life, Submit())
+        return self.apply(life, Submit())
 
     def adopt(self, life: Lifecycle, event: AdoptedElsewhere) -> Effects:
         """Continues a request that another router began."""
         before = self._served.get(life.request_id)
-        effects = [] if before is None else self.tell(before, TakenOver(life.request_id))
+        effects = [] if before is None else self.apply(before, TakenOver(life.request_id))
         self._served[life.request_id] = life
-        return effects + self.tell(life, event)
+        return effects + self.apply(life, event)
 
-    def tell(self, life: Lifecycle, event: Event) -> Effects:
+    def apply(self, life: Lifecycle, event: Event) -> Effects:
         """Applies an event to a request."""
         effects = life.handle(event)
         for effect in tuple(effects):
@@ -959,9 +959,9 @@ class LiveRequests:
             if kind is Forget:
                 if self._served.get(life.request_id) is life:
                     del self._served[life.request_id]
-                if type(event) in (TurnAway, Leave):
+                if type(event) in (DrainWaiting, Leave):
                     self._left.add(life.request_id)
-            elif isinstance(effect, Resubmit):
+            elif isinstance(effect, ScheduleResubmit):
                 if not (effect.is_retry or self._to_resubmit):
                     self._no_executor_since = None
                 self._to_resubmit[life] = None
@@ -972,23 +972,23 @@ class LiveRequests:
 
     def release(self, life: Lifecycle) -> Effects:
         """Handles a client that wants no more. Safe to repeat, also after the request's end."""
-        return self.tell(life, Release()) if self._served.get(life.request_id) is life else []
+        return self.apply(life, Release()) if self._served.get(life.request_id) is life else []
 
     def submit_answered(self, life: Lifecycle, outcome: SubmitOutcome) -> Effects:
         """Applies the ledger's answer to a first submit."""
-        effects = self.tell(life, SubmitAnswered(outcome))
+        effects = self.apply(life, SubmitAnswered(outcome))
         if self._draining is not None and life.is_served:
-            effects += self.tell(life, TurnAway(self._draining))
+            effects += self.apply(life, DrainWaiting(self._draining))
         return effects
 
     def resubmit_due(self, life: Lifecycle) -> Effects:
         """Submits a request again: its turn has come."""
         self._to_resubmit.pop(life, None)
-        return self.tell(life, ResubmitDue())
+        return self.apply(life, ResubmitDue())
 
     def resubmit_answered(self, life: Lifecycle, outcome: SubmitOutcome, now: float) -> Effects:
         """Applies the ledger's answer to a later submit."""
-        effects = self.tell(life, ResubmitAnswered(outcome))
+        effects = self.apply(life, ResubmitAnswered(outcome))
         if not isinstance(outcome, RequestError | Refused | Duplicate):
             self._no_executor_since = None
         elif isinstance(outcome, Refused) and outcome.reason is Reason.NO_EXECUTOR and life.is_resubmit_queued:
@@ -997,36 +997,36 @@ class LiveRequests:
 
     def withdraw_due(self, life: Lifecycle) -> Effects:
         """Takes a request out of the queue: its turn has come."""
-        return self.tell(life, WithdrawDue(self._served.get(life.request_id, life) is not life))
+        return self.apply(life, WithdrawDue(self._served.get(life.request_id, life) is not life))
 
-    def turn_away_waiting(self, error: RequestError) -> Effects:
+    def drain_waiting(self, error: RequestError) -> Effects:
         """Drains: waiting requests end now, also those that begin to wait later. A request that can be repeated keeps
         its place in the queue."""
         self._draining = error
-        return self._tell_all(TurnAway(error))
+        return self._apply_to_all(DrainWaiting(error))
 
     def leave_all(self, error: RequestError) -> Effects:
-        return self._tell_all(Leave(error))
+        return self._apply_to_all(Leave(error))
 
     def no_executor(self, error: RequestError) -> Effects:
         """No executor has been linked for the grace period. Requests with a deadline wait until that."""
-        return self._tell_all(NoExecutor(error))
+        return self._apply_to_all(NoExecutor(error))
 
-    def lapsed_beside_queue(self) -> Effects:
-        """Applies a lapsed lease to the requests that are not in the queue. Of those that are the ledger is asked."""
+    def apply_lapse_outside_queue(self) -> Effects:
+        """Applies a lapsed lease to the requests that are not in the queue. `WaitingAudit` checks those that are."""
         effects: Effects = []
         for life in tuple(self._served.values()):
             if not life.is_in_queue:
-                effects += self.tell(life, LeaseLapsed())
+                effects += self.apply(life, LeaseLapsed())
         return effects
 
     def on_store_event(self, event: StoreEvent) -> Effects:
         """Applies an event of the ledger. Placements of requests that are not served are settled."""
         if isinstance(event, LeaseLapsed):
-            return self._tell_all(event)
+            return self._apply_to_all(event)
         life = self._served.get(event.request_id)
         if life is not None:
-            return self.tell(life, event)
+            return self.apply(life, event)
         if event.request_id not in self._left:
             match event:
                 case Placement(request_id, attempt):
@@ -1035,10 +1035,10 @@ class LiveRequests:
                     return [SettleUnused(Ending(request_id, attempt, cancelled=True))]
         return []
 
-    def _tell_all(self, event: Event) -> Effects:
+    def _apply_to_all(self, event: Event) -> Effects:
         effects: Effects = []
         for life in tuple(self._served.values()):
-            effects += self.tell(life, event)
+            effects += self.apply(life, event)
         return effects
 
     def _give_up_without_executor(self, error: RequestError, now: float) -> Effects:
@@ -1051,5 +1051,5 @@ class LiveRequests:
             for life in tuple(self._to_resubmit):
                 if life.deadline is None or now > life.deadline:
                     del self._to_resubmit[life]
-                    effects += self.tell(life, GiveUp(error))
+                    effects += self.apply(life, GiveUp(error))
         return effects

@@ -13,6 +13,7 @@ from router.lifecycle.events import (
     AttachAnswered,
     CancelFound,
     Detached,
+    DrainWaiting,
     FirstToken,
     Forgotten,
     GiveUp,
@@ -29,13 +30,21 @@ from router.lifecycle.events import (
     SequenceEnded,
     Submit,
     SubmitAnswered,
-    TurnAway,
     Unlinked,
     WithdrawAnswered,
     WithdrawDue,
     Withdrawn,
 )
-from router.store.types import CancelAsked, Cancelled, Dropped, LeaseLapsed, Lost, Placement, PreemptAsked, TakenOver
+from router.store.types import (
+    Cancelled,
+    CancelRequested,
+    Dropped,
+    LeaseLapsed,
+    Lost,
+    Placement,
+    PreemptRequested,
+    TakenOver,
+)
 
 ALL = frozenset(RequestState)
 UNSERVED = frozenset({RequestState.NEW, RequestState.ENDED, RequestState.LEFT})
@@ -51,7 +60,7 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
         "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
     },
     (ReaderEnded,): {"ANY": "="},
-    (TurnAway,): {
+    (DrainWaiting,): {
         "SUBMITTING PLACED REPLAYING": "=",
         "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING LEFT",
         "WITHDRAWING": "= LEFT",
@@ -114,8 +123,8 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
         "REPLAYING": "= ENDED",
         "HANDING_BACK WITHDRAWING": "=",
     },
-    (CancelAsked,): {"SERVED": "="},
-    (PreemptAsked, FirstToken): {"PLACED REPLAYING ENDED": "="},
+    (CancelRequested,): {"SERVED": "="},
+    (PreemptRequested, FirstToken): {"PLACED REPLAYING ENDED": "="},
     (Cancelled, Dropped): {"SERVED": "ENDED"},
     (AttachAnswered,): {
         "WAITING RESUBMITTING": "= PLACED HANDING_BACK ENDED",

@@ -26,7 +26,7 @@ from router.store.types import Snapshot
 from router.telemetry.latencies import Latencies
 
 MIN_AGE_S = 0.25
-MAX_LINES = 100
+MAX_TENANT_QUEUES = 100
 
 
 class SnapshotCache:
@@ -53,7 +53,7 @@ class SnapshotCache:
 
     async def _look(self) -> None:
         try:
-            self._snapshot = await self._ask(MAX_LINES)
+            self._snapshot = await self._ask(MAX_TENANT_QUEUES)
         except RequestError:
             self._snapshot = None  # the ledger is away; the store's log says so
         finally:

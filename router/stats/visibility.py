@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from router.auth.caller import Caller
 from router.request.ids import client_id, tenant_of
-from router.store.types import Snapshot, TenantLine
+from router.store.types import Snapshot, TenantQueue
 
 
 def seen_sequence(held: stats_pb2.SequenceStats, caller: Caller) -> stats_pb2.SequenceStats:
@@ -27,23 +27,23 @@ def seen_queues(model: str, snapshot: Snapshot, caller: Caller) -> Iterator[infe
     """Returns the waiting requests by class and tenant. Tenants that the caller may not see are summed up without a
     name."""
     for number, queue in enumerate(snapshot.queues, start=1):
-        lines = [line for line in snapshot.lines if line.priority_class == number]
-        told = [line for line in lines if caller.is_operator or line.tenant == caller.tenant]
-        num_requests = queue.num_requests - sum(line.num_requests for line in told)
+        of_class = [one for one in snapshot.tenant_queues if one.priority_class == number]
+        visible = [one for one in of_class if caller.is_operator or one.tenant == caller.tenant]
+        num_requests = queue.num_requests - sum(one.num_requests for one in visible)
         if num_requests > 0:
-            num_tokens = queue.num_tokens - sum(line.num_tokens for line in told)
-            longest_ms = max((line.wait_ms for line in lines if line not in told), default=0)
-            told.insert(0, TenantLine(number, "", num_requests, num_tokens, longest_ms))
-        yield from _protos(model, told)
+            num_tokens = queue.num_tokens - sum(one.num_tokens for one in visible)
+            longest_ms = max((one.wait_ms for one in of_class if one not in visible), default=0)
+            visible.insert(0, TenantQueue(number, "", num_requests, num_tokens, longest_ms))
+        yield from _protos(model, visible)
 
 
-def _protos(model: str, lines: Iterable[TenantLine]) -> Iterator[inference_pb2.TenantQueue]:
-    for line in lines:
+def _protos(model: str, queues: Iterable[TenantQueue]) -> Iterator[inference_pb2.TenantQueue]:
+    for queue in queues:
         yield inference_pb2.TenantQueue(
             model=model,
-            tenant=line.tenant,
-            priority=types_pb2.PriorityClass.Name(line.priority_class),
-            num_requests=line.num_requests,
-            num_tokens=line.num_tokens,
-            longest_wait_ms=line.wait_ms,
+            tenant=queue.tenant,
+            priority=types_pb2.PriorityClass.Name(queue.priority_class),
+            num_requests=queue.num_requests,
+            num_tokens=queue.num_tokens,
+            longest_wait_ms=queue.wait_ms,
         )

@@ -19,9 +19,9 @@ from router.store.settings import StoreSettings
 from router.store.types import (
     Adopted,
     Attempt,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     ClassQueue,
     Demand,
     Dropped,
@@ -38,7 +38,7 @@ from router.store.types import (
     LedgerState,
     Lost,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     PrefixHolder,
     Queued,
     Refused,
@@ -47,7 +47,7 @@ from router.store.types import (
     StoreEvent,
     TakenOver,
     TenantLimits,
-    TenantLine,
+    TenantQueue,
     WaitReason,
 )
 
@@ -145,7 +145,7 @@ def parse_reports(reply: Reply) -> list[ReportOutcome]:
     ]
 
 
-def parse_unheard(reply: Reply) -> list[tuple[str, float]]:
+def parse_overdue_reports(reply: Reply) -> list[tuple[str, float]]:
     """Returns the silent executors of reap.lua, and for how many seconds each is silent."""
     flat = reply.values[0] if reply.values else ()
     return [(executor_id, ms / 1000) for executor_id, ms in zip(flat[::2], flat[1::2], strict=True)]
@@ -279,8 +279,8 @@ def _dropped(fields: Mapping[str, Any]) -> Dropped:
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
     "placed": _placement,
     "lost": _lost,
-    "cancel": lambda fields: CancelAsked(fields["request_id"], int(fields["attempt"])),
-    "preempt": lambda fields: PreemptAsked(fields["request_id"], int(fields["attempt"])),
+    "cancel": lambda fields: CancelRequested(fields["request_id"], int(fields["attempt"])),
+    "preempt": lambda fields: PreemptRequested(fields["request_id"], int(fields["attempt"])),
     "cancelled": lambda fields: Cancelled(fields["request_id"], int(fields["at_ms"]) if "at_ms" in fields else None),
     "taken_over": lambda fields: TakenOver(fields["request_id"], int(fields["at_ms"])),
     DropReason.EXPIRED.value: _dropped,
@@ -350,9 +350,9 @@ def parse_cancel(request_id: str, reply: Reply) -> CancelOutcome:
     state = LedgerState(reply.status)
     if state is LedgerState.ENDED:
         return CancelOutcome(state)
-    attempt, executor_id, generation, owner_id, told = reply.values
+    attempt, executor_id, generation, owner_id, owner_notified = reply.values
     placement = Placement(request_id, attempt, executor_id, generation) if state is LedgerState.PLACED else None
-    return CancelOutcome(state, placement, owner_id or None, bool(told))
+    return CancelOutcome(state, placement, owner_id or None, bool(owner_notified))
 
 
 def parse_explain(reply: Reply) -> Explanation | None:
@@ -389,7 +389,7 @@ def parse_snapshot(reply: Reply) -> Snapshot:
         tuple(ExecutorStanding(**one) for one in found["executors"]),
         tuple(ClassQueue(*one) for one in found["queues"]),
         EstimateAccuracy(*found["estimates"]),
-        tuple(TenantLine(*one) for one in found["lines"]),
+        tuple(TenantQueue(*one) for one in found["tenant_queues"]),
     )
 
 

@@ -16,7 +16,7 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 - `requests` (hash): request → owner, tenant, state, class, what it asks for and the digest of it, its order, attempt,
   strikes and whom those blame that are undecided, times passed; what its latest placement reserved and charged, and
   whether it was adopted
-- `waiting:1` `waiting:2` `waiting:3` (zset by name): lines of a class: `tenant\\0deadline arrival request`; at most a
+- `waiting:1` `waiting:2` `waiting:3` (zset by name): queue of a class: `tenant\\0deadline arrival request`; at most a
   minute ahead counts as deadline
 - `active:1` `active:2` `active:3` (zset): tenant with waiting requests below its running limit → its virtual counter
 - `placements` (zset by name): `executor\\0attempt\\0request` of all that are placed, to find an executor's

@@ -105,23 +105,23 @@ class OwnershipFilter:
         self._on_event = on_event
         # Ordered by time.
         self._since_ms: OrderedDict[str, int] = OrderedDict()
-        self._asked: Counter[str] = Counter()
+        self._open_calls: Counter[str] = Counter()
         self._held: defaultdict[str, list[TakenOver | Cancelled]] = defaultdict(list)
 
     @contextmanager
-    def asked(self, request_id: str) -> Iterator[None]:
+    def during_call(self, request_id: str) -> Iterator[None]:
         """Covers a call for the request: events that arrive meanwhile are judged by its result."""
-        self._asked[request_id] += 1
+        self._open_calls[request_id] += 1
         try:
             yield
         finally:
-            self._asked[request_id] -= 1
-            if not self._asked[request_id]:
-                del self._asked[request_id]
+            self._open_calls[request_id] -= 1
+            if not self._open_calls[request_id]:
+                del self._open_calls[request_id]
                 for event in self._held.pop(request_id, ()):
-                    self.tell(event)
+                    self.receive(event)
 
-    def begin(self, request_id: str, now_ms: int) -> None:
+    def take(self, request_id: str, now_ms: int) -> None:
         """Records that this router owns the request."""
         if self._since_ms and now_ms < next(reversed(self._since_ms.values())) - OVERTAKEN_MS:
             self._since_ms.clear()
@@ -130,11 +130,11 @@ class OwnershipFilter:
         while now_ms - next(iter(self._since_ms.values())) > KEPT_MS:
             self._since_ms.popitem(last=False)
 
-    def tell(self, event: StoreEvent) -> None:
+    def receive(self, event: StoreEvent) -> None:
         """Takes an event from the mailbox."""
         if not isinstance(event, TakenOver | Cancelled):
             self._on_event(event)
-        elif event.request_id in self._asked:
+        elif event.request_id in self._open_calls:
             self._held[event.request_id].append(event)
         elif event.at_ms is None or event.at_ms >= self._since_ms.get(event.request_id, 0):
             self._on_event(event)

@@ -31,12 +31,12 @@ from router.store.codec import (
     parse_explain,
     parse_hand_back,
     parse_outcomes,
+    parse_overdue_reports,
     parse_rates,
     parse_reply,
     parse_reports,
     parse_snapshot,
     parse_submit,
-    parse_unheard,
     rates_args,
     report_args,
     settle_args,
@@ -147,7 +147,7 @@ class AdmissionStore:
         self._settings = settings
         self._on_event = on_event
         self._on_call = on_call
-        self._tenures = OwnershipFilter(on_event)
+        self._ownership = OwnershipFilter(on_event)
         self._clock = StoreClock()
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
@@ -167,7 +167,7 @@ class AdmissionStore:
         mailbox = Mailbox(reader, self._keys.mailbox(self.router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(mailbox.run(self._tenures.tell, self._outage.failed))
+                group.create_task(mailbox.run(self._ownership.receive, self._outage.failed))
                 group.create_task(_repeat(self.renew, self._settings.renew_interval_ms, jitter=0.1))
                 group.create_task(_repeat(self.reap, self._settings.reap_interval_ms, jitter=0.5))
         finally:
@@ -296,9 +296,9 @@ class AdmissionStore:
         """Removes executors and routers whose lease has lapsed, a bounded number; the next call continues."""
         await self._detached(self._reap())
 
-    async def snapshot(self, max_lines: int = 0) -> Snapshot:
-        """Returns the state of the pool, with the queues of at most `max_lines` tenants."""
-        reply = await self._detached(self._operate("snapshot", max_lines))
+    async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
+        """Returns the state of the pool, with the queues of at most `max_tenant_queues` tenants."""
+        reply = await self._detached(self._operate("snapshot", max_tenant_queues))
         return parse_snapshot(reply)
 
     # How a script is called ------------------------------------------------------------------------------------
@@ -308,20 +308,20 @@ class AdmissionStore:
         assert demand.blocks > 0
         assert demand.sequences > 0
         asked = _Asked(demand.request_id, submit_args(demand, self._settings))
-        with self._tenures.asked(demand.request_id):
+        with self._ownership.during_call(demand.request_id):
             reply, event = await self._submits.ask(asked)
-            self._begin_tenure(demand.request_id, reply)
+            self._take_ownership(demand.request_id, reply)
         return event or parse_submit(demand.request_id, reply)
 
     async def _adopt(self, request_id: str) -> Reply:
-        with self._tenures.asked(request_id):
+        with self._ownership.during_call(request_id):
             reply = await self._operate("adopt", request_id)
-            self._begin_tenure(request_id, reply)
+            self._take_ownership(request_id, reply)
         return reply
 
-    def _begin_tenure(self, request_id: str, reply: Reply) -> None:
+    def _take_ownership(self, request_id: str, reply: Reply) -> None:
         if reply.status in OWNED:
-            self._tenures.begin(request_id, reply.now_ms)
+            self._ownership.take(request_id, reply.now_ms)
 
     async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
         """Undoes a submit whose caller was cancelled: nothing can have been sent to an executor."""
@@ -349,8 +349,8 @@ class AdmissionStore:
             if reply.status != "AGAIN":
                 break
         if self._listener is not None:
-            for executor_id, silent_s in parse_unheard(reply):
-                self._listener.on_unheard(executor_id, silent_s)
+            for executor_id, silent_s in parse_overdue_reports(reply):
+                self._listener.on_report_overdue(executor_id, silent_s)
         await self._board(operation, reply)
 
     def _batches(self, name: str) -> Batches[_Asked, _Answer]:

@@ -47,7 +47,7 @@ class ClassQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLine:
+class TenantQueue:
     """A tenant's waiting requests of a class. `wait_ms` is how long the head of its queue has waited."""
 
     priority_class: int
@@ -74,7 +74,7 @@ class Snapshot:
     executors: tuple[ExecutorStanding, ...]
     queues: tuple[ClassQueue, ...]
     estimates: EstimateAccuracy = EstimateAccuracy(0, 0.0, 1.0)
-    lines: tuple[TenantLine, ...] = ()
+    tenant_queues: tuple[TenantQueue, ...] = ()
 
     @property
     def num_waiting(self) -> tuple[int, ...]:
@@ -406,14 +406,14 @@ class HandBackRefusal(Enum):
 class CancelOutcome:
     """The result of a cancel. `state` None: the id is unknown.
 
-    WAITING and LOST requests are removed by it. For a PLACED one `owner_told` says whether its owner, another router,
-    was asked to cancel it; if not, the caller cancels `placement` on the executor.
+    WAITING and LOST requests are removed by it. For a PLACED one `owner_notified` is true if its owner, another router,
+    was asked to cancel it; otherwise the caller cancels `placement` on the executor.
     """
 
     state: LedgerState | None
     placement: Placement | None = None
     owner_id: str | None = None
-    owner_told: bool = False
+    owner_notified: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +435,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelAsked:
+class CancelRequested:
     """Another router was asked to cancel this placement."""
 
     request_id: str
@@ -443,7 +443,7 @@ class CancelAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class PreemptAsked:
+class PreemptRequested:
     """The placement is preempted by a higher class: end it on its executor and hand it back as preempted."""
 
     request_id: str
@@ -493,11 +493,11 @@ class PoolListener(Protocol):
     def on_routers(self, peers: frozenset[str]) -> None:
         """The other live routers have changed."""
 
-    def on_unheard(self, executor_id: str, silent_s: float) -> None:
+    def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
         """The ledger has had no report of the executor for so long."""
 
 
-StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped | TakenOver | LeaseLapsed
+StoreEvent = Placement | Lost | CancelRequested | PreemptRequested | Cancelled | Dropped | TakenOver | LeaseLapsed
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,8 @@ class ChoicesRelay:
         self._write = write
         self._writing = asyncio.Lock()
         self._seq = 0
-        self._has_told_accepted = False
-        self._has_told_started = any(place.is_started for place in self._places)
+        self._has_sent_accepted = False
+        self._has_sent_started = any(place.is_started for place in self._places)
         self._holds_output = self._counts.picks_best
         # Set when the log probabilities of the prompt have been sent.
         self._prompt_told = asyncio.Event()
@@ -137,17 +137,17 @@ class ChoicesRelay:
                 return
             case "queued" if choice:
                 return
-            case "queued" if self._has_told_accepted:
+            case "queued" if self._has_sent_accepted:
                 return
             case "accepted":
-                if self._has_told_accepted:
+                if self._has_sent_accepted:
                     return
-                self._has_told_accepted = True
+                self._has_sent_accepted = True
                 event.accepted.CopyFrom(self._accepted)
             case "started":
-                if self._has_told_started:
+                if self._has_sent_started:
                     return
-                self._has_told_started = True
+                self._has_sent_started = True
             case "notice":
                 event.notice.text = f"choice {choice} {event.notice.text}"
             case "delta":

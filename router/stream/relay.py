@@ -178,12 +178,12 @@ class Relay:
         self._is_idle.set()
         self._being_sent = (0, 0)
         self._failure: BaseException | None = None
-        self._has_told_queued = False
-        self._has_told_accepted = False
-        self._has_told_started = place.is_started
-        self._num_prompt_told = 0
+        self._has_sent_queued = False
+        self._has_sent_accepted = False
+        self._has_sent_started = place.is_started
+        self._num_prompt_sent = 0
         self._has_echoed = False
-        self._has_told_tokens = False
+        self._has_sent_tokens = False
         self._num_migrations_told = stream.num_migrations
         self._end_name = "without an end"
 
@@ -210,8 +210,8 @@ class Relay:
     async def queued(self, queued: Queued) -> None:
         """Sends the client the request's place in the queue."""
         event = inference_pb2.Queued(position=queued.position)
-        if not self._has_told_queued:
-            self._has_told_queued = True
+        if not self._has_sent_queued:
+            self._has_sent_queued = True
             event.request_id = self._reading.accepted.request_id
             event.resume_token = self._reading.accepted.resume_token
         if queued.estimated_wait_ms is not None:
@@ -231,13 +231,13 @@ class Relay:
         while True:
             if not await self._wait():
                 self._stream.finish(DEADLINE_END)
-                await self._tell_tokens(self._stream.take(self.reader))
+                await self._send_tokens(self._stream.take(self.reader))
                 await self._finish(inference_pb2.Finished(reason=types_pb2.FINISH_REASON_DEADLINE))
                 return
             news = self._stream.take(self.reader)
-            await self._tell_progress(news)
-            await self._tell_prompt(news)
-            await self._tell_tokens(news)
+            await self._send_progress(news)
+            await self._send_prompt(news)
+            await self._send_tokens(news)
             if self._text.matched is not None:
                 self._stream.stop()
                 reason = types_pb2.FINISH_REASON_STOP_STRING
@@ -246,7 +246,7 @@ class Relay:
             if news.error is not None:
                 raise news.error
             if news.end is not None:
-                await self._tell_end(news.end)
+                await self._send_end(news.end)
                 return
 
     async def _wait(self) -> bool:
@@ -254,7 +254,7 @@ class Relay:
         are all that is new are written as they come, without a wake-up of this task."""
         stream = self._stream
         # Not before the first token, whose deadline this task watches, nor with stop strings.
-        is_reading_on = self._has_told_tokens and not self._text.has_stops
+        is_reading_on = self._has_sent_tokens and not self._text.has_stops
         stream.on_output = self._on_output if is_reading_on else None
         self._may_begin = is_reading_on and self._writer is not None and not self._writer.needs_task
         try:
@@ -315,16 +315,16 @@ class Relay:
             return
         self._record_sent(*self._being_sent)
         if self._may_begin:
-            self._stream.tell_output()
+            self._stream.publish_output()
 
-    async def _tell_progress(self, news: News) -> None:
-        if news.queued is not None and not (self._has_told_accepted or news.accepted):
+    async def _send_progress(self, news: News) -> None:
+        if news.queued is not None and not (self._has_sent_accepted or news.accepted):
             await self.queued(news.queued)
-        if news.accepted and not self._has_told_accepted:
-            self._has_told_accepted = True
+        if news.accepted and not self._has_sent_accepted:
+            self._has_sent_accepted = True
             await self._send(inference_pb2.StreamEvent(accepted=self._reading.accepted))
-        if news.started and not self._has_told_started:
-            self._has_told_started = True
+        if news.started and not self._has_sent_started:
+            self._has_sent_started = True
             stream = self._stream
             started = inference_pb2.Started(executor_id=stream.life.executor_id, cached_tokens=stream.num_cached_tokens)
             if stream.clock.boarded is not None:
@@ -340,7 +340,7 @@ class Relay:
         notice = inference_pb2.Notice(kind=inference_pb2.Notice.Kind.Name(kind), text=text)
         await self._send(inference_pb2.StreamEvent(notice=notice))
 
-    async def _tell_prompt(self, news: News) -> None:
+    async def _send_prompt(self, news: News) -> None:
         """Sends what is known of the prompt's log probabilities, and before the output the text of the prompt. A client
         that has output has had both."""
         reading, begins_output = self._reading, bool(news.token_ids) and not self._place.offset
@@ -348,8 +348,8 @@ class Relay:
             num_known = len(news.prompt_logprobs) + 1
             if begins_output and num_known < len(reading.prompt_ids):
                 raise RequestError(Reason.INTERNAL, "the executor did not report the log probabilities of the prompt")
-            while self._num_prompt_told < num_known:
-                await self._tell_scores(news.prompt_logprobs[: num_known - 1])
+            while self._num_prompt_sent < num_known:
+                await self._send_prompt_logprobs(news.prompt_logprobs[: num_known - 1])
         if reading.echoes and not self._has_echoed and (news.token_ids or news.end is not None):
             self._has_echoed = True
             for first in range(0, len(reading.prompt_ids), ECHO_TOKENS):
@@ -358,9 +358,9 @@ class Relay:
                     delta = inference_pb2.Delta(offset=self._place.offset, text=text)
                     await self._send(inference_pb2.StreamEvent(delta=delta))
 
-    async def _tell_scores(self, known: Sequence[types_pb2.PositionLogprobs]) -> None:
+    async def _send_prompt_logprobs(self, known: Sequence[types_pb2.PositionLogprobs]) -> None:
         """Sends the next tokens of the prompt, of which those after the first have `known` log probabilities."""
-        first, prompt_ids = self._num_prompt_told, self._reading.prompt_ids
+        first, prompt_ids = self._num_prompt_sent, self._reading.prompt_ids
         last = min(first + SCORES_PER_EVENT, len(known) + 1)
         event = inference_pb2.Prompt(offset=first, token_ids=prompt_ids[first:last])
         event.logprobs.extend([*([UNKNOWN_LOGPROBS] if first == 0 else ()), *known[max(0, first - 1) : last - 1]])
@@ -369,10 +369,10 @@ class Relay:
             token = types_pb2.TokenLogprob(token_id=prompt_ids[0])
             self._reading.name_token(token)
             event.first_text_bytes, event.first_is_special = token.text_bytes, token.is_special
-        self._num_prompt_told = last
+        self._num_prompt_sent = last
         await self._send(inference_pb2.StreamEvent(prompt=event))
 
-    async def _tell_tokens(self, news: News) -> None:
+    async def _send_tokens(self, news: News) -> None:
         is_stop_token = news.end is not None and news.end.reason == types_pb2.FINISH_REASON_STOP_TOKEN
         num_known = min(max(0, self._place.offset - news.offset), len(news.token_ids))
         self._feed(news.offset, news.token_ids[:num_known], is_stop_token and num_known == len(news.token_ids))
@@ -382,18 +382,18 @@ class Relay:
         self._feed(news.offset + num_known, new_ids, is_stop_token)
         if news.end is not None:
             self._unsent_text += self._unread(self._text.finish().text)
-        await self._tell_output(news.end is not None or news.error is not None or self._text.matched is not None)
+        await self._send_output(news.end is not None or news.error is not None or self._text.matched is not None)
 
-    async def _tell_output(self, is_last: bool) -> None:
+    async def _send_output(self, is_last: bool) -> None:
         """Sends the tokens that have not been sent, if they are enough for an event."""
         offset, num_tokens = self._next_offset, max(0, self._text.num_tokens - self._next_offset)
         if not (num_tokens or self._unsent_text):
             return
-        if self._has_told_tokens and not is_last and 0 < num_tokens < self._reading.stream_interval:
+        if self._has_sent_tokens and not is_last and 0 < num_tokens < self._reading.stream_interval:
             return
         await self._send(self._unsent())
         if num_tokens:
-            self._has_told_tokens = True
+            self._has_sent_tokens = True
             self._record_sent(offset, num_tokens)
 
     def _unsent(self) -> inference_pb2.StreamEvent:
@@ -455,7 +455,7 @@ class Relay:
             return ""
         return encoded[max(0, self._num_bytes_known - before) :].decode(errors="ignore")
 
-    async def _tell_end(self, end: End) -> None:
+    async def _send_end(self, end: End) -> None:
         if self._place.offset > self._text.num_tokens:
             raise beyond_output(self._place.offset, self._text.num_tokens, choice_of(self._stream.request_id))
         if end.reason == types_pb2.FINISH_REASON_STOP_STRING:

@@ -129,7 +129,7 @@ class RequestStream:
         self._num_before_placement = 0
         # The executor of the placement that has used its reservation, until the next placement.
         self._extended_on = ""
-        self._untold = 0
+        self._unreported = 0
         self._queued: Queued | None = None
         self._num_taken = 0
         self._changed = asyncio.Event()
@@ -291,7 +291,7 @@ class RequestStream:
         self.accept()
         if has_started:
             self._reached, self._seat = Reached.BOARDED, Seat.HELD
-            self._untold |= STARTED
+            self._unreported |= STARTED
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
 
     def _leave_seat(self, num_before_placement: int) -> None:
@@ -305,7 +305,7 @@ class RequestStream:
         for `next`."""
         self.reader += 1
         self.on_output = None
-        self._untold = (0, ACCEPTED, ACCEPTED | STARTED)[self._reached]
+        self._unreported = (0, ACCEPTED, ACCEPTED | STARTED)[self._reached]
         self._num_taken = 0
         self._changed.set()
         return self.reader
@@ -313,7 +313,7 @@ class RequestStream:
     def accept(self) -> None:
         """Records that the executor accepted the placement."""
         self._reached = max(self._reached, Reached.ACCEPTED)
-        self._untold |= ACCEPTED
+        self._unreported |= ACCEPTED
         self._changed.set()
 
     def start(self, num_cached_tokens: int) -> None:
@@ -326,7 +326,7 @@ class RequestStream:
         else:
             self.record.boarded_again()
         self._seat = Seat.HELD
-        self._untold |= STARTED
+        self._unreported |= STARTED
         self._changed.set()
 
     def token(self, offset: int, token_id: int) -> bool:
@@ -348,7 +348,7 @@ class RequestStream:
             self.output_ids.append(token_id)
         return True
 
-    def tell_output(self) -> None:
+    def publish_output(self) -> None:
         """Publishes the tokens that have come, once for all of a frame."""
         if self._num_taken >= len(self.output_ids):
             return
@@ -393,7 +393,7 @@ class RequestStream:
         """Records that it gave up its seat and waits for another. Without a seat there is nothing to report."""
         if self.has_been_accepted and self._seat is not Seat.GIVEN_UP:
             self._seat = Seat.GIVEN_UP
-            self._untold |= PAUSED
+            self._unreported |= PAUSED
             self._changed.set()
 
     def extend(self) -> None:
@@ -413,9 +413,9 @@ class RequestStream:
     def finish(self, end: End) -> None:
         """Ends it for its reader. No effect after an end."""
         if self.life.handle(ReaderEnded(end)):
-            self.tell_end()
+            self.publish_end()
 
-    def tell_end(self) -> None:
+    def publish_end(self) -> None:
         """Publishes its end or error, which is known."""
         self._changed.set()
         if self.life.end is not None:
@@ -455,9 +455,9 @@ class RequestStream:
             raise taken_over()
         self._changed.clear()
         news = News(
-            bool(self._untold & ACCEPTED),
-            bool(self._untold & STARTED),
-            bool(self._untold & PAUSED),
+            bool(self._unreported & ACCEPTED),
+            bool(self._unreported & STARTED),
+            bool(self._unreported & PAUSED),
             self._queued,
             self._num_taken,
             self.output_ids[self._num_taken :],
@@ -465,7 +465,7 @@ class RequestStream:
             self.life.end,
             self.life.error,
         )
-        self._untold = 0
+        self._unreported = 0
         self._queued = None
         self._num_taken = max(self._num_taken, len(self.output_ids))
         return news

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from router.store.settings import StoreSettings
-from router.store.types import ClassQueue, EstimateAccuracy, Snapshot, TenantLimits, TenantLine
+from router.store.types import ClassQueue, EstimateAccuracy, Snapshot, TenantLimits, TenantQueue
 
 # A tenant with a bound on its running requests uses so few sub-pools that each has this share of the bound.
 MIN_RUNNING_PER_SUBPOOL = 16
@@ -73,28 +73,28 @@ def share_of_settings(settings: StoreSettings, num_subpools: int) -> StoreSettin
     )
 
 
-def merged(snapshots: Sequence[Snapshot], max_lines: int) -> Snapshot:
+def merged(snapshots: Sequence[Snapshot], max_tenant_queues: int) -> Snapshot:
     """Returns the snapshot of all sub-pools together."""
     executors = sorted((one for each in snapshots for one in each.executors), key=lambda one: one.executor_id)
     queues = [
         ClassQueue(sum(queue.num_requests for queue in of_class), sum(queue.num_tokens for queue in of_class))
         for of_class in zip(*(each.queues for each in snapshots), strict=True)
     ]
-    lines: defaultdict[tuple[int, str], list[TenantLine]] = defaultdict(list)
-    for line in (line for each in snapshots for line in each.lines):
-        lines[line.priority_class, line.tenant].append(line)
+    by_tenant: defaultdict[tuple[int, str], list[TenantQueue]] = defaultdict(list)
+    for one in (one for each in snapshots for one in each.tenant_queues):
+        by_tenant[one.priority_class, one.tenant].append(one)
     joined = [
-        TenantLine(
+        TenantQueue(
             priority_class,
             tenant,
-            sum(line.num_requests for line in of_tenant),
-            sum(line.num_tokens for line in of_tenant),
-            max(line.wait_ms for line in of_tenant),
+            sum(one.num_requests for one in of_tenant),
+            sum(one.num_tokens for one in of_tenant),
+            max(one.wait_ms for one in of_tenant),
         )
-        for (priority_class, tenant), of_tenant in sorted(lines.items())
+        for (priority_class, tenant), of_tenant in sorted(by_tenant.items())
     ]
     accuracies = [each.estimates for each in snapshots]
-    return Snapshot(tuple(executors), tuple(queues), _mean(accuracies), tuple(joined[:max_lines]))
+    return Snapshot(tuple(executors), tuple(queues), _mean(accuracies), tuple(joined[:max_tenant_queues]))
 
 
 def _mean(accuracies: Sequence[EstimateAccuracy]) -> EstimateAccuracy:

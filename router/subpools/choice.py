@@ -78,7 +78,7 @@ class SubPoolChoice:
         while len(self._prefixes) > MAX_PREFIXES:
             self._prefixes.popitem(last=False)
 
-    def told(self, number: int, load: PoolLoad) -> None:
+    def record_load(self, number: int, load: PoolLoad) -> None:
         """Takes the load that a sub-pool has told."""
         self.loads[number] = SubPoolLoad(load)
 

@@ -30,9 +30,9 @@ from router.store.store import AdmissionStore, SubmitOutcome
 from router.store.types import (
     Adopted,
     Attempt,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     Demand,
     Dropped,
     Duplicate,
@@ -305,14 +305,14 @@ class SubPoolStore:
 
     def order_for(self, demand: Demand, allowed: Sequence[int]) -> list[int]:
         """Returns the allowed sub-pools in the order in which a new request asks them."""
-        self.note_loads()
+        self.record_loads()
         return self.choice.order_for(demand, allowed)
 
-    def note_loads(self) -> None:
+    def record_loads(self) -> None:
         """Takes the loads that the sub-pools have told since."""
         for number, store in enumerate(self.stores):
             if store.load is not None and store.load is not self.choice.loads[number].told:
-                self.choice.told(number, store.load)  # so it is not away
+                self.choice.record_load(number, store.load)  # so it is not away
 
     def open_to(self, demand: Demand) -> tuple[int, ...]:
         """Returns the sub-pools that the request may use."""
@@ -324,7 +324,7 @@ class SubPoolStore:
 
     def room_by_subpool(self) -> dict[int, int]:
         """Returns the idle sub-pools, with this router's share of the executors that have room there."""
-        self.note_loads()
+        self.record_loads()
         return {
             number: -(-load.told.num_with_room // load.told.num_routers)
             for number, load in enumerate(self.choice.loads)
@@ -385,7 +385,7 @@ class SubPoolStore:
             else:
                 break
         if not is_own and found.placement is not None:
-            self._deliver(CancelAsked(demand.request_id, found.placement.attempt))
+            self._deliver(CancelRequested(demand.request_id, found.placement.attempt))
 
     # Executors and leases --------------------------------------------------------------------------------------
 
@@ -420,10 +420,10 @@ class SubPoolStore:
         for number, store in enumerate(self.stores):
             store.listen(_Listener(number, peers, listener))
 
-    async def snapshot(self, max_lines: int = 0) -> Snapshot:
+    async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         """Returns the state of all sub-pools that answer. Raises `RequestError` if none does."""
-        calls = (self._heard(number, store.snapshot(max_lines)) for number, store in enumerate(self.stores))
-        return merged(_answers(await asyncio.gather(*calls, return_exceptions=True)), max_lines)
+        calls = (self._heard(number, store.snapshot(max_tenant_queues)) for number, store in enumerate(self.stores))
+        return merged(_answers(await asyncio.gather(*calls, return_exceptions=True)), max_tenant_queues)
 
     # How a sub-pool is asked -----------------------------------------------------------------------------------
 
@@ -534,9 +534,9 @@ class _Listener:
         self._peers[self._number] = peers
         self._listener.on_routers(frozenset().union(*self._peers))
 
-    def on_unheard(self, executor_id: str, silent_s: float) -> None:
+    def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
         if home_of(executor_id, len(self._peers)) == self._number:
-            self._listener.on_unheard(executor_id, silent_s)
+            self._listener.on_report_overdue(executor_id, silent_s)
 
 
 def _first(number: int, order: Sequence[int]) -> list[int]:

@@ -142,7 +142,7 @@ async def test_clients_that_leave_all_at_once_are_withdrawn_and_the_lease_holds(
         await here.own.renew()  # between them
         await here.until_waiting(0)
         async with asyncio.timeout(60):  # the last answers are on their way
-            await here.dispatcher.emptied()
+            await here.dispatcher.wait_until_empty()
     assert (here.num_lapses, here.failed_calls) == (0, [])
 
 
@@ -209,6 +209,6 @@ async def test_clients_that_leave_while_redis_is_silent_cost_no_lease_and_no_oth
             here.dispatcher.release(stream)
         await here.until_waiting(0)
         async with asyncio.timeout(600):
-            await here.dispatcher.emptied()
+            await here.dispatcher.wait_until_empty()
         assert not submitted_again
         assert await admin.zcard(PoolKeys(pool).key("ended")) == num_waiting

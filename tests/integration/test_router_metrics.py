@@ -92,7 +92,7 @@ async def test_client_that_goes_away_while_it_waits_ends_cancelled(redis_url: st
         async for _ in first:
             pass
         dispatcher = router.pools.by_name[pool].dispatcher
-        await asyncio.wait_for(dispatcher.emptied(), 60)
+        await asyncio.wait_for(dispatcher.wait_until_empty(), 60)
         see = Scrape(router, pool)
         assert see("inflight_requests_total", **{"class": "standard"}, outcome="cancelled") == 1
         assert see("inflight_requests_total", **{"class": "standard"}, outcome="length") == 1

@@ -169,10 +169,10 @@ async def test_the_ledger_is_asked_only_while_a_client_watches_and_once_for_all(
         dispatcher, num_asked = router.pools.by_name[pool].dispatcher, 0
         snapshot = dispatcher._store.snapshot
 
-        async def counted(max_lines: int = 0) -> Any:
+        async def counted(max_tenant_queues: int = 0) -> Any:
             nonlocal num_asked
             num_asked += 1
-            return await snapshot(max_lines)
+            return await snapshot(max_tenant_queues)
 
         dispatcher._store.snapshot = counted  # type: ignore[method-assign]
         async with AsyncExitStack() as stack:

@@ -47,7 +47,7 @@ class Traced:
             async with run_router("r", self.model, self.redis_url, [executor.address], settings) as router:
                 await until_ready(router, 1)
                 await ask(router.address, clients)
-                await asyncio.wait_for(router.pools.by_name[self.model].dispatcher.emptied(), 60)
+                await asyncio.wait_for(router.pools.by_name[self.model].dispatcher.wait_until_empty(), 60)
                 await router.parts.tracing.aclose()
         finally:
             await executor.stop()

@@ -36,7 +36,7 @@ from router.store.types import (
     LedgerState,
     Lost,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     Refused,
     StoreEvent,
     TakenOver,
@@ -222,8 +222,8 @@ class SimpleRouter:
             match event:
                 case Placement():
                     await self._place(event)
-                case Lost(request_id, attempt) | PreemptAsked(request_id, attempt):
-                    await self._give_up(Attempt(request_id, attempt), preempted=isinstance(event, PreemptAsked))
+                case Lost(request_id, attempt) | PreemptRequested(request_id, attempt):
+                    await self._give_up(Attempt(request_id, attempt), preempted=isinstance(event, PreemptRequested))
                 case Dropped(request_id):
                     self._end(request_id)
                 case TakenOver(request_id):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from router.store.types import Dropped, DropReason, LedgerState, PreemptAsked
+from router.store.types import Dropped, DropReason, LedgerState, PreemptRequested
 from tests.property.ledger_pool import Pool, Request
 
 MAX_PASSED = 4
@@ -31,7 +31,7 @@ def board(pool: Pool, caller_id: str) -> None:
     _age(pool)
     passed: list[str] = []
     while _may_offer(pool):
-        name = _next_in_line(pool, passed)
+        name = _next_in_queue(pool, passed)
         if name is None:
             return
         match _deal(pool, name, passed, caller_id):
@@ -53,14 +53,14 @@ def _age(pool: Pool) -> None:
 
 
 def _may_offer(pool: Pool) -> bool:
-    return bool(pool.open_executors() or pool.claims or any(one.may_be_asked for one in _placed(pool).values()))
+    return bool(pool.open_executors() or pool.claims or any(one.may_be_preempted for one in _placed(pool).values()))
 
 
 def _placed(pool: Pool) -> dict[str, Request]:
     return {name: one for name, one in pool.requests.items() if one.state is LedgerState.PLACED}
 
 
-def _next_in_line(pool: Pool, passed: list[str]) -> str | None:
+def _next_in_queue(pool: Pool, passed: list[str]) -> str | None:
     """For whom room is kept; else by class, by what its tenant was served, by its place in the tenant's line."""
     for name in pool.claims:
         if _has_what_is_kept(pool, name):
@@ -155,7 +155,7 @@ def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
     request, claimed = pool.requests[asking], pool.claimed()
     if request.asked_ms is not None and pool.now_ms - request.asked_ms < PREEMPTION_MS:
         return
-    lower = {name: one for name, one in _placed(pool).items() if one.may_be_asked and one.class_ > request.class_}
+    lower = {name: one for name, one in _placed(pool).items() if one.may_be_preempted and one.class_ > request.class_}
     newest = sorted(lower, key=lambda name: (lower[name].class_, lower[name].placed_ms, name), reverse=True)
     chosen: str | None = None
     victims: list[str] = []
@@ -180,8 +180,8 @@ def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
         if _has_room_after(pool, request, chosen, victims) and pool.has_slot(chosen, request, without=victims):
             request.asked_ms = pool.now_ms
             for one in victims:
-                lower[one].may_be_asked = False
-                pool.tell(lower[one].owner_id, PreemptAsked(one, lower[one].attempt))
+                lower[one].may_be_preempted = False
+                pool.tell(lower[one].owner_id, PreemptRequested(one, lower[one].attempt))
             return
 
 

@@ -17,7 +17,7 @@ def compare(records: Records, pool: Pool) -> None:
     """Fails where they differ."""
     _compare_requests(records, pool)
     _compare_endings(records, pool)
-    _compare_lines(records, pool)
+    _compare_queues(records, pool)
     _compare_executors(records, pool)
     _compare_tenants(records, pool)
     _compare_state(records, pool)
@@ -68,14 +68,14 @@ def _compare_endings(records: Records, pool: Pool) -> None:
     }
 
 
-def _compare_lines(records: Records, pool: Pool) -> None:
-    lines = [
+def _compare_queues(records: Records, pool: Pool) -> None:
+    queues = [
         (class_, tenant, name)
         for class_ in CLASSES
         for tenant in sorted({one.demand.tenant for one in pool.requests.values()})
         for name in pool.line(tenant, class_)
     ]
-    assert records.line() == lines
+    assert records.queue() == queues
     ageing = {name: pool.requests[name].age_ms for name in pool.waiting() if pool.requests[name].class_ > 1}
     assert records.scores("ageing") == ageing
     lost = {name: one.lost_ms for name, one in pool.requests.items() if one.state is LedgerState.LOST}
@@ -83,7 +83,7 @@ def _compare_lines(records: Records, pool: Pool) -> None:
     placed = {f"{one}\0{pool.requests[n].attempt}\0{n}" for one in pool.executors for n in pool.placed_on(one)}
     assert records.scores("placements").keys() == placed
     assert records.scores("preemptible").keys() == {
-        name for name, one in pool.requests.items() if one.state is LedgerState.PLACED and one.may_be_asked
+        name for name, one in pool.requests.items() if one.state is LedgerState.PLACED and one.may_be_preempted
     }
 
 
@@ -117,7 +117,7 @@ def _compare_tenants(records: Records, pool: Pool) -> None:
     assert found.keys() == pool.tenants.keys()
     for name, tenant in pool.tenants.items():
         record, waiting = found[name], pool.waiting(name)
-        assert record["lines"] == [len(pool.waiting(name, class_)) for class_ in CLASSES]
+        assert record["waiting_by_class"] == [len(pool.waiting(name, class_)) for class_ in CLASSES]
         assert (record["waiting"], record["running"]) == (len(waiting), pool.running(name))
         assert record["tokens"] == [pool.tokens_waiting(pool.waiting(name, class_)) for class_ in CLASSES]
         assert record["bytes"] == pool.bytes_waiting(waiting)

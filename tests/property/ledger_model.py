@@ -15,9 +15,9 @@ from router.store.settings import StoreSettings
 from router.store.types import (
     Adopted,
     Attempt,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     Demand,
     Dropped,
     Duplicate,
@@ -215,7 +215,7 @@ class Ledger:
             return CancelOutcome(None)
         is_placed = request.state is LedgerState.PLACED
         if told:
-            pool.tell(request.owner_id, CancelAsked(name, request.attempt) if is_placed else Cancelled(name))
+            pool.tell(request.owner_id, CancelRequested(name, request.attempt) if is_placed else Cancelled(name))
         if not is_placed:
             pool.end(name, was_cancelled=True)
             if request.charge is None:

@@ -94,7 +94,7 @@ class Request:
     claim: str | None = None
     asked_ms: int | None = None
     """When others were last asked to give way to it."""
-    may_be_asked: bool = False
+    may_be_preempted: bool = False
     """Whether it was placed where it may be asked to give way, and was not."""
     charge: float | None = None
     rated: int | None = None
@@ -505,7 +505,7 @@ class Pool:
         )
         request.is_adopted = False
         request.passed, request.asked_ms, request.estimate = 0, None, None
-        request.may_be_asked = self.settings.preempt_for_priority and request.class_ > 1
+        request.may_be_preempted = self.settings.preempt_for_priority and request.class_ > 1
         self.update_active()
 
     def lose(self, name: str, caller_id: str, *, executor_lives: bool = False) -> None:

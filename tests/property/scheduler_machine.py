@@ -209,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def grammar_comes_too_late(self, choice: st.DataObject, error: str) -> None:
         sequence = choice.draw(st.sampled_from(list(self.expectations)))
         if sequence not in self._unready():
-            assert self.scheduler.prepared(sequence, error) is None
+            assert self.scheduler.mark_prepared(sequence, error) is None
 
     @precondition(lambda self: self.num_offers > 20)
     @rule()
@@ -312,7 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sequence.constraint is not None
         if not error:
             sequence.constraint.compiled = AnyTokens()
-        event = self.scheduler.prepared(sequence, error)
+        event = self.scheduler.mark_prepared(sequence, error)
         assert (event is not None) == bool(error)
         self._receive(StepOutcome(NewTokens(), (event,) if event else ()))
 

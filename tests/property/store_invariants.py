@@ -20,7 +20,7 @@ def check(records: Records, budget_blocks: float) -> None:
     assert sum(map(len, in_state.values())) == len(requests)
     assert not requests.keys() & tombstones.keys()
     assert records.scores("lost").keys() == in_state["LOST"].keys()
-    _check_lines(records, in_state["WAITING"])
+    _check_queues(records, in_state["WAITING"])
     _check_reservations(records, in_state["PLACED"], budget_blocks)
     _check_tenants(records, in_state["WAITING"], in_state["PLACED"])
 
@@ -38,14 +38,14 @@ def check_step(before: Records, after: Records) -> None:
             assert all(request[field] == spent[field] for field in ("executor_id", "generation"))
 
 
-def _check_lines(records: Records, waiting: dict[str, Any]) -> None:
-    assert Counter(records.line()) == Counter((one["class"], one["tenant"], name) for name, one in waiting.items())
+def _check_queues(records: Records, waiting: dict[str, Any]) -> None:
+    assert Counter(records.queue()) == Counter((one["class"], one["tenant"], name) for name, one in waiting.items())
     assert records.scores("ageing").keys() == {name for name, one in waiting.items() if one["class"] > 1}
     state = records.of("state")
     sums = [sum(_tokens(one) for one in waiting.values() if one["class"] == class_) for class_ in CLASSES]
     assert state.get("waiting", 0) == len(waiting)
     assert state.get("bytes", 0) == sum(one["bytes"] for one in waiting.values())
-    assert (state.get("lines") or [0, 0, 0]) == [
+    assert (state.get("waiting_by_class") or [0, 0, 0]) == [
         sum(one["class"] == class_ for one in waiting.values()) for class_ in CLASSES
     ]
     assert (state.get("tokens") or [0, 0, 0]) == sums
@@ -82,10 +82,10 @@ def _check_tenants(records: Records, waiting: dict[str, Any], placed: dict[str, 
         assert (tenant["waiting"], tenant["running"]) == (len(own), running)
         assert tenant["tokens"] == [sum(_tokens(one) for one in own if one["class"] == class_) for class_ in CLASSES]
         assert tenant["bytes"] == sum(one["bytes"] for one in own)
-        assert tenant["lines"] == [sum(one["class"] == class_ for one in own) for class_ in CLASSES]
+        assert tenant["waiting_by_class"] == [sum(one["class"] == class_ for one in own) for class_ in CLASSES]
         assert tenant["active"] == (bool(own) and running < tenant["max_running"])
     for number, class_ in enumerate(CLASSES):
-        active = {name for name, one in tenants.items() if one["active"] and one["lines"][number]}
+        active = {name for name, one in tenants.items() if one["active"] and one["waiting_by_class"][number]}
         assert records.scores(f"active:{class_}").keys() == active
 
 

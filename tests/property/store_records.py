@@ -74,7 +74,7 @@ class Records:
         flat = self.content[name] or []
         return {member: float(score) for member, score in zip(flat[::2], flat[1::2], strict=True)}
 
-    def line(self) -> list[tuple[int, str, str]]:
+    def queue(self) -> list[tuple[int, str, str]]:
         """Who waits: class, tenant and id, in the order within classes and tenants."""
         return [
             (class_, member.partition("\0")[0], member.partition("\0")[2][26:])

@@ -91,7 +91,7 @@ def _prepare(listener: Listener, offered: list[Sequence], error: str) -> None:
         if not sequence.is_ready:
             assert sequence.constraint is not None
             sequence.constraint.compiled = None if error else object()
-            listener.engine.prepared(sequence, error)
+            listener.engine.mark_prepared(sequence, error)
 
 
 def test_burst_of_commands_is_executed_over_several_turns_while_a_sequence_decodes() -> None:

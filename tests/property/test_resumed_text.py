@@ -81,7 +81,7 @@ class Stage:
         for end in ends:
             for offset in range(len(self.stream.output_ids), end):
                 self.stream.token(offset, self.ids[offset])
-            self.stream.tell_output()
+            self.stream.publish_output()
             if end == len(self.ids):
                 is_stop = bool(self.ids) and self.ids[-1] == ENDING_ID
                 reason = types_pb2.FINISH_REASON_STOP_TOKEN if is_stop else types_pb2.FINISH_REASON_LENGTH

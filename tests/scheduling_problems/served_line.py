@@ -16,7 +16,7 @@ from router.store.types import (
     ExecutorReport,
     HeldSequence,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     StoreEvent,
     TenantLimits,
 )
@@ -162,7 +162,7 @@ class ServedLine:
         for event in events:
             if isinstance(event, Placement):
                 self._offer(event)
-            elif isinstance(event, PreemptAsked):
+            elif isinstance(event, PreemptRequested):
                 ended = self.scheduler.cancel(event.request_id, event.attempt, FinishReason.PREEMPTED)
                 assert ended is not None, f"{event} concerns no request"
                 self.paused.append(event.request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from executor.scheduler.limits import SchedulerPolicy
-from router.store.types import Attempt, Demand, Placement, PreemptAsked, Queued
+from router.store.types import Attempt, Demand, Placement, PreemptRequested, Queued
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import SETTINGS, StorePool
@@ -52,7 +52,7 @@ async def test_no_request_gives_way_to_its_own_class(store_pool: StorePool) -> N
 
     assert await a.store.submit(Demand("higher", 1, blocks=1)) == Queued(0)
     await a.store.reap()
-    assert await a.told() == [PreemptAsked("running", 1)]
+    assert await a.told() == [PreemptRequested("running", 1)]
     # The seat is the higher one's, not its who came before
     await a.store.hand_back("running", 1, 3, preempted=True, output_tokens=2)
     assert await a.told() == [Placement("higher", 1, "x", 1)]

@@ -185,7 +185,7 @@ def test_end_that_is_settled_late_is_seen(redis_url: str, pool: str, monkeypatch
 def test_executor_for_which_no_router_stands_in_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReportPacer, "unheard", lambda *args: None)
+    monkeypatch.setattr(ReportPacer, "report_overdue", lambda *args: None)
     exceeds(spacious(redis_url, pool, FaultKind.ROUTER_HANG), "reports and the ledger does not hear of it")
 
 

@@ -25,7 +25,7 @@ from router.dashboard.history import (
 )
 from router.dashboard.requests import RequestLog
 from router.dashboard.sampling import Growth, Sampler, Totals, growth_of
-from router.store.types import ClassQueue, ExecutorStanding, Snapshot, TenantLine
+from router.store.types import ClassQueue, ExecutorStanding, Snapshot, TenantQueue
 from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 from router.telemetry.latencies import Latencies
 
@@ -128,7 +128,7 @@ async def test_sample_has_queue_seats_blocks_tokens_and_latencies() -> None:
     snapshot = Snapshot(
         (ExecutorStanding("executor-0", 1, 100, 100, 8, 40, 3, True, True),),
         (ClassQueue(3, 90),),
-        lines=(TenantLine(1, "acme", 2, 60, 5), TenantLine(1, "globex", 1, 30, 5)),
+        tenant_queues=(TenantQueue(1, "acme", 2, 60, 5), TenantQueue(1, "globex", 1, 30, 5)),
     )
     pool = FakePool(FakeLink(num_running=3, used_blocks=25))
     sampler, history, requests, latencies, clock = sampler_of(pool, snapshot)

@@ -16,15 +16,15 @@ from router.lifecycle.events import Unlinked
 from router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
 from router.request.spec import Deadlines
 from router.store.types import (
-    CancelAsked,
     CancelOutcome,
+    CancelRequested,
     Demand,
     Ending,
     HandBackRefusal,
     LedgerState,
     Lost,
     Placement,
-    PreemptAsked,
+    PreemptRequested,
     Queued,
 )
 from router.stream.relay import Relay
@@ -206,9 +206,9 @@ async def test_ledger_preempts_by_an_end_with_that_reason() -> None:
     link = router.link("e0", "m")
     async with router.running():
         await placed(router, stream)
-        router.stores["m"].tell(PreemptAsked("r", 2))  # of another attempt
-        router.stores["m"].tell(PreemptAsked("unknown", 1))
-        router.stores["m"].tell(PreemptAsked("r", 1))
+        router.stores["m"].tell(PreemptRequested("r", 2))  # of another attempt
+        router.stores["m"].tell(PreemptRequested("unknown", 1))
+        router.stores["m"].tell(PreemptRequested("r", 1))
         (cancel,) = link._outbox.cancels
         assert (cancel.request_id, cancel.attempt, cancel.reason) == ("r", 1, PREEMPTED)
 
@@ -219,7 +219,7 @@ async def test_sequence_that_ends_by_itself_while_it_is_preempted_has_ended() ->
     async with router.running():
         await placed(router, stream)
         link.receive(accepts(1))
-        router.stores["m"].tell(PreemptAsked("r", 1))
+        router.stores["m"].tell(PreemptRequested("r", 1))
         link.receive(steps(3, cached=0, end=LENGTH))
         await settled()
         assert router.stores["m"].hand_backs == []
@@ -232,7 +232,7 @@ async def test_request_cancelled_while_it_is_preempted_ends_cancelled() -> None:
     async with router.running():
         await placed(router, stream)
         link.receive(accepts(1))
-        router.stores["m"].tell(CancelAsked("r", 1))
+        router.stores["m"].tell(CancelRequested("r", 1))
         link.receive(steps(end=PREEMPTED))
         await settled()
         news = await stream.next()
@@ -455,18 +455,18 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
     relay = Relay(stream, write)
     await relay.queued(Queued(3, 1500))
     stream.move(Queued(1, None))
-    await relay._tell_progress(await stream.next())
+    await relay._send_progress(await stream.next())
     place(stream, placement())
     stream.accept()
     stream.start(0)
     stream.token(0, 1)
     stream.pause()
     stream.move(Queued(7, None))  # it is accepted: too late
-    await relay._tell_progress(await stream.next())
+    await relay._send_progress(await stream.next())
     stream.life.handle(Unlinked(1))
     place(stream, placement(2))
     stream.accept()
-    await relay._tell_progress(await stream.next())
+    await relay._send_progress(await stream.next())
     told = [(event.WhichOneof("event"), event.queued.position, event.notice.kind) for event in events]
     assert told == [
         ("queued", 3, 0),

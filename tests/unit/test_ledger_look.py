@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from common.errors import Reason, RequestError
-from router.stats.source import MAX_LINES, SnapshotCache
+from router.stats.source import MAX_TENANT_QUEUES, SnapshotCache
 from router.store.types import ClassQueue, Snapshot
 
 
@@ -18,8 +18,8 @@ class Ledger:
         self.answer: asyncio.Future[Snapshot] | None = None
         self.look = SnapshotCache(self.ask, lambda: self.now_s)
 
-    async def ask(self, max_lines: int) -> Snapshot:
-        assert max_lines == MAX_LINES
+    async def ask(self, max_tenant_queues: int) -> Snapshot:
+        assert max_tenant_queues == MAX_TENANT_QUEUES
         self.num_asked += 1
         if self.answer is not None:
             return await self.answer

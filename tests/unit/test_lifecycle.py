@@ -37,12 +37,12 @@ from router.lifecycle.lifecycle import (
     HandBack,
     IllegalTransition,
     Lifecycle,
-    NoteMoved,
-    Resubmit,
+    PublishEnd,
+    RecordRequeued,
+    ScheduleResubmit,
+    ScheduleWithdraw,
     Send,
     Settle,
-    TellEnd,
-    Withdraw,
 )
 from router.lifecycle.transitions import TRANSITIONS
 from router.store.types import (
@@ -196,10 +196,10 @@ def handed_back(outcome: HandBackOutcome) -> HandBackAnswered:
 HAND_BACKS: tuple[tuple[HandBackOutcome, RequestState, list[type]], ...] = (
     (Placement("r", 2, "f", 1), S.PLACED, [Send]),
     (Queued(0), S.WAITING, []),
-    (Dropped("r", DropReason.EXPIRED), S.ENDED, [TellEnd, Forget]),
-    (HandBackRefusal.EXHAUSTED, S.ENDED, [TellEnd, Forget]),
-    (HandBackRefusal.UNKNOWN, S.RESUBMITTING, [Resubmit]),
-    (HandBackRefusal.STALE, S.RESUBMITTING, [Resubmit]),
+    (Dropped("r", DropReason.EXPIRED), S.ENDED, [PublishEnd, Forget]),
+    (HandBackRefusal.EXHAUSTED, S.ENDED, [PublishEnd, Forget]),
+    (HandBackRefusal.UNKNOWN, S.RESUBMITTING, [ScheduleResubmit]),
+    (HandBackRefusal.STALE, S.RESUBMITTING, [ScheduleResubmit]),
 )
 
 
@@ -223,10 +223,10 @@ def test_request_that_its_client_left_is_not_submitted_again_after_a_hand_back(o
 def test_hand_back_that_overtakes_the_withdrawal_is_withdrawn_again() -> None:
     # The withdrawal found nothing in the queue; the hand-back put the request there afterwards.
     life = handing_back()
-    assert [type(effect) for effect in life.handle(Release())] == [Withdraw]
+    assert [type(effect) for effect in life.handle(Release())] == [ScheduleWithdraw]
     life.handle(WithdrawDue())
     assert [type(effect) for effect in life.handle(WithdrawAnswered(CancelOutcome(None)))] == [Forget]
-    assert [type(effect) for effect in life.handle(handed_back(Queued(0)))] == [ExpectReport, Withdraw]
+    assert [type(effect) for effect in life.handle(handed_back(Queued(0)))] == [ExpectReport, ScheduleWithdraw]
     assert life.state is S.ENDED
 
 
@@ -240,7 +240,7 @@ def test_hand_back_before_the_turn_of_the_withdrawal_needs_no_second_one() -> No
 def test_used_reservation_is_extended_and_says_nothing_against_the_executor() -> None:
     life = placed(output=Output(has_progressed=True, has_used_reservation=True))
     effects = life.handle(SequenceEnded(1, types_pb2.FINISH_REASON_PREEMPTED))
-    assert effects == [NoteMoved(life, RequeueReason.EXTENDED), HandBack(life, PLACEMENT, RequeueReason.EXTENDED)]
+    assert effects == [RecordRequeued(life, RequeueReason.EXTENDED), HandBack(life, PLACEMENT, RequeueReason.EXTENDED)]
     answer = HandBackAnswered(PLACEMENT, RequeueReason.EXTENDED, Placement("r", 2, "e", 1), 2)
     assert [type(effect) for effect in life.handle(answer)] == [Send]
 

@@ -82,11 +82,11 @@ async def test_stream_tells_of_places_boarding_tokens_and_its_end() -> None:
     stream.start(3)
     stream.token(0, 1)
     relay = Relay(stream, ignore)
-    await relay._tell_tokens(await stream.next())
+    await relay._send_tokens(await stream.next())
     stream.token(1, 1)
     stream.token(2, 1)
-    stream.tell_output()
-    await relay._tell_tokens(await stream.next())
+    stream.publish_output()
+    await relay._send_tokens(await stream.next())
     stream.life.handle(Unlinked(1))
     place(stream, placement(2))
     stream.start(0)
@@ -145,7 +145,7 @@ def test_request_that_goes_on_elsewhere_leaves() -> None:
     stream, told = recorded_stream()
     stream.life.handle(Submit())
     stream.life.handle(Leave(RequestError(Reason.TAKEN_OVER, "gone")))
-    stream.tell_end()
+    stream.publish_end()
     stream.forget()
     assert told.facts == [("left",)]
 

@@ -56,7 +56,7 @@ def test_sequence_boards_at_its_place_in_the_line_once_it_is_ready() -> None:
     for sequence in (*running, early, late):
         assert scheduler.offer(sequence) is None
     step(scheduler)
-    assert scheduler.prepared(compile_for(early)) is None
+    assert scheduler.mark_prepared(compile_for(early)) is None
 
     finished = step(scheduler).finished
     assert len(finished) == 2
@@ -70,7 +70,7 @@ def test_only_unready_sequences_make_no_plan_and_nothing_to_do() -> None:
     assert not scheduler.schedule().sequences
     assert (scheduler.can_run, scheduler.is_idle) == (False, False)
     assert list(scheduler.held()) == [sequence]
-    scheduler.prepared(compile_for(sequence))
+    scheduler.mark_prepared(compile_for(sequence))
     assert scheduler.can_run
     assert scheduler.schedule().boarded == (sequence,)
 
@@ -84,8 +84,8 @@ def test_end_while_the_grammar_is_compiled_frees_the_reservation(reason: FinishR
 
     assert scheduler.cancel("a", 1, reason) == FinishEvent(sequence, reason)
     assert scheduler.is_idle
-    assert scheduler.prepared(compile_for(sequence)) is None
-    assert scheduler.prepared(sequence, "too late") is None
+    assert scheduler.mark_prepared(compile_for(sequence)) is None
+    assert scheduler.mark_prepared(sequence, "too late") is None
     assert scheduler.is_idle
     assert scheduler.offer(make_sequence("c", [1])) is None
 
@@ -95,7 +95,7 @@ def test_grammar_that_fails_ends_its_sequence_only() -> None:
     broken, other = make_unready("a", [1]), make_unready("b", [2])
     scheduler.offer(broken)
     scheduler.offer(other)
-    assert scheduler.prepared(broken, "no") == FinishEvent(broken, FinishReason.ERROR, error="no")
+    assert scheduler.mark_prepared(broken, "no") == FinishEvent(broken, FinishReason.ERROR, error="no")
     assert list(scheduler.held()) == [other]
 
 
@@ -105,7 +105,7 @@ def test_newer_attempt_replaces_one_that_is_not_ready() -> None:
     scheduler.offer(older)
     assert scheduler.offer(newer) is None
     assert [event.sequence for event in scheduler.take_finished()] == [older]
-    assert scheduler.prepared(compile_for(older)) is None
+    assert scheduler.mark_prepared(compile_for(older)) is None
     assert scheduler.schedule().boarded == (newer,)
 
 
@@ -151,7 +151,7 @@ def test_idle_engine_wakes_for_a_compiled_grammar(loop: Loop) -> None:
     loop.until_accepted("a")
     assert loop.engine.num_steps == 0
 
-    loop.engine.prepared(compile_for(sequence))
+    loop.engine.mark_prepared(compile_for(sequence))
     assert loop.ends(1) == {"a": expected}
 
 
@@ -181,5 +181,5 @@ def test_deadline_and_cancel_end_a_sequence_that_only_waits(loop: Loop) -> None:
 def test_failed_grammar_ends_with_an_error(loop: Loop) -> None:
     sequence = make_unready("a", [1])
     loop.engine.submit(sequence)
-    loop.engine.prepared(sequence, "no such rule")
+    loop.engine.mark_prepared(sequence, "no such rule")
     assert loop.ends(1) == {"a": ([], FinishReason.ERROR)}

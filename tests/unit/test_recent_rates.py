@@ -25,7 +25,7 @@ def clock() -> Clock:
 def run_steps(rates: RecentRates, clock: Clock, num_steps: int, *, tokens_each: int, interval_s: float) -> None:
     for step in range(1, num_steps + 1):
         clock.now_s += interval_s
-        rates.note(step, step * tokens_each)
+        rates.observe(step, step * tokens_each)
 
 
 def test_rates_are_means_of_the_last_ten_seconds(clock: Clock) -> None:

@@ -178,9 +178,9 @@ def test_next_router_relays_after_a_second_of_silence_and_for_a_while() -> None:
     _, second, third, *_ = pacers()
     for pacer in (second, third):
         pacer.offer(REPORT, 1.0)
-        pacer.unheard("x", 0.9, 2.5)
+        pacer.report_overdue("x", 0.9, 2.5)
         assert pacer.next_due() is None
-        pacer.unheard("x", 1.2, 2.5)
+        pacer.report_overdue("x", 1.2, 2.5)
     assert third.next_due() is None
     (report,) = second.take_due(2.5)
     assert report.age_ms == 1500
@@ -197,9 +197,9 @@ def test_each_router_in_turn_relays_in_the_silence_of_those_before_it() -> None:
         pacer.offer(REPORT, 1.0)
         rank = min(number, LAST_RANK)
         if rank:
-            pacer.unheard("x", SILENCE_S * rank - 0.01, 5.0)
+            pacer.report_overdue("x", SILENCE_S * rank - 0.01, 5.0)
             assert pacer.take_due(5.0) == []
-        pacer.unheard("x", SILENCE_S * rank, 5.0)
+        pacer.report_overdue("x", SILENCE_S * rank, 5.0)
         assert len(pacer.take_due(5.0)) == 1
 
 

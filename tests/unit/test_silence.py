@@ -7,22 +7,22 @@ from router.executors.link import LivenessTimer
 
 def test_silence_is_over_after_so_many_looks() -> None:
     silence = LivenessTimer(3)
-    assert [silence.look(0.0) for _ in range(3)] == [False, False, True]
+    assert [silence.check(0.0) for _ in range(3)] == [False, False, True]
     assert silence.is_over
 
 
 def test_a_word_begins_the_count_anew() -> None:
     silence = LivenessTimer(2)
-    assert not silence.look(0.0)
-    silence.hear()
-    assert not silence.look(0.0)
-    assert not silence.look(0.0)
-    assert silence.look(0.0)
+    assert not silence.check(0.0)
+    silence.record_message()
+    assert not silence.check(0.0)
+    assert not silence.check(0.0)
+    assert silence.check(0.0)
 
 
 def test_a_late_look_begins_the_count_anew() -> None:
     silence = LivenessTimer(2)
-    assert not silence.look(0.0)
-    assert not silence.look(7.0)
-    assert not silence.look(0.0)
-    assert silence.look(0.0)
+    assert not silence.check(0.0)
+    assert not silence.check(7.0)
+    assert not silence.check(0.0)
+    assert silence.check(0.0)

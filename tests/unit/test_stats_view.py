@@ -8,18 +8,18 @@ from inflight.v1 import stats_pb2
 from router.auth.caller import ANYBODY, Caller
 from router.stats.source import SHARE, pause_after
 from router.stats.visibility import seen_queues, seen_sequence
-from router.store.types import ClassQueue, Snapshot, TenantLine
+from router.store.types import ClassQueue, Snapshot, TenantQueue
 
 ANN = Caller(tenant="ann")
 OPERATOR = Caller(tenant="ann", is_operator=True)
 SNAPSHOT = Snapshot(
     (),
     (ClassQueue(2, 20), ClassQueue(7, 700), ClassQueue(0, 0)),
-    lines=(
-        TenantLine(1, "bob", 2, 20, 5),
-        TenantLine(2, "ann", 1, 100, 10),
-        TenantLine(2, "bob", 3, 300, 30),
-        TenantLine(2, "cid", 1, 100, 20),
+    tenant_queues=(
+        TenantQueue(1, "bob", 2, 20, 5),
+        TenantQueue(2, "ann", 1, 100, 10),
+        TenantQueue(2, "bob", 3, 300, 30),
+        TenantQueue(2, "cid", 1, 100, 20),
     ),
 )
 

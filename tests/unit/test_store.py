@@ -10,9 +10,9 @@ from common.errors import Reason
 from router.store.keys import PoolKeys
 from router.store.types import (
     Attempt,
-    CancelAsked,
     Cancelled,
     CancelOutcome,
+    CancelRequested,
     Demand,
     Dropped,
     DropReason,
@@ -221,7 +221,7 @@ async def test_cancel_of_a_waiting_request_frees_the_line_and_tells_its_owner(st
     await a.store.submit(Demand("large", 2, blocks=5))
     await b.store.submit(Demand("small", 2, blocks=1))
 
-    assert await b.store.cancel("large") == CancelOutcome(LedgerState.WAITING, None, "a", owner_told=True)
+    assert await b.store.cancel("large") == CancelOutcome(LedgerState.WAITING, None, "a", owner_notified=True)
 
     assert await a.told() == [Cancelled("large")]
     assert await b.told() == [Placement("small", 1, "x", 1)]
@@ -234,9 +234,9 @@ async def test_cancel_of_a_placed_request_is_its_owners_affair(store_pool: Store
     await a.store.report(store_pool.next_report())
     placement = await a.place("r", 3)
 
-    assert await b.store.cancel("r") == CancelOutcome(LedgerState.PLACED, placement, "a", owner_told=True)
-    assert await a.told() == [CancelAsked("r", 1)]
-    assert await a.store.cancel("r") == CancelOutcome(LedgerState.PLACED, placement, "a", owner_told=False)
+    assert await b.store.cancel("r") == CancelOutcome(LedgerState.PLACED, placement, "a", owner_notified=True)
+    assert await a.told() == [CancelRequested("r", 1)]
+    assert await a.store.cancel("r") == CancelOutcome(LedgerState.PLACED, placement, "a", owner_notified=False)
     assert await a.told() == []
     assert await store_pool.reserved_blocks() == {"x": 3}
 

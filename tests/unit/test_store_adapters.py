@@ -16,7 +16,7 @@ from router.store.types import (
     DropReason,
     ExecutorReport,
     HeldSequence,
-    PreemptAsked,
+    PreemptRequested,
     Queued,
     Refused,
     ServedAdapter,
@@ -180,7 +180,7 @@ async def test_higher_class_preempts_what_frees_a_slot_for_it(store_pool: StoreP
     await a.queue(demand("urgent", B, priority_class=1))
     await a.store.reap()
 
-    assert await a.told() == [PreemptAsked("adapted", 1)]
+    assert await a.told() == [PreemptRequested("adapted", 1)]
     await a.store.hand_back("adapted", 1, 3, rejected=False, preempted=True, output_tokens=1)
     assert await a.placed() == ["urgent"]
 

@@ -182,8 +182,8 @@ async def test_word_of_a_take_over_from_before_the_request_came_back_is_not_told
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report())
     told: list[StoreEvent] = []
-    tenures = OwnershipFilter(told.append)
-    a.store._tenures = tenures
+    ownership = OwnershipFilter(told.append)
+    a.store._ownership = ownership
     placement = await a.place_demand(KEYED)
     await store_pool.wait(10)
     assert await b.store.submit(KEYED) == Adopted(placement, ended=False)
@@ -191,36 +191,36 @@ async def test_word_of_a_take_over_from_before_the_request_came_back_is_not_told
     assert await a.store.adopt("k") == Adopted(placement, ended=False)
 
     (stale,) = await a.told()
-    tenures.tell(stale)
+    ownership.receive(stale)
     assert told == []
     await store_pool.wait(10)
     await b.store.adopt("k")
     (current,) = await a.told()
-    tenures.tell(current)
+    ownership.receive(current)
     assert told == [TakenOver("k")]
 
 
 def test_word_of_a_take_over_is_held_until_the_answer_says_which_came_first() -> None:
     told: list[StoreEvent] = []
-    tenures = OwnershipFilter(told.append)
-    with tenures.asked("k"):
-        tenures.tell(TakenOver("k", 5))
-        tenures.begin("k", 7)
+    ownership = OwnershipFilter(told.append)
+    with ownership.during_call("k"):
+        ownership.receive(TakenOver("k", 5))
+        ownership.take("k", 7)
         assert told == []
-    with tenures.asked("k"):
-        tenures.begin("k", 8)
-        tenures.tell(TakenOver("k", 9))
+    with ownership.during_call("k"):
+        ownership.take("k", 8)
+        ownership.receive(TakenOver("k", 9))
         assert told == []
     assert told == [TakenOver("k")]
 
 
 def test_word_of_a_take_over_counts_in_a_ledger_whose_clock_is_behind_that_of_the_lost_one() -> None:
     told: list[StoreEvent] = []
-    tenures = OwnershipFilter(told.append)
-    tenures.begin("k", 3_600_000)
-    tenures.begin("other", 10_000)
+    ownership = OwnershipFilter(told.append)
+    ownership.take("k", 3_600_000)
+    ownership.take("other", 10_000)
 
-    tenures.tell(TakenOver("k", 10_500))
+    ownership.receive(TakenOver("k", 10_500))
 
     assert told == [TakenOver("k")]
 
@@ -229,8 +229,8 @@ async def test_word_of_a_cancel_says_nothing_of_a_repeat_that_began_behind_it(st
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
     told: list[StoreEvent] = []
-    tenures = OwnershipFilter(told.append)
-    a.store._tenures = tenures
+    ownership = OwnershipFilter(told.append)
+    a.store._ownership = ownership
     await a.place("running")
     await a.queue(KEYED)
     await store_pool.wait(10)
@@ -240,11 +240,11 @@ async def test_word_of_a_cancel_says_nothing_of_a_repeat_that_began_behind_it(st
     await store_pool.wait(10)
 
     (stale,) = await a.told()
-    tenures.tell(stale)
+    ownership.receive(stale)
     assert (stale, told) == (Cancelled("k"), [])
     await b.store.cancel("k")
     (current,) = await a.told()
-    tenures.tell(current)
+    ownership.receive(current)
     assert told == [Cancelled("k")]
 
 
@@ -270,11 +270,11 @@ async def test_call_that_comes_when_its_caller_has_given_up_takes_nothing(store_
     assert await late.store.adopt("k") == Adopted(placement, ended=False)  # its clock was ten seconds behind
 
 
-def test_old_tenures_are_forgotten() -> None:
-    tenures = OwnershipFilter(lambda event: None)
-    tenures.begin("old", 1)
-    tenures.begin("new", KEPT_MS + 2)
-    assert list(tenures._since_ms) == ["new"]
+def test_old_ownership_is_forgotten() -> None:
+    ownership = OwnershipFilter(lambda event: None)
+    ownership.take("old", 1)
+    ownership.take("new", KEPT_MS + 2)
+    assert list(ownership._since_ms) == ["new"]
 
 
 @pytest.mark.parametrize("digest", ["", "as asked"])

@@ -148,7 +148,7 @@ async def test_place_of_a_cancelled_request_is_free_in_the_same_call(store_pool:
     await a.store.report(store_pool.next_report(accepting=False))
     await a.store.submit(Demand("first", 2, blocks=1))
     assert await a.store.submit(Demand("second", 2, blocks=1)) == Queued(1)
-    assert await b.store.cancel("first") == CancelOutcome(LedgerState.WAITING, None, "a", owner_told=True)
+    assert await b.store.cancel("first") == CancelOutcome(LedgerState.WAITING, None, "a", owner_notified=True)
     assert await a.told() == [Cancelled("first")]
     assert await store_pool.num_waiting() == 1
     assert await a.store.submit(Demand("second", 2, blocks=1)) == Queued(0)

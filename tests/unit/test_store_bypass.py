@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from router.store.settings import StoreSettings
-from router.store.types import Attempt, Demand, Dropped, DropReason, HeldSequence, Placement, PreemptAsked, Queued
+from router.store.types import Attempt, Demand, Dropped, DropReason, HeldSequence, Placement, PreemptRequested, Queued
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 TWO_PASS = dataclasses.replace(SETTINGS, max_bypass=2)
@@ -156,7 +156,7 @@ async def test_lower_classes_are_asked_to_give_way_the_newest_first(store_pool: 
 
     await a.store.reap()
 
-    assert await b.told() == [PreemptAsked("newer", 1)]
+    assert await b.told() == [PreemptRequested("newer", 1)]
     assert await a.told() == []
     assert await b.store.hand_back("newer", 1, max_attempts=1, preempted=True) == Queued(0)
     assert await a.told() == [Placement("urgent", 1, "x", 1)]
@@ -171,7 +171,7 @@ async def test_others_give_way_where_every_seat_is_taken(store_pool: StorePool) 
 
     await a.store.reap()
 
-    assert await a.told() == [PreemptAsked("running", 1)]
+    assert await a.told() == [PreemptRequested("running", 1)]
 
 
 async def test_no_request_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_on(store_pool: StorePool) -> None:
@@ -205,14 +205,14 @@ async def test_who_asked_waits_before_it_asks_again(store_pool: StorePool) -> No
     await a.place("second", priority_class=3)
     await a.queue(Demand("urgent", 1, blocks=1))
     await a.store.reap()
-    assert await a.told() == [PreemptAsked("second", 1)]
+    assert await a.told() == [PreemptRequested("second", 1)]
 
     await store_pool.wait(1999)
     await a.store.reap()
     assert await a.told() == []
     await store_pool.wait(1)
     await a.store.reap()
-    assert PreemptAsked("first", 1) in await a.told()
+    assert PreemptRequested("first", 1) in await a.told()
 
 
 async def test_who_asked_and_was_dropped_asks_no_more(store_pool: StorePool) -> None:

@@ -307,13 +307,13 @@ class Listening:
 
     def __init__(self) -> None:
         self.peers: list[frozenset[str]] = []
-        self.unheard: list[tuple[str, float]] = []
+        self.overdue: list[tuple[str, float]] = []
 
     def on_routers(self, peers: frozenset[str]) -> None:
         self.peers.append(peers)
 
-    def on_unheard(self, executor_id: str, silent_s: float) -> None:
-        self.unheard.append((executor_id, silent_s))
+    def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
+        self.overdue.append((executor_id, silent_s))
 
 
 async def test_reap_names_executors_that_have_been_silent_for_a_second(store_pool: StorePool) -> None:
@@ -324,14 +324,14 @@ async def test_reap_names_executors_that_have_been_silent_for_a_second(store_poo
     await a.store.report(store_pool.next_report("y"))
     await store_pool.wait(499)
     await a.store.reap()
-    assert listening.unheard == []
+    assert listening.overdue == []
     await store_pool.wait(1)
     await a.store.reap()
-    assert listening.unheard == [("x", 1.0)]
+    assert listening.overdue == [("x", 1.0)]
     await store_pool.wait(600)
     await a.store.report(store_pool.next_report("x"))
     await a.store.reap()
-    assert listening.unheard[1:] == [("y", 1.1)]
+    assert listening.overdue[1:] == [("y", 1.1)]
 
 
 async def test_router_is_told_when_other_routers_come(store_pool: StorePool) -> None:

@@ -20,8 +20,8 @@ from router.store.ledgers import Ledgers
 from router.store.types import (
     Adopted,
     Attempt,
-    CancelAsked,
     CancelOutcome,
+    CancelRequested,
     Demand,
     Duplicate,
     Ending,
@@ -348,7 +348,7 @@ async def test_request_that_is_placed_while_another_router_takes_its_claim_is_ca
     a.store._claims.move = move_and_let_both_be_placed  # type: ignore[method-assign]
     assert not await a.store.take_out(one, 1)
     told = await a.told()
-    assert CancelAsked("r", 1) in told
+    assert CancelRequested("r", 1) in told
     assert Placement("r", 1, executor_of(0), 1) in told
 
 
@@ -535,7 +535,7 @@ def test_tenant_with_a_bound_on_running_requests_uses_few_subpools(max_running: 
 def choice_of(*loads: PoolLoad) -> SubPoolChoice:
     choice = SubPoolChoice(len(loads), random.Random(1))
     for number, load in enumerate(loads):
-        choice.told(number, load)
+        choice.record_load(number, load)
     return choice
 
 
@@ -546,10 +546,10 @@ def test_prompt_goes_where_its_longest_known_prefix_is_while_there_is_room() -> 
         one = Demand("r", 2, 1, prefix_hashes=("a", "b", "c"))
         choice.submitted(one, number, is_queued=False)
         assert choice.order_for(replace(one, prefix_hashes=("a", "b", "x")), range(4))[0] == number
-        choice.told(number, full)
+        choice.record_load(number, full)
         assert choice.order_for(one, range(4))[0] != number
         for other in range(4):
-            choice.told(other, full)
+            choice.record_load(other, full)
         assert choice.order_for(one, range(4))[0] == number  # no other one would be faster
 
 
@@ -566,5 +566,5 @@ def test_queued_request_counts_until_the_subpool_tells_its_load() -> None:
     one = Demand("r", 2, 1)
     choice.submitted(one, 0, is_queued=True)
     assert choice.order_for(one, range(2))[0] == 1
-    choice.told(0, PoolLoad(0, 4, 4))
+    choice.record_load(0, PoolLoad(0, 4, 4))
     assert choice.order_for(one, [0]) == [0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from common.errors import Reason, RequestError
 from router.dispatch.retry_queue import STORE_RETRY_S
-from router.dispatch.waiting_audit import CONFIRM_S, MAX_PER_LOOK, WaitingAudit
+from router.dispatch.waiting_audit import CONFIRM_S, MAX_PER_CHECK, WaitingAudit
 from router.store.types import Attempt
 from router.stream.request_stream import RequestStream
 from tests.scripted_store import new_stream
@@ -31,7 +31,7 @@ class Scene:
     def waits(self, stream: RequestStream) -> bool:
         return stream in self.streams
 
-    def submit_forgotten_again(self, stream: RequestStream) -> None:
+    def resubmit_forgotten(self, stream: RequestStream) -> None:
         self.resubmitted.append(stream.request_id)
         self.lost.discard(stream.request_id)
 
@@ -46,25 +46,25 @@ class Scene:
 
 async def test_nothing_is_asked_where_nothing_waits() -> None:
     scene = Scene(0)
-    await scene.audit.look()
+    await scene.audit.check_next()
     assert scene.calls == []
 
 
-async def test_each_look_asks_once_for_a_bounded_number_and_a_round_asks_for_all() -> None:
-    scene = Scene(2 * MAX_PER_LOOK + 1)
+async def test_each_check_asks_once_for_a_bounded_number_and_a_round_asks_for_all() -> None:
+    scene = Scene(2 * MAX_PER_CHECK + 1)
     for _ in range(3):
-        await scene.audit.look()
-    assert [len(ids) for ids in scene.calls] == [MAX_PER_LOOK, MAX_PER_LOOK, 1]
+        await scene.audit.check_next()
+    assert [len(ids) for ids in scene.calls] == [MAX_PER_CHECK, MAX_PER_CHECK, 1]
     assert {one for ids in scene.calls for one in ids} == {stream.request_id for stream in scene.streams}
-    await scene.audit.look()
-    assert len(scene.calls[3]) == MAX_PER_LOOK
+    await scene.audit.check_next()
+    assert len(scene.calls[3]) == MAX_PER_CHECK
     assert scene.resubmitted == []
 
 
 async def test_forgotten_request_is_submitted_again_after_it_was_asked_for_twice() -> None:
     scene = Scene(3)
     scene.lost = {"r1"}
-    await scene.audit.look()
+    await scene.audit.check_next()
     assert [set(ids) for ids in scene.calls] == [{"r0", "r1", "r2"}, {"r1"}]
     assert (scene.pauses, scene.resubmitted) == ([CONFIRM_S], ["r1"])
 
@@ -73,27 +73,27 @@ async def test_request_whose_end_or_placement_was_on_its_way_is_left_alone() -> 
     scene = Scene(3)
     scene.lost = {"r1", "r2"}
     scene.meanwhile = lambda: scene.streams.remove(scene.streams[1])
-    await scene.audit.look()
+    await scene.audit.check_next()
     assert scene.resubmitted == ["r2"]
     scene.lost = {"r0"}
     scene.meanwhile = scene.lost.clear
-    await scene.audit.look()
+    await scene.audit.check_next()
     assert scene.resubmitted == ["r2"]
 
 
 async def test_where_some_were_forgotten_the_rest_of_the_round_is_asked_for_at_once() -> None:
-    scene = Scene(4 * MAX_PER_LOOK)
+    scene = Scene(4 * MAX_PER_CHECK)
     every_other = {stream.request_id for stream in scene.streams[::2]}
     scene.lost = set(every_other)
-    await scene.audit.look()
+    await scene.audit.check_next()
     assert set(scene.resubmitted) == every_other
 
 
 async def test_after_a_lapse_all_are_asked_for_once_and_only_what_is_missing_is_submitted_again() -> None:
-    scene = Scene(2 * MAX_PER_LOOK + 1)
+    scene = Scene(2 * MAX_PER_CHECK + 1)
     scene.lost = {"r1", "r300"}
-    await scene.audit.look_at_all()
-    assert [len(ids) for ids in scene.calls] == [MAX_PER_LOOK, MAX_PER_LOOK, 1]
+    await scene.audit.check_all()
+    assert [len(ids) for ids in scene.calls] == [MAX_PER_CHECK, MAX_PER_CHECK, 1]
     assert (scene.resubmitted, scene.pauses) == (["r1", "r300"], [])
 
 

@@ -4,7 +4,7 @@
 -- ARGV        [1] caller  [2] until when the caller waits, or ''  then for each: request id, 1 to cancel it only if the
 --             caller owns it, 2 to take it out of the queue only if the caller owns it and it waits
 -- returns     {'CANCELLED', {outcome, …}} | {'LATE'}: the caller no longer waits. Of each request: {state, attempt,
---             executor, generation, owner, 1 where another router was told} with state WAITING, PLACED or LOST as it
+--             executor, generation, owner, 1 where another router was notified} with state WAITING, PLACED or LOST as it
 --             was found | {'ENDED'} | {'UNKNOWN'} | {'AGAIN'}: call again for this one
 -- complexity  O(log N) for each, and that of board
 -- A repeated call finds the request ended, or asks its owner again. A waiting request's rate tokens are returned. A
@@ -25,9 +25,9 @@ local function cancel(id, is_own, takes_out)
   end
 
   has_found = true
-  local told = request.owner ~= CALLER and lives(request.owner)
+  local notifies_owner = request.owner ~= CALLER and lives(request.owner)
   local found = {
-    request.state, request.attempt, request.executor_id, request.generation, request.owner, told and 1 or 0,
+    request.state, request.attempt, request.executor_id, request.generation, request.owner, notifies_owner and 1 or 0,
   }
   if takes_out then
     if request.state == 'WAITING' then
@@ -42,8 +42,8 @@ local function cancel(id, is_own, takes_out)
     sweep_tombstones(2)
     refund(request)
   end
-  if told then
-    tell(request.state == 'PLACED' and 'cancel' or 'cancelled', id, request)
+  if notifies_owner then
+    notify(request.state == 'PLACED' and 'cancel' or 'cancelled', id, request)
   end
   return found
 end

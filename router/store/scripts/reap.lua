@@ -2,7 +2,7 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller
--- returns     {'DONE', {executor, milliseconds, …}}: who has not reported for UNHEARD_MS or longer, the longest silent
+-- returns     {'DONE', {executor, milliseconds, …}}: who has not reported for OVERDUE_MS or longer, the longest silent
 --             first | {'AGAIN'}: there is more to do
 -- complexity  O((MAX_PLACEMENTS + MAX_SWEPT + MAX_TOMBSTONES) · log N + T / SWEEP_REAPS) for T tenants, and that of
 --             board
@@ -16,7 +16,7 @@ local MAX_LOST, MAX_TOMBSTONES = 64, 256
 local MIN_TENANTS, SWEEP_REAPS = 64, 600 -- a pass over all tenants takes at most so many calls
 local MAX_SIZES = 40 -- of `max_tokens`, in powers of two: more than any context has
 local MAX_GAP_MS = 3000
-local UNHEARD_MS, MAX_UNHEARD = 1000, 1024
+local OVERDUE_MS, MAX_OVERDUE = 1000, 1024
 local IDLE_TENANT_MS = 600000 -- a tenant without work for so long is forgotten, with its counter
 local LOST_MS = 30000 -- after this time an owner is not expected to act on a lost request
 
@@ -144,8 +144,8 @@ local function reap_leases()
 end
 
 -- The executors for which another router should relay reports.
-local function unheard()
-  local found = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - UNHEARD_MS, 'WITHSCORES', 'LIMIT', 0, MAX_UNHEARD)
+local function overdue_reports()
+  local found = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - OVERDUE_MS, 'WITHSCORES', 'LIMIT', 0, MAX_OVERDUE)
   for i = 2, #found, 2 do
     found[i] = NOW - tonumber(found[i])
   end
@@ -162,4 +162,4 @@ if is_attended() then
   end
 end
 board()
-return finish({'DONE', unheard()})
+return finish({'DONE', overdue_reports()})

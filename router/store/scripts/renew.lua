@@ -1,4 +1,4 @@
--- renew: renews the caller's lease, names the living routers and tells the load.
+-- renew: renews the caller's lease, returns the living routers and the load.
 --
 -- KEYS        the pool's keys
 -- ARGV        [1] caller

@@ -19,24 +19,24 @@ for i, id in ipairs(names) do
   }
 end
 -- Tenants' queues in order of class and tenant; those of a class are contiguous.
-local function lines(most)
-  local told = {}
+local function tenant_queues(most)
+  local found_queues = {}
   for class = 1, NUM_CLASSES do
     local from = '-'
-    while #told < most do
+    while #found_queues < most do
       local member = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], from, '+', 'LIMIT', '0', '1')[1]
       if not member then
         break
       end
       local name = member:match('^[^%z]*')
-      local tenant, request = load_tenant(name), load_request(id_in_line(name, member))
-      told[#told + 1] = {
-        class, name, tenant.lines[class], tenant.tokens[class], request and NOW - request.since_ms or 0,
+      local tenant, request = load_tenant(name), load_request(id_of_member(name, member))
+      found_queues[#found_queues + 1] = {
+        class, name, tenant.waiting_by_class[class], tenant.tokens[class], request and NOW - request.since_ms or 0,
       }
       from = '(' .. name .. '\1'
     end
   end
-  return told
+  return found_queues
 end
 
 local queues = {}
@@ -45,5 +45,5 @@ for class = 1, NUM_CLASSES do
 end
 return answer({'SNAPSHOT', cjson.encode({
   executors = found, queues = queues, estimates = {state.num_estimates, state.error, state.correction},
-  lines = lines(tonumber(ARGV[2] or '0')),
+  tenant_queues = tenant_queues(tonumber(ARGV[2] or '0')),
 })})

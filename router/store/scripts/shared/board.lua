@@ -24,10 +24,10 @@ local function promote_aged()
     local request = load_request(id)
     if request and request.state == 'WAITING' then
       load_tenant(request.tenant).head = nil
-      redis.call('ZREM', KEYS[WAITING + request.class], line_member(id, request))
+      redis.call('ZREM', KEYS[WAITING + request.class], queue_member(id, request))
       local left = request.class
       request.class = left - 1
-      redis.call('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
+      redis.call('ZADD', KEYS[WAITING + request.class], '0', queue_member(id, request))
       if request.class > 1 then
         redis.call('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
       end
@@ -50,8 +50,8 @@ local function drop_entry(class, name, member)
   redis.call('ZREM', KEYS[WAITING + class], member)
   local tenant = load_tenant(name)
   tenant.head = nil
-  tenant.lines[class], tenant.waiting = math.max(0, tenant.lines[class] - 1), math.max(0, tenant.waiting - 1)
-  state.waiting, state.lines[class] = math.max(0, state.waiting - 1), math.max(0, state.lines[class] - 1)
+  tenant.waiting_by_class[class], tenant.waiting = math.max(0, tenant.waiting_by_class[class] - 1), math.max(0, tenant.waiting - 1)
+  state.waiting, state.waiting_by_class[class] = math.max(0, state.waiting - 1), math.max(0, state.waiting_by_class[class] - 1)
   save_tenant(name, tenant)
 end
 
@@ -73,7 +73,7 @@ local function first_members(class, name, count)
   local head = tenant.head
   if not head or head.class ~= class or #head < count and not head.is_whole then
     flush_writes(KEYS[WAITING + class])
-    local first, last = line_of(name)
+    local first, last = queue_range(name)
     head = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', NUM_READ)
     head.class, head.is_whole = class, #head < NUM_READ
     if not head.is_whole then
@@ -86,7 +86,7 @@ local function first_members(class, name, count)
 end
 
 -- Returns the first request in fair order that was not bypassed in this call.
-local function next_in_line(passed)
+local function next_in_queue(passed)
   list_tenants()
   local claimant_id, claimant = next_kept()
   if claimant_id then
@@ -103,7 +103,7 @@ local function next_in_line(passed)
       before[name] = true
       local members = first_members(class, name, count)
       for i = 1, math.min(count, #members) do
-        local id = id_in_line(name, members[i])
+        local id = id_of_member(name, members[i])
         if not passed[id] then
           local request = load_request(id)
           if request and request.state == 'WAITING' then
@@ -127,7 +127,7 @@ local function drop(kind, id, request)
   bury_with_ending(id, request, true)
   sweep_tombstones(2)
   refund(request)
-  tell(kind, id, request)
+  notify(kind, id, request)
   return 'drop'
 end
 
@@ -193,7 +193,7 @@ local function handle_head_of_line(id, request)
   end
   for _, one in ipairs(victims or {}) do
     redis.call('ZREM', PREEMPTIBLE, one[1])
-    tell('preempt', one[1], one[2])
+    notify('preempt', one[1], one[2])
   end
   if victims then
     request.preempting = NOW
@@ -233,7 +233,7 @@ local function board_one(id, request)
   withdraw(id, request)
   seat(id, request, executor_id, request.attempt + 1, blocks, cached)
   remember_prefixes(request, executor_id)
-  tell('placed', id, request)
+  notify('placed', id, request)
   return 'seat'
 end
 
@@ -267,7 +267,7 @@ local function board()
     elseif num_boarded == MAX_BOARDED then
       break
     end
-    local id, request = next_in_line(passed)
+    local id, request = next_in_queue(passed)
     if not id then
       return
     end

@@ -10,11 +10,11 @@ local MARGIN = 1.2 -- by which an estimate must miss a deadline before the reque
 local function num_ahead(request, ahead_in_tenant)
   local ahead = ahead_in_tenant
   for class = 1, request.class - 1 do
-    ahead = ahead + state.lines[class]
+    ahead = ahead + state.waiting_by_class[class]
   end
   list_tenants()
   local tenant = load_tenant(request.tenant)
-  local others = state.lines[request.class] - tenant.lines[request.class]
+  local others = state.waiting_by_class[request.class] - tenant.waiting_by_class[request.class]
   if others > 0 then
     local num_others = num_active(request.class) - (tenant.active and 1 or 0)
     ahead = ahead + math.min(others, num_others * (ahead_in_tenant + 1))

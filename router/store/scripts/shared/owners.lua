@@ -45,7 +45,7 @@ local function mailbox_of(owner)
   return mailboxes[owner]
 end
 
--- Whether `tell` can notify the owner. Checked before anything about its request is changed.
+-- Whether `notify` can notify the owner. Checked before anything about its request is changed.
 local function reachable(owner)
   if owner == CALLER or not lives(owner) or mailbox_of(owner) then
     return true
@@ -60,7 +60,7 @@ local function reachable(owner)
 end
 
 -- Notifies the request's owner if it is alive: the caller by this call's reply, other routers by mailbox.
-local function tell(kind, id, request)
+local function notify(kind, id, request)
   local fields = {
     'kind', kind, 'request_id', id, 'attempt', request.attempt,
     'executor_id', request.executor_id, 'generation', request.generation, 'blocks', request.reserved,

@@ -17,14 +17,14 @@
 -- call. "No limit", "no deadline", "not yet" is infinity, so that times are
 -- compared without asking whether there is one; '' is no name.
 
---@record state arrivals floor waiting lines[3] tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
+--@record state arrivals floor waiting waiting_by_class[3] tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
 --  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
 --  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$ \
 --  now_ms ahead_ms tolerated_ttft_ms version
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$ \
 --  prefill_speed prefilled_ms num_adapter_slots pins$
---@record tenant counter weight lines[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
+--@record tenant counter weight waiting_by_class[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
 --@array request as request known victim
 --@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ adapter$ class asked_class deadline_in_ms deadline_ms \
@@ -105,7 +105,7 @@ elseif text_of_state then
   state = unpack_state(text_of_state)
 else
   state = {
-    arrivals = 0, floor = 0, waiting = 0, lines = {0, 0, 0}, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
+    arrivals = 0, floor = 0, waiting = 0, waiting_by_class = {0, 0, 0}, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
     preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0, window_since = 0,
     window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
     output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
@@ -233,7 +233,7 @@ local function load_tenant(name)
   if tenant == nil then
     local text = redis.call('HGET', TENANTS, name)
     tenant = text and unpack_tenant(text) or {
-      counter = 0, weight = 1, lines = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
+      counter = 0, weight = 1, waiting_by_class = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
       waiting = 0, tokens = {0, 0, 0}, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
       request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW,
     }

@@ -10,15 +10,15 @@
 -- Queues are ordered by name: tenant, then deadline (at most PATIENCE_MS away), then arrival. A tenant's queue is a
 -- range.
 
-local function line_of(tenant)
+local function queue_range(tenant)
   return '[' .. tenant .. '\0', '(' .. tenant .. '\1'
 end
 
-local function line_member(id, request)
+local function queue_member(id, request)
   return request.tenant .. '\0' .. string.format('%013d%013d', request.order_ms, request.arrival) .. id
 end
 
-local function id_in_line(tenant, member)
+local function id_of_member(tenant, member)
   return member:sub(#tenant + 28)
 end
 
@@ -60,10 +60,10 @@ local function count_waiting(request, sign, class)
   class = class or request.class
   local tenant, tokens = load_tenant(request.tenant), reserved_tokens(request)
   tenant.waiting, tenant.bytes = tenant.waiting + sign, tenant.bytes + sign * request.bytes
-  tenant.lines[class] = tenant.lines[class] + sign
+  tenant.waiting_by_class[class] = tenant.waiting_by_class[class] + sign
   tenant.tokens[class] = tenant.tokens[class] + sign * tokens
   state.waiting, state.bytes = state.waiting + sign, state.bytes + sign * request.bytes
-  state.lines[class] = state.lines[class] + sign
+  state.waiting_by_class[class] = state.waiting_by_class[class] + sign
   state.tokens[class] = state.tokens[class] + sign * tokens
   save_tenant(request.tenant, tenant)
   if state.waiting == 0 then
@@ -109,7 +109,7 @@ end
 -- Enqueues the request by its original order key. The caller saves it.
 local function enqueue(id, request)
   request.state = 'WAITING'
-  write_later('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
+  write_later('ZADD', KEYS[WAITING + request.class], '0', queue_member(id, request))
   join_head(load_tenant(request.tenant), request)
   if request.class > 1 then
     write_later('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
@@ -118,8 +118,8 @@ local function enqueue(id, request)
   count_waiting(request, 1)
 end
 
-local function leave_line(id, request)
-  local member = line_member(id, request)
+local function leave_queue(id, request)
+  local member = queue_member(id, request)
   write_later('ZREM', KEYS[WAITING + request.class], member)
   leave_head(load_tenant(request.tenant), request.class, member)
   if request.class > 1 then
@@ -154,7 +154,7 @@ end
 -- Removes the request from its state; its reservation returns to its executor.
 local function withdraw(id, request)
   if request.state == 'WAITING' then
-    leave_line(id, request)
+    leave_queue(id, request)
   elseif request.state == 'PLACED' then
     leave_executor(id, request)
   elseif request.state == 'LOST' then
@@ -285,7 +285,7 @@ end
 -- it.
 local function take_over(id, request)
   if request.owner ~= CALLER then
-    tell('taken_over', id, request)
+    notify('taken_over', id, request)
     request.owner = CALLER
   end
 end
@@ -309,7 +309,7 @@ local function lose(id, request, executor_lives)
       request.counted = request.attempt
     end
     set_lost(id, request)
-    tell('lost', id, request)
+    notify('lost', id, request)
   else
     delete_request(id)
   end
@@ -372,15 +372,15 @@ local function ended_ms(id)
 end
 
 local function num_ahead_in_tenant(id, request)
-  local num_in_line = load_tenant(request.tenant).lines[request.class]
-  if num_in_line <= 1 then
+  local num_queued = load_tenant(request.tenant).waiting_by_class[request.class]
+  if num_queued <= 1 then
     return 0
   elseif request.order_ms == NOW + PATIENCE_MS and request.arrival == state.arrivals then -- nothing can come behind it
-    return num_in_line - 1
+    return num_queued - 1
   end
-  local first = line_of(request.tenant)
+  local first = queue_range(request.tenant)
   flush_writes(KEYS[WAITING + request.class])
-  return redis.call('ZLEXCOUNT', KEYS[WAITING + request.class], first, '(' .. line_member(id, request))
+  return redis.call('ZLEXCOUNT', KEYS[WAITING + request.class], first, '(' .. queue_member(id, request))
 end
 
 -- Returns the outcome for a PLACED request. The executor may already hold one that was adopted.

@@ -68,7 +68,7 @@ local function list_tenants()
     end
     tenant.active = active
     for class = 1, NUM_CLASSES do
-      local counter = active and tenant.lines[class] > 0 and math.floor(tenant.counter) or math.huge
+      local counter = active and tenant.waiting_by_class[class] > 0 and math.floor(tenant.counter) or math.huge
       if counter ~= tenant.listed[class] then
         if kept.active[class] then
           move_in_front(kept.active[class], name, counter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.store.types import Demand, TenantLimits, TenantLine
+from router.store.types import Demand, TenantLimits, TenantQueue
 from tests.store_pool import StorePool
 
 
@@ -31,24 +31,28 @@ async def test_a_snapshot_tells_what_each_tenant_has_waiting_by_class(store_pool
     snapshot = await router.store.snapshot(10)
 
     # Of ann, who runs all that it may, too.
-    assert snapshot.lines == (
-        TenantLine(1, "ann", 1, 12, 100),
-        TenantLine(2, "ann", 2, 16, 500),
-        TenantLine(2, "bob", 1, 8, 100),
-        TenantLine(3, "bob", 1, 8, 100),
+    assert snapshot.tenant_queues == (
+        TenantQueue(1, "ann", 1, 12, 100),
+        TenantQueue(2, "ann", 2, 16, 500),
+        TenantQueue(2, "bob", 1, 8, 100),
+        TenantQueue(3, "bob", 1, 8, 100),
     )
     for number, queue in enumerate(snapshot.queues, start=1):
-        lines = [line for line in snapshot.lines if line.priority_class == number]
-        assert queue.num_requests == sum(line.num_requests for line in lines)
-        assert queue.num_tokens == sum(line.num_tokens for line in lines)
+        of_class = [one for one in snapshot.tenant_queues if one.priority_class == number]
+        assert queue.num_requests == sum(one.num_requests for one in of_class)
+        assert queue.num_tokens == sum(one.num_tokens for one in of_class)
 
 
-async def test_a_snapshot_tells_of_no_more_lines_than_asked_for(store_pool: StorePool) -> None:
+async def test_a_snapshot_tells_of_no_more_queues_of_tenants_than_asked_for(store_pool: StorePool) -> None:
     router = store_pool.router("a")
     await router.store.report(store_pool.next_report(blocks=10))
     await router.place_demand(demand("runs", "someone"))
     for number in range(5):
         await router.queue(demand(f"r{number}", f"tenant-{number}"))
 
-    assert [line.tenant for line in (await router.store.snapshot(3)).lines] == ["tenant-0", "tenant-1", "tenant-2"]
-    assert (await router.store.snapshot()).lines == ()
+    assert [one.tenant for one in (await router.store.snapshot(3)).tenant_queues] == [
+        "tenant-0",
+        "tenant-1",
+        "tenant-2",
+    ]
+    assert (await router.store.snapshot()).tenant_queues == ()

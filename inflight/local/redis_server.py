@@ -107,11 +107,11 @@ class PrivateRedis:
             return cls._start(binary, log, _on_port(port, rules))
         for _ in range(MAX_PORT_TRIES - 1):
             try:
-                return cls._start(binary, log, _on_port(*free_ports(LOOPBACK, 1), rules))
+                return cls._start(binary, log, _on_port(free_ports(LOOPBACK, 1)[0], rules))
             except RedisStartError as error:
                 if "in use" not in str(error):
                     raise
-        return cls._start(binary, log, _on_port(*free_ports(LOOPBACK, 1), rules))
+        return cls._start(binary, log, _on_port(free_ports(LOOPBACK, 1)[0], rules))
 
     @classmethod
     def _start(cls, binary: Path, log: Path, addresses: _Addresses) -> PrivateRedis:

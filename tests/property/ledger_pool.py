@@ -390,8 +390,8 @@ class Pool:
         return not is_far and (executor_id == best or not waits_long)
 
     def _cost_ms(self, executor_id: str, request: Request) -> float:
-        """The time of the prompts in front, that of what is not cached, and a price for fullness. Nothing if no speed is
-        known."""
+        """The time of the prompts in front, that of what is not cached, and a price for fullness. Nothing if no speed
+        is known."""
         tokens_per_ms = self.executors[executor_id].report.prefill_tokens_per_s / 1000
         if not tokens_per_ms:
             return 0.0

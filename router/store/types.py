@@ -306,7 +306,7 @@ class PrefixHolder:
     """The executor that last got a waiting request's longest known prefix.
 
     The request stays with it while the prompts in front of it there take at most `tolerated_ms`, which is no more than
-    the prefix saves; now they take `prefill_ms`.
+    the prefix saves, less a price if this executor is fuller than the roomiest one; now they take `prefill_ms`.
     """
 
     executor_id: str

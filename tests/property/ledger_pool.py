@@ -19,7 +19,7 @@ LEASE_MS = 5000
 PATIENCE_MS = 60_000
 MAX_IMBALANCE = 0.25
 MAX_HOLDERS = 4
-COMPUTING_WEIGHT = 2
+FULLNESS_WEIGHT = 2
 NO_OBSERVERS = ""
 
 
@@ -382,22 +382,33 @@ class Pool:
         can_take = self.takes_work(executor_id) and executor_id not in self.claimed()
         if not (can_take and self.has_room(executor_id, request)):
             return False
-        is_far = self._load(executor_id) > self._load(best) + MAX_IMBALANCE
+        is_measured = self.executors[executor_id].report.prefill_tokens_per_s > 0
+        is_far = not is_measured and self._load(executor_id) > self._load(best) + MAX_IMBALANCE
         waits_long = self.cached_tokens(request, executor_id) and self.prefill_wait(executor_id) > self.tolerated_wait(
             request
         )
         return not is_far and (executor_id == best or not waits_long)
 
     def _cost_ms(self, executor_id: str, request: Request) -> float:
-        """The time of the prompts in front, and weighted that of what is not cached. Nothing if no speed is known."""
+        """The time of the prompts in front, that of what is not cached, and a price for fullness. Nothing if no speed
+        is known."""
         tokens_per_ms = self.executors[executor_id].report.prefill_tokens_per_s / 1000
-        missing = max(0, request.demand.prompt_tokens + request.output - self.cached_tokens(request, executor_id))
-        return self.prefill_wait(executor_id) + COMPUTING_WEIGHT * missing / tokens_per_ms if tokens_per_ms else 0.0
+        if not tokens_per_ms:
+            return 0.0
+        tokens = request.demand.prompt_tokens + request.output
+        missing = max(0, tokens - self.cached_tokens(request, executor_id))
+        price = FULLNESS_WEIGHT * self._load(executor_id) * tokens
+        return self.prefill_wait(executor_id) + (missing + price) / tokens_per_ms
 
     def saved_ms(self, request: Request, executor_id: str) -> float:
-        """How long it may wait rather than compute what the executor has of its prompt."""
+        """How long it may wait rather than compute what the executor has of its prompt on the roomiest one."""
         tokens_per_ms = self.executors[executor_id].report.prefill_tokens_per_s / 1000
-        return COMPUTING_WEIGHT * self.cached_tokens(request, executor_id) / tokens_per_ms if tokens_per_ms else inf
+        if not tokens_per_ms:
+            return inf
+        best = next(iter(self.open_executors()), executor_id)
+        fuller = self._load(executor_id) - self._load(best)
+        price = FULLNESS_WEIGHT * fuller * (request.demand.prompt_tokens + request.output)
+        return max(0, self.cached_tokens(request, executor_id) - price) / tokens_per_ms
 
     def prefill_wait(self, executor_id: str) -> float:
         """Milliseconds until it has computed the prompts that it was given."""

@@ -54,7 +54,8 @@ local function waits_for_slot(request)
   return false
 end
 
--- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait.
+-- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait: less
+-- the fuller the holder is than the executor with most available blocks.
 local function prefix_holder(request)
   local names = split_prefixes(request.prefixes)
   local found = #names > 0 and load_holders(request) or {}
@@ -63,7 +64,9 @@ local function prefix_holder(request)
       local executor = load_executor(id)
       if executor then
         local speed, tolerated_ms = executor.prefill_speed, tolerated_wait(request)
-        local saved = COMPUTING_WEIGHT * cached_tokens(request, names, i, tonumber(length))
+        local best = load_executor(with_room(1)[1] or id)
+        local price = FULLNESS_WEIGHT * (load_of(executor) - load_of(best)) * (request.prompt + request.output)
+        local saved = math.max(0, cached_tokens(request, names, i, tonumber(length)) - price)
         local saved_ms = speed > 0 and saved / speed or tolerated_ms
         return id, math.ceil(prefill_wait(executor)), math.floor(math.min(tolerated_ms, saved_ms))
       end

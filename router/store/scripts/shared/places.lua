@@ -3,16 +3,18 @@
 -- `room` has the executors with a free sequence, ordered by available blocks, without the claimed ones. An executor is
 -- claimed for a request that was bypassed too often: it serves that request first, and higher classes if no other
 -- executor has room. Of the rest the one with most available blocks is taken. A prompt with named prefixes goes where it
--- costs least, in time to compute what is in front of it and what is not cached, among the executors that hold a prefix
--- and the one with most available blocks, but not where the prompts in front take longer than the tolerated TTFT, nor to an
--- executor that is much fuller.
+-- costs least, in time to compute what is in front of it and what is not cached and in a price for fullness, among the
+-- executors that hold a prefix and the one with most available blocks, but not where the prompts in front take longer than
+-- the tolerated TTFT.
 --
 -- An executor's `prefilled_ms` is when it will have computed the prompts that it was given, at the speed of its last
 -- report: each placement adds those tokens of its prompt that are not cached there. It takes no notice of ends.
 --
 -- A request with an adapter goes to an executor where the adapter is resident, or else one with an empty slot, if that
 -- is not much fuller than the one with most available blocks.
-local MAX_IMBALANCE = 0.25 -- how much fuller, as a share of its blocks or sequences, the holder of a prefix may be
+-- How much fuller, as a share of its blocks or sequences, an executor with the adapter may be, or the holder of a prefix
+-- whose speed is not known.
+local MAX_IMBALANCE = 0.25
 local MAX_CLAIMS = 8
 local MAX_SUSPECT_CANDIDATES = 64 -- executors examined for one without another suspect
 local MAX_ADAPTER_CANDIDATES = 64 -- executors examined for one with a slot for an adapter
@@ -117,7 +119,9 @@ end
 
 local MAX_HOLDERS = 4 -- remembered for a prefix that several prompts share
 local HOLDER = '([^ ;]+) (%d+)' -- of a prefix: the executor, and the tokens of the prompt; a semicolon between two
-local COMPUTING_WEIGHT = 2 -- of the time to compute a prompt: it delays those behind it, too
+-- The price of a full executor, as a multiple of the time to compute all of the prompt; a half full one costs half. The more
+-- there is on an executor, the slower are its steps and the sooner it evicts a prefix that is to be used again.
+local FULLNESS_WEIGHT = 2
 local hashes_of, hashes -- of the last examined request: the one that will be placed
 local holders_of, holders -- and who holds them
 
@@ -181,7 +185,7 @@ end
 -- The executor on which the prompt costs least, the blocks to reserve there, and the tokens of the prompt that are
 -- cached there: one that holds a prefix, or `best`, which has most available blocks. A
 -- holder counts unless the prompts in front take longer than tolerated. Where no speed is known nothing costs, so the
--- holder of the longest prefix is taken, and an executor that has just started is measured soon.
+-- holder of the longest prefix is taken unless it is much fuller, and an executor that has just started is measured soon.
 local function cheapest(request, best, best_blocks)
   if request.prefixes == '' then
     return best, best_blocks, 0
@@ -189,20 +193,24 @@ local function cheapest(request, best, best_blocks)
   --@nest
   local names, tolerated_ms = split_prefixes(request.prefixes), tolerated_wait(request)
   local most_loaded = load_of(load_executor(best)) + MAX_IMBALANCE
+  local tokens = request.prompt + request.output
   local seen, chosen, reserved, most_cached, least_ms = {}, nil, nil, 0, math.huge
   local function consider(id, cached)
     seen[id] = true
     local executor = load_executor(id)
-    if not executor or not takes_work(executor) or executor.claim ~= '' or load_of(executor) > most_loaded then
+    if not executor or not takes_work(executor) or executor.claim ~= '' then
       return
     end
-    local wait_ms, speed = prefill_wait(executor), executor.prefill_speed
+    local wait_ms, speed, load = prefill_wait(executor), executor.prefill_speed, load_of(executor)
+    if speed == 0 and load > most_loaded then
+      return
+    end
     local blocks = id == best and best_blocks or room_for(request, executor)
     if not blocks or id ~= best and cached > 0 and wait_ms > tolerated_ms then
       return
     end
-    local missing = math.max(0, request.prompt + request.output - cached)
-    local ms = speed > 0 and wait_ms + COMPUTING_WEIGHT * missing / speed or 0
+    local missing = math.max(0, tokens - cached)
+    local ms = speed > 0 and wait_ms + (missing + FULLNESS_WEIGHT * load * tokens) / speed or 0
     if ms < least_ms then
       chosen, reserved, most_cached, least_ms = id, blocks, cached, ms
     end

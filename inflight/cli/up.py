@@ -43,7 +43,7 @@ ARGS_FLAGS = ("--executor-args", "--router-args", "--gateway-args")
 
 
 class _UpParser(CommandParser):
-    """The parser of `up`. argparse takes a value such as `--log-json` for a flag unless it is joined to its own flag
+    """The parser of `up`. argparse takes a value such as `--insecure` for a flag unless it is joined to its own flag
     with `=`."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]

@@ -50,8 +50,8 @@ def test_up_passes_the_gateways_flags_and_the_routers_on() -> None:
 
 @pytest.mark.parametrize("role", ["executor", "router", "gateway"])
 def test_up_passes_one_flag_without_a_value_on(role: str) -> None:
-    options = stack_options(up_parser().parse_args(["--routers", "2", f"--{role}-args", "--log-json"]))
-    assert (options.routers, getattr(options, f"{role}_args")) == (2, ("--log-json",))
+    options = stack_options(up_parser().parse_args(["--routers", "2", f"--{role}-args", "--insecure"]))
+    assert (options.routers, getattr(options, f"{role}_args")) == (2, ("--insecure",))
 
 
 def test_up_takes_an_empty_model_as_the_default() -> None:

@@ -114,7 +114,7 @@ class StructuredOutputs(Body):
 class Common(Body):
     """Parameters of both kinds of request. Extensions of this project and of vLLM are at the end."""
 
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
@@ -408,7 +408,8 @@ def _explained(error: ValidationError) -> ApiError:
         case "literal_error" if param.endswith("].type"):
             return unsupported(param, f"{detail['msg']}; others are not supported")
         case _:
-            return refused(param, detail["msg"])
+            # Names of classes mean nothing to a client.
+            return refused(param, detail["msg"].partition(" or instance of ")[0].replace("dictionary", "object"))
 
 
 def _path(detail: ErrorDetails) -> str:

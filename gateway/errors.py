@@ -136,7 +136,7 @@ def from_router(error: InflightError, prompt_param: str, renamed: dict[str, str]
     if error.fields:
         named = [(_param(field.field, prompt_param, renamed or {}), field.description) for field in error.fields]
         param = named[0][0]
-        text = "; ".join(f"{name}: {description}" for name, description in named)
+        text = "; ".join(f"{name}: {description}" for name, description in named).replace("chat.functions", "tools")
         if form.status == 400 and "the model's context" in text:
             code = "context_length_exceeded"
     elif form.status >= 500 and not error.reason:

@@ -151,7 +151,7 @@ class EventStream:
                 async with asyncio.timeout(self._timeouts.heartbeat_s):
                     news = [await self._news.get()]
                 break
-            await self._send(send, {"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+            await self._send(send, {"type": "http.response.body", "body": _comment("waiting"), "more_body": True})
         while not self._news.empty():
             news.append(self._news.get_nowait())
         return news
@@ -164,7 +164,7 @@ class EventStream:
                 raise self._error(error)
             case Queued() as queued:
                 self._name(source, queued)
-                yield f": queued, {queued.position} ahead\n\n".encode()
+                yield _comment(f"queued, {queued.position} ahead")
             case Accepted() as accepted:
                 self._name(source, accepted)
                 self._has_parts = accepted.has_parts
@@ -240,6 +240,12 @@ class EventStream:
         """Sends a message. Raises `TimeoutError` if the client does not read."""
         async with asyncio.timeout(self._timeouts.write_timeout_s):
             await send(message)
+
+
+def _comment(text: str) -> bytes:
+    """Returns a comment without an empty line after it: openai-python takes the empty line for an event without data
+    once an event had an id, and fails to parse it."""
+    return f": {text}\n".encode()
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -81,7 +81,7 @@ async def _events(response: httpx2.Response) -> AsyncIterator[ServerSentEvent]:
         elif line.startswith("data: "):
             text = line.removeprefix("data: ")
         elif line.startswith(": "):
-            text = line
+            yield ServerSentEvent("", line)
         elif text:
             yield ServerSentEvent(name, text)
             name, text = "", ""

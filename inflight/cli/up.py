@@ -7,6 +7,7 @@ import asyncio
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -37,6 +38,22 @@ ROUTER_FLAGS = {
 }
 
 
+# Flags whose values are flags themselves.
+ARGS_FLAGS = ("--executor-args", "--router-args", "--gateway-args")
+
+
+class _UpParser(CommandParser):
+    """The parser of `up`. argparse takes a value such as `--insecure` for a flag unless it is joined to its own flag
+    with `=`."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words, joined = iter(sys.argv[1:] if args is None else args), []
+        for word in words:
+            value = next(words, None) if word in ARGS_FLAGS else None
+            joined.append(word if value is None else f"{word}={value}")
+        return super().parse_args(joined, namespace)
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     options = stack_options(_parser().parse_args(argv))
@@ -49,10 +66,10 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
         return StackOptions(
             executors=flags.executors,
             routers=flags.routers,
-            model=flags.model,
-            executor_args=(*_given(flags, EXECUTOR_FLAGS), *shlex.split(flags.executor_args)),
-            router_args=(*_given(flags, ROUTER_FLAGS), *shlex.split(flags.router_args)),
-            gateway_args=tuple(shlex.split(flags.gateway_args)),
+            model=flags.model or None,
+            executor_args=(*_given(flags, EXECUTOR_FLAGS), *_split("--executor-args", flags.executor_args)),
+            router_args=(*_given(flags, ROUTER_FLAGS), *_split("--router-args", flags.router_args)),
+            gateway_args=_split("--gateway-args", flags.gateway_args),
             gateways=int(flags.gateway or flags.gateway_port is not None),
             port=flags.port,
             http_port=flags.http_port,
@@ -63,6 +80,14 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
         )
     except ValueError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
+
+
+def _split(flag: str, words: str) -> tuple[str, ...]:
+    """Returns the words of a flag's value, which is quoted as in a shell."""
+    try:
+        return tuple(shlex.split(words))
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def _gateway_port(flags: argparse.Namespace) -> int | None:
@@ -125,7 +150,7 @@ async def _supervise(stack: LocalStack) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
+    parser = _UpParser(
         prog="inflight up",
         description="Starts a private Redis, executors, routers and optionally a gateway on this machine, and waits "
         "until they serve. Ctrl-C stops them; a second Ctrl-C kills them.",

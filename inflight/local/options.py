@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ class StackOptions:
             port = getattr(self, name)
             if port is not None and not 1 <= port <= 65535:
                 raise ValueError(f"{name} must be between 1 and 65535, not {port}")
+        for one, other in itertools.combinations(("port", "http_port", "gateway_port"), 2):
+            if getattr(self, one) is not None and getattr(self, one) == getattr(self, other):
+                raise ValueError(f"{one} and {other} are both {getattr(self, one)}; each needs a port of its own")
 
     @property
     def names_with_chosen_ports(self) -> frozenset[str]:

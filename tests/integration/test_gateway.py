@@ -169,6 +169,31 @@ async def test_a_silent_stream_gets_comments(redis_url: str, pool: str) -> None:
             assert text_of([event async for event in events]) == words([1, 2], 3)
 
 
+async def test_openai_client_reads_comments_between_events_with_ids(redis_url: str, pool: str) -> None:
+    # Given a stream that is silent after an event with an id
+    async with (
+        run_cluster(redis_url, pool) as cluster,
+        run_gateway(address_of(cluster), heartbeat_s=0.01) as gateway,
+        httpx2.AsyncClient(timeout=WAIT_S) as http,
+    ):
+        brake = cluster.executors[0].brake
+        brake.hold()
+        brake.permit(2)
+        async with http.stream("POST", f"{gateway.url}/v1/completions", json=held_body(pool, 9, stream=True)) as raw:
+            sent = b""
+            async for piece in raw.aiter_bytes():
+                sent += piece
+                if b": waiting" in sent.partition(b"id: ")[2]:
+                    brake.release()
+    # When OpenAI's client reads it, then it finds only the events
+    replay = httpx2.MockTransport(lambda request: httpx2.Response(200, content=sent))
+    async with openai.AsyncOpenAI(
+        base_url=gateway.url, api_key="none", http_client=httpx2.AsyncClient(transport=replay)
+    ) as client:
+        chunks = await client.completions.create(model=pool, prompt=[1, 2], max_tokens=9, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in chunks]) == words([1, 2], 9)
+
+
 async def test_choices_are_resumed_each_where_it_was(redis_url: str, pool: str) -> None:
     async with (
         run_cluster(redis_url, pool, routers=2) as cluster,

@@ -147,6 +147,16 @@ def test_refused_form_is_named_as_the_client_named_it(fields: dict[str, Any], fi
     assert (refusal.status, refusal.param, refusal.text) == (400, param, f"{param}: bad")
 
 
+def test_errors_use_the_words_of_this_api() -> None:
+    unknown = FieldError("tool_choice.names[0]", "is 'g', which is not one of chat.functions")
+    error = InflightError(grpc.StatusCode.INVALID_ARGUMENT, "…", reason="INVALID_FIELD", fields=(unknown,))
+    assert from_router(error, "messages").text == "tool_choice: is 'g', which is not one of tools"
+    with pytest.raises(ApiError, match=r"^response_format: Input should be a valid object$"):
+        chat(response_format="json")
+    with pytest.raises(ApiError, match=r"^model: "):
+        chat(model="")
+
+
 def test_messages_keep_roles_parts_and_calls() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

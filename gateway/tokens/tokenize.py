@@ -64,7 +64,8 @@ def parse_tokenize(raw: bytes) -> inference_pb2.TokenizeRequest:
         request.text = body.prompt
         return request
     chat = {name: getattr(body, name) for name in _OF_CHATS}
-    asked = convert_chat(validated(ChatBody, {"model": request.model, **chat}), Defaults(max_choices=1), "")
+    # Only the conversation is taken from it; a chat names a model.
+    asked = convert_chat(validated(ChatBody, {"model": "any", **chat}), Defaults(max_choices=1), "")
     request.chat.CopyFrom(asked.requests[0].chat)
     return request
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from executor.scheduler.sequence import Sequence, StepPlan
+from executor.scheduler.step_constraint import StepConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +148,21 @@ class ReservedChecks:
         most_boarding = min(len(arrivals), num_free_seats)
         if self.limits.batching is Batching.STATIC:
             expected = 0 if num_seated or has_leaving else most_boarding
-            assert len(plan.boarded) == expected, "a static batch was not boarded as one"
+            is_one = len(plan.boarded) == expected or self._has_no_window(plan)
+            assert is_one, "a static batch was not boarded as one"
             return
         rows = {row.sequence for row in plan.rows}
         without_row = [sequence for sequence in plan.boarded if sequence not in rows]
         # Without chunks the last one may find that it does not fit.
         assert without_row in ([], [] if self.limits.enable_chunked_context else list(plan.boarded[-1:]))
         if self._has_room(plan, standing.decodes) and self.limits.enable_chunked_context and not has_leaving:
-            assert len(plan.boarded) == most_boarding, "a seat and tokens were left unused"
+            is_full = len(plan.boarded) == most_boarding or self._has_no_window(plan)
+            assert is_full, "a seat and tokens were left unused"
+
+    def _has_no_window(self, plan: StepPlan) -> bool:
+        """Whether the window pool kept sequences from boarding: those whose last step is in flight have left their
+        seats and still hold blocks there."""
+        return self.limits.kv_window is not None and plan.constraint is StepConstraint.BLOCKS
 
     def _has_room(self, plan: StepPlan, decodes: set[Sequence]) -> bool:
         """Whether a prompt could have had more of this step."""

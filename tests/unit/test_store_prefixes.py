@@ -133,7 +133,7 @@ async def test_prefix_that_several_prompts_share_is_found_on_every_executor_that
     assert await executor_of(a, prompt_of("holder", 1100, ("p", "pa"))) == "x"
     # It would wait there for more than it saves.
     assert await executor_of(a, prompt_of("second", 1100, ("p", "pb"))) == "y"
-    # From now on both hold it, so each prompt goes where less is in front. y has fewer sequences, so its price rises faster.
+    # Now both hold it, so each prompt goes where less is in front. The price of y rises faster: it has fewer seats.
     after = [await executor_of(a, prompt_of(f"later {one}", 1100, ("p", f"q{one}"))) for one in range(8)]
     assert min(after.count("x"), after.count("y")) >= 3
 

@@ -80,7 +80,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     with model_errors(f"the tokenizer of {source.name!r} cannot be loaded"):
         import transformers
 
-        if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+        if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
             raise FileNotFoundError(f"{folder} has no files of a tokenizer, such as tokenizer.json")
         # This class means that `tokenizer.json` is complete; `AutoTokenizer` would import torch to find out.
         is_plain = _tokenizer_class(folder) == "TokenizersBackend"

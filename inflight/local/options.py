@@ -16,9 +16,6 @@ from inflight.local.state import DEFAULT_RUN_DIR
 DRAIN_TIMEOUT_S = 5.0
 STOP_GRACE_S = 10.0
 
-# Flags of executors, which only the routers of the stack use, and of HTTP, which has no TLS.
-LOOPBACK_HOST = "127.0.0.1"
-
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:

@@ -10,6 +10,8 @@ import random
 import socket
 from pathlib import Path
 
+# The host of executors, which only the routers of a stack call, of Redis, and of HTTP, which has no TLS.
+LOOPBACK_HOST = "127.0.0.1"
 # Below the ephemeral ranges of Linux (from 32768), macOS and Windows (from 49152), and the node ports of Kubernetes.
 PORTS = range(15_000, 30_000)
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -20,9 +20,8 @@ from types import TracebackType
 from urllib.parse import quote
 
 from common.guard import HAS_KERNEL_GUARD, guarded
-from inflight.local.ports import free_ports
+from inflight.local.ports import LOOPBACK_HOST, free_ports
 
-LOOPBACK = "127.0.0.1"
 BINARY_NAMES = ("valkey-server", "redis-server")
 READY = "ready to accept connections"
 START_TIMEOUT_S = 10.0
@@ -107,11 +106,11 @@ class PrivateRedis:
             return cls._start(binary, log, _on_port(port, rules))
         for _ in range(MAX_PORT_TRIES - 1):
             try:
-                return cls._start(binary, log, _on_port(free_ports(LOOPBACK, 1)[0], rules))
+                return cls._start(binary, log, _on_port(free_ports(LOOPBACK_HOST, 1)[0], rules))
             except RedisStartError as error:
                 if "in use" not in str(error):
                     raise
-        return cls._start(binary, log, _on_port(free_ports(LOOPBACK, 1)[0], rules))
+        return cls._start(binary, log, _on_port(free_ports(LOOPBACK_HOST, 1)[0], rules))
 
     @classmethod
     def _start(cls, binary: Path, log: Path, addresses: _Addresses) -> PrivateRedis:
@@ -207,9 +206,9 @@ class _Addresses:
 
 def _on_port(port: int, rules: str) -> _Addresses:
     password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-    at = f"@{LOOPBACK}:{port}/0"
+    at = f"@{LOOPBACK_HOST}:{port}/0"
     users = f"requirepass {admin_password}\nuser {USER} on >{password} {rules}\n"
-    listening = f"bind {LOOPBACK}\nport {port}\n"
+    listening = f"bind {LOOPBACK_HOST}\nport {port}\n"
     return _Addresses(f"redis://{USER}:{password}{at}", f"redis://:{admin_password}{at}", listening + users)
 
 

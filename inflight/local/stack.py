@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 import grpc
 from redis.asyncio import Redis
@@ -28,7 +29,6 @@ from common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
 from common.rpc.server import ListenError, check_listen
 from inflight.local.certificates import make_certificates
 from inflight.local.options import (
-    LOOPBACK_HOST,
     STOP_GRACE_S,
     StackOptions,
     executor_command,
@@ -36,7 +36,7 @@ from inflight.local.options import (
     router_command,
 )
 from inflight.local.port_holder import holder_of, is_listening
-from inflight.local.ports import free_ports
+from inflight.local.ports import LOOPBACK_HOST, free_ports
 from inflight.local.process import ChildProcess
 from inflight.local.ready import wait_until_http_ready, wait_until_serving
 from inflight.local.redis_server import PrivateRedis, RedisStartError
@@ -212,20 +212,23 @@ class LocalStack:
         except RedisStartError as error:
             raise StackError(str(error)) from None
         self.redis_url = self._redis.url
-        self._report(REDIS, Phase.READY, self._redis_address())
+        self._report(REDIS, Phase.READY, _without_password(self.redis_url))
 
     async def _check_given_redis(self) -> None:
         """Raises if the given Redis does not answer, for which routers would wait. Clusters, Sentinels and TLS have
         settings of the routers, so only routers can connect to them."""
         if not self.redis_url.startswith(("redis://", "unix://")):
             return
-        client: Redis = Redis.from_url(
-            self.redis_url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S
-        )
+        try:
+            client: Redis = Redis.from_url(
+                self.redis_url, socket_connect_timeout=PING_TIMEOUT_S, socket_timeout=PING_TIMEOUT_S
+            )
+        except ValueError as error:
+            raise StackError(f"--redis-url: {error}", is_setting=True) from None
         try:
             await client.execute_command("PING")  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
-            text = f"--redis-url: Redis at {self._redis_address()} does not answer: {error}"
+            text = f"--redis-url: Redis at {_without_password(self.redis_url)} does not answer: {error}"
             raise StackError(text, is_setting=True) from None
         finally:
             await client.aclose()
@@ -334,7 +337,7 @@ class LocalStack:
         processes = []
         if self._redis is not None:
             log_file = str((self.options.run_dir / f"{REDIS}.log").resolve())
-            processes.append(ProcessState(REDIS, REDIS, self._redis.pid, self._redis_address(), log_file))
+            processes.append(ProcessState(REDIS, REDIS, self._redis.pid, _without_password(self.redis_url), log_file))
         for child in (*self.executors, *self.routers, *self.gateways):
             log_file = str(child.log_file.resolve())
             processes.append(
@@ -343,9 +346,6 @@ class LocalStack:
         certificates = self.options.certificates
         ca_file = "" if certificates is None else str(certificates.ca_file.resolve())
         return StackState(os.getpid(), self.address, self.redis_url, tuple(processes), ca_file)
-
-    def _redis_address(self) -> str:
-        return self.redis_url.rpartition("@")[2].partition("/")[0]
 
     def _report(self, name: str, phase: Phase, address: str) -> None:
         self._on_progress(Progress(name, phase, time.monotonic() - self._began_s, address))
@@ -380,6 +380,12 @@ def _lock_run_folder(options: StackOptions) -> RunFolderLock:
 
 def _loopback(port: int) -> str:
     return f"{LOOPBACK_HOST}:{port}"
+
+
+def _without_password(redis_url: str) -> str:
+    """Returns the host and port of a Redis URL, or the path of its socket."""
+    parts = urlsplit(redis_url)
+    return parts.netloc.rpartition("@")[2] or parts.path
 
 
 async def _first_to_end(children: Iterable[ChildProcess]) -> ChildProcess:

@@ -1,12 +1,17 @@
-"""A cluster of one router and one executor, a gateway in front of it, and OpenAI's own client of that."""
+"""A cluster of one router and one executor, a gateway in front of it, OpenAI's own client of that, and a record of what
+executors are sent."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
 
+from executor.serving import service
+from executor.serving.submission import SubmissionLimits, sequence_from_submit
+from inflight.v1 import executor_pb2
 from tests.cluster import Cluster, run_cluster
 from tests.gateways import RunningGateway, run_gateway
 
@@ -30,3 +35,16 @@ async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
     """The client, without retries."""
     async with gateway.openai() as opened:
         yield opened
+
+
+@pytest.fixture
+def submits(monkeypatch: pytest.MonkeyPatch) -> list[executor_pb2.Submit]:
+    """What executors are sent."""
+    received: list[executor_pb2.Submit] = []
+
+    def record(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Any:
+        received.append(executor_pb2.Submit.FromString(submit.SerializeToString()))
+        return sequence_from_submit(submit, limits)
+
+    monkeypatch.setattr(service, "sequence_from_submit", record)
+    return received

@@ -211,14 +211,21 @@ async def test_a_port_asked_for_that_another_server_has_is_refused_before_anythi
         assert not news
 
 
-async def test_a_given_redis_that_does_not_answer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("user", ["", "user:secret@"])
+async def test_a_given_redis_that_does_not_answer_is_refused_before_anything_starts(tmp_path: Path, user: str) -> None:
     (port,) = free_ports("127.0.0.1", 1)
     news: list[Progress] = []
     with pytest.raises(StackError, match=rf"--redis-url: Redis at 127.0.0.1:{port} does not answer") as caught:
-        await LocalStack(options(tmp_path, redis_url=f"redis://user:secret@127.0.0.1:{port}/0"), news.append).start()
+        await LocalStack(options(tmp_path, redis_url=f"redis://{user}127.0.0.1:{port}/0"), news.append).start()
     assert caught.value.is_setting
     assert "secret" not in str(caught.value)
     assert not news
+
+
+async def test_a_given_redis_url_that_is_none_is_a_setting_error(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match="--redis-url: ") as caught:
+        await LocalStack(options(tmp_path, redis_url="redis://127.0.0.1:port/0")).start()
+    assert caught.value.is_setting
 
 
 async def test_a_second_stack_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:

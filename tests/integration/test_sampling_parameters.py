@@ -9,8 +9,6 @@ import grpc.aio
 import pytest
 
 from common.protocol import LOGITS_VERSION
-from executor.serving import service
-from executor.serving.submission import SubmissionLimits, sequence_from_submit
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.cluster import Cluster, run_cluster
 from tests.integration.test_requests import collect, rest
@@ -25,19 +23,6 @@ def shown() -> types_pb2.SamplingParams:
     expected.bad_word_ids.add(ids=[1, 2])
     expected.bad_word_ids.add(ids=[4])
     return expected
-
-
-@pytest.fixture
-def submits(monkeypatch: pytest.MonkeyPatch) -> list[executor_pb2.Submit]:
-    """What executors are sent."""
-    received: list[executor_pb2.Submit] = []
-
-    def record(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Any:
-        received.append(executor_pb2.Submit.FromString(submit.SerializeToString()))
-        return sequence_from_submit(submit, limits)
-
-    monkeypatch.setattr(service, "sequence_from_submit", record)
-    return received
 
 
 async def begun(cluster: Cluster, num_tokens: int) -> tuple[Client, Any]:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
 from common.protocol import MAX_FRAME_INTERVAL
-from executor.serving import service
-from executor.serving.submission import SubmissionLimits, sequence_from_submit
 from inflight.v1 import executor_pb2, inference_pb2
 from tests.cluster import run_cluster
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, Client, request_of
@@ -16,19 +10,6 @@ from tests.integration.test_resuming import begun as begin
 
 INTERVAL = 4
 OUTPUT = inference_pb2.OutputOptions(text=True, token_ids=True, stream_interval=INTERVAL)
-
-
-@pytest.fixture
-def submits(monkeypatch: pytest.MonkeyPatch) -> list[executor_pb2.Submit]:
-    """What executors are sent."""
-    received: list[executor_pb2.Submit] = []
-
-    def record(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Any:
-        received.append(executor_pb2.Submit.FromString(submit.SerializeToString()))
-        return sequence_from_submit(submit, limits)
-
-    monkeypatch.setattr(service, "sequence_from_submit", record)
-    return received
 
 
 def event_sizes(client: Client) -> list[int]:

@@ -31,7 +31,7 @@ from bench.ledger.measure import measure
 from bench.ledger.queueing import computed_ms
 from bench.ledger.report import KIND, page_of, values_of
 from bench.ledger.scale import PoolScale
-from bench.ledger.server import Server
+from bench.ledger.server import Server, real_time_stop_ms
 from bench.ledger.traffic import TrafficError
 from bench.redis.wire import WireError
 from bench.report.page import write_report
@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.preload and options.redis_url:
         parser.error("--preload is of the private Redis, which --redis-url replaces")
     chosen = options.matrix or ((options.executors, options.queued),)
+    if stop_ms := real_time_stop_ms():
+        _say(
+            f"note: the kernel stops a busy Redis of the real-time class for {stop_ms:g} ms a second, unless "
+            "`sysctl kernel.sched_rt_runtime_us=-1` is set"
+        )
 
     points = []
     try:

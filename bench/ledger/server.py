@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -138,6 +139,20 @@ def num_stolen_ticks(stat: Path = Path("/proc/stat")) -> int:
         return int(stat.read_text(encoding="utf-8").split(maxsplit=9)[8])
     except (OSError, IndexError):
         return 0
+
+
+def real_time_stop_ms(policy: int | None = None, settings: Path = Path("/proc/sys/kernel")) -> float:
+    """Returns for how many milliseconds of a period, usually a second, the kernel stops processes of this process's
+    scheduling class that keep their core busy; 0 outside of the real-time classes (man 7 sched)."""
+    if (os.sched_getscheduler(0) if policy is None else policy) not in (os.SCHED_FIFO, os.SCHED_RR):
+        return 0.0
+    try:
+        period_us, runtime_us = (
+            int((settings / f"sched_rt_{name}_us").read_text(encoding="utf-8")) for name in ("period", "runtime")
+        )
+    except OSError:
+        return 0.0
+    return 0.0 if runtime_us < 0 else (period_us - runtime_us) / 1e3
 
 
 def difference(after: Usages, before: Usages) -> dict[str, Usage]:

@@ -7,7 +7,9 @@ shorter prompts. By prefix, a router with both executors places. Otherwise the b
 and sends the request through a router that has only this one. The oracle follows the caches of both exactly
 (`bench.placement.known_line`).
 
-Each trace runs at saturation first. "80 %" is that share of the requests/s that placement by prefix served then.
+Each trace runs at saturation first. "80 %" is that share of the requests/s that placement by prefix served then, unless
+`--requests-per-s` sets the rate. In a long overload of agents most prefixes leave the caches before they are used, so
+that executors serve fewer requests/s than they could just below saturation.
 Every run has its own tokens, so that nothing of it is in the caches beforehand.
 """
 
@@ -50,7 +52,7 @@ FIRST_ID, NUM_IDS = 17, 48_989
 WARM_FRACTION = 0.4
 SHARE_OF_SATURATED = 0.8
 HEADER = (
-    "load", "placement", "requests", "TTFT p50, ms", "p90", "p99", "p90 / oracle's", "prompt tokens cached",
+    "load", "placement", "requests", "served/s", "TTFT p50, ms", "p90", "p99", "p90 / oracle's", "prompt tokens cached",
     "busiest executor / mean", "cached as expected", "failed",
 )  # fmt: skip
 
@@ -226,13 +228,17 @@ class Row:
         expected = UNKNOWN if self.expected is None else f"{self.expected:.0%}"
         ratio = UNKNOWN if oracle is None else f"{self.ttft_ms[1] / max(1e-9, oracle.ttft_ms[1]):.2f}"
         return [
-            self.load, self.way.value, f"{self.num_requests}", *(f"{wait:,.0f}" for wait in self.ttft_ms), ratio,
+            self.load, self.way.value, f"{self.num_requests}", f"{self.requests_per_s:.1f}",
+            *(f"{wait:,.0f}" for wait in self.ttft_ms), ratio,
             f"{self.cached_fraction:.0%}", f"{self.busiest:.2f}", expected, f"{self.num_failed}",
         ]  # fmt: skip
 
 
-async def measure(folder: Path, trace: Trace, scale: float, seed: int, say: Callable[[str], None]) -> list[Row]:
-    """Runs everything. Raises `RuntimeError` if no request was served at saturation."""
+async def measure(
+    folder: Path, trace: Trace, scale: float, seed: int, say: Callable[[str], None], requests_per_s: float | None = None
+) -> list[Row]:
+    """Runs everything, with the second load of `requests_per_s`; None: 80 % of what was served at saturation. Raises
+    `RuntimeError` if no request was served then."""
     rows: list[Row] = []
     async with real_executors(folder, EXECUTOR_ARGS) as executors:
 
@@ -249,12 +255,13 @@ async def measure(folder: Path, trace: Trace, scale: float, seed: int, say: Call
         rows.clear()
         chats = replace(trace.chats, rate_per_s=trace.saturating)
         saturated = [await run(chats, "saturated", scale * trace.saturated_s, way) for way in Way]
-        served = SHARE_OF_SATURATED * saturated[0].requests_per_s
-        if not served:
+        load = "" if requests_per_s else "80 %, "
+        requests_per_s = requests_per_s or SHARE_OF_SATURATED * saturated[0].requests_per_s
+        if not requests_per_s:
             raise RuntimeError("no request was served: the machine is too busy, or the time too short")
-        chats = replace(trace.chats, rate_per_s=served / trace.chats.num_turns)
+        chats = replace(trace.chats, rate_per_s=requests_per_s / trace.chats.num_turns)
         for way in Way:
-            await run(chats, f"80 %, {served:.1f} requests/s", scale * trace.duration_s, way)
+            await run(chats, f"{load}{requests_per_s:.1f} requests/s", scale * trace.duration_s, way)
     return rows
 
 
@@ -292,11 +299,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trace", choices=list(TRACES), default="agents", help="(default: agents)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the time (default: 1, a minute or two)")
     parser.add_argument("--seed", type=int, default=0, help="of the trace (default: 0)")
+    parser.add_argument(
+        "--requests-per-s", type=float, help="second load (default: 80 %% of the requests/s served at saturation)"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench/reports"), help="folder (default: bench/reports)")
     options = parser.parse_args(argv)
     load_average, trace = os.getloadavg()[0], TRACES[options.trace]
     with tempfile.TemporaryDirectory() as folder:
-        measuring = measure(Path(folder), trace, options.scale, options.seed, lambda line: print(line, flush=True))
+        measuring = measure(
+            Path(folder),
+            trace,
+            options.scale,
+            options.seed,
+            lambda line: print(line, flush=True),
+            options.requests_per_s,
+        )
         rows = asyncio.run(measuring)
     command = f"python -m bench.placement.main {' '.join(argv)}".strip()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from bench.ledger.figures import (
 from bench.ledger.main import cells
 from bench.ledger.queueing import MAX_NEXT_S, SETTLE, SUBMIT, UPKEEP, next_s, served_s
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
-from bench.ledger.server import Server, Slowest, num_stolen_ticks
+from bench.ledger.server import Server, Slowest, num_stolen_ticks, real_time_stop_ms
 from bench.ledger.traffic import Traffic, TrafficError, shares
 from bench.ledger.upkeep import Relay, Upkeep
 from bench.ledger.wire import Connection, Template, bulk_text
@@ -271,6 +272,18 @@ def test_cost_of_reports_is_that_of_their_calls_and_that_of_each() -> None:
 
 def test_reports_are_alone_in_their_calls_where_none_was_seen() -> None:
     assert (per_call(10, 4), per_call(0, 0)) == (2.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "runtime_us", "stop_ms"),
+    [(os.SCHED_OTHER, "950000", 0.0), (os.SCHED_FIFO, "950000", 50.0), (os.SCHED_RR, "-1", 0.0)],
+)
+def test_the_pause_of_the_real_time_class_is_known(
+    tmp_path: Path, policy: int, runtime_us: str, stop_ms: float
+) -> None:
+    (tmp_path / "sched_rt_period_us").write_text("1000000\n", encoding="utf-8")
+    (tmp_path / "sched_rt_runtime_us").write_text(f"{runtime_us}\n", encoding="utf-8")
+    assert real_time_stop_ms(policy, tmp_path) == stop_ms
 
 
 def test_requests_that_follow_ends_leave_the_queue_nearly_full() -> None:

@@ -44,6 +44,14 @@ class Call:
     async def send_bytes(self, serialized: bytes) -> None:
         await self._call.write(serialized)
 
+    async def hold(self, number: int) -> None:
+        """Holds a stream, and returns when the router has taken the message in: a later one has been answered."""
+        marker = 1_000_000 + number
+        await self.send(number, hold=True)
+        await self.send(marker)
+        await self.read_until_ended(marker)
+        assert self.code(marker) == INVALID_ARGUMENT
+
     async def read(self) -> bool:
         """Reads a message. Returns whether there was one."""
         response = await asyncio.wait_for(self._call.read(), PATIENCE_S)
@@ -274,10 +282,10 @@ async def test_held_stream_collects_its_tokens_and_delays_no_other(redis_url: st
         brake = cluster.executors[0].brake
         brake.hold()
         await call.send(1, generate=token_request([1], 30))
-        await call.send(2, generate=token_request([2], 30))
-        brake.permit(3)
+        await until_all_have_tokens(cluster, 1)
         await call.read_tokens(1, 1)
-        await call.send(1, hold=True)
+        await call.hold(1)
+        await call.send(2, generate=token_request([2], 30))
         brake.release()
         await call.read_until_ended(2)
         check_output(call, 2, [2], 30)
@@ -300,9 +308,9 @@ async def test_stream_that_is_held_too_long_ends_and_resumes(
         brake = cluster.executors[0].brake
         brake.hold()
         await call.send(1, generate=token_request([1], 30))
-        brake.permit(3)
+        await until_all_have_tokens(cluster, 1)
         await call.read_tokens(1, 1)
-        await call.send(1, hold=True)
+        await call.hold(1)
         await call.send(2, generate=token_request([2], 10))
         brake.release()
         await call.read_until_ended(1, 2)

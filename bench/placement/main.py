@@ -52,8 +52,8 @@ FIRST_ID, NUM_IDS = 17, 48_989
 WARM_FRACTION = 0.4
 SHARE_OF_SATURATED = 0.8
 HEADER = (
-    "load", "placement", "requests", "served/s", "TTFT p50, ms", "p90", "p99", "p90 / oracle's", "prompt tokens cached",
-    "busiest executor / mean", "cached as expected", "failed",
+    "load", "placement", "requests", "without a token", "served/s", "TTFT p50, ms", "p90", "p99", "p90 / oracle's",
+    "prompt tokens cached", "busiest executor / mean", "cached as expected", "failed",
 )  # fmt: skip
 
 
@@ -191,6 +191,7 @@ class Row:
     load: str
     way: Way
     num_requests: int
+    num_without_token: int
     requests_per_s: float
     ttft_ms: tuple[float, float, float]
     cached_fraction: float
@@ -215,6 +216,7 @@ class Row:
             load,
             run.way,
             len(sent),
+            len(sent) - len(started),
             sum(at_s >= begin_s for at_s in first_tokens) / (run.duration_s - begin_s),
             tuple(percentile(waits_ms, share) or 0.0 for share in (0.5, 0.9, 0.99)),  # type: ignore[arg-type]
             sum(one.cached_tokens for one in started) / max(1, sum(len(one.request.prompt) for one in started)),
@@ -228,7 +230,8 @@ class Row:
         expected = UNKNOWN if self.expected is None else f"{self.expected:.0%}"
         ratio = UNKNOWN if oracle is None else f"{self.ttft_ms[1] / max(1e-9, oracle.ttft_ms[1]):.2f}"
         return [
-            self.load, self.way.value, f"{self.num_requests}", f"{self.requests_per_s:.1f}",
+            self.load, self.way.value, f"{self.num_requests}", f"{self.num_without_token}",
+            f"{self.requests_per_s:.1f}",
             *(f"{wait:,.0f}" for wait in self.ttft_ms), ratio,
             f"{self.cached_fraction:.0%}", f"{self.busiest:.2f}", expected, f"{self.num_failed}",
         ]  # fmt: skip
@@ -279,7 +282,11 @@ def page(trace: Trace, rows: Sequence[Row], command: str, load_average: float) -
         "cached as expected": "requests with as many cached tokens as the benchmark's record of the executor said",
     }
     table = Table(HEADER, [row.cells(rows) for row in rows])
-    note = f"The first {WARM_FRACTION:.0%} of each run are left out, except from the last two columns."
+    note = (
+        f"The first {WARM_FRACTION:.0%} of each run are left out, except from the last two columns. A request without "
+        "a token at the end of its run counts with its wait until then. Where most requests have none, the TTFT "
+        "compares nothing."
+    )
     return Page(f"Placement on two real executors: {trace.name}", circumstances, [Part("Figures", note, table=table)])
 
 

@@ -184,7 +184,12 @@ def _connect(leader: str) -> socket.socket:
     ends_at = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
-            return socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
+            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
+            if connection.getsockname() != connection.getpeername():
+                return connection
+            # Before the leader listens, the kernel may choose its port for this end: then a socket connects to itself.
+            connection.close()
+            raise ConnectionRefusedError("the leader does not listen yet")
         except OSError as error:
             if time.monotonic() > ends_at:
                 raise ModelError(f"the leader at {leader} cannot be reached: {error}") from None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from common.version import installed_version
 from inflight.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 
 SERVE, GATEWAY = "serve", "gateway"
+SERVERS = frozenset({"router", "executor", "gateway"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ ALIASES = {"capacity": "status"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Before gRPC is imported: its library writes a line of its own about each lost connection.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         return _main(arguments)
     except KeyboardInterrupt:
@@ -92,7 +96,15 @@ def _main(arguments: list[str]) -> int:
     if command is None:
         print(f"error: unknown command {name!r}; {_nearest(name)}inflight --help lists all", file=sys.stderr)
         return EXIT_USAGE
+    if command.name in SERVERS:
+        _end_on_sigterm_while_loading()
     return _run(command, rest)
+
+
+def _end_on_sigterm_while_loading() -> None:
+    """The kernel drops a SIGTERM to a container's first process (PID 1) that has no handler for it."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def usage() -> str:

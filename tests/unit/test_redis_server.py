@@ -34,6 +34,7 @@ def test_server_on_a_free_port_wants_its_password(tmp_path: Path) -> None:
     with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.admin_url) as redis:
         assert redis.ping()
         assert redis.config_get("save") == {"save": ""}
+        assert redis.config_get("lazyfree-lazy-server-del") == {"lazyfree-lazy-server-del": "yes"}
         without_password = server.url.replace(server.url.split("@")[0] + "@", "redis://")
         with Redis.from_url(without_password) as stranger, pytest.raises(AuthenticationError):
             stranger.ping()

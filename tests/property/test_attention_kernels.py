@@ -24,11 +24,14 @@ from tests.paged_cases import PagedCase, Spec, make_case
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_seed_and_thread")]
 
 CPU = torch.device("cpu")
-# bfloat16 has 8 bits; outputs are averages of values around 1.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+# bfloat16 has 8 bits; outputs are averages of values around 1. The rounding error of a logit is the relative error of
+# its probability: heads of 256 values with a scale of 0.3 have logits around 20, and outputs that differ by 3e-5.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 # Of the values of a key, the first of which are far above the others in some models.
 MAGNITUDES = (0.0, 1e-38, 1e-28, 1e-3, 1.0, 300.0)
 
+# Hypothesis repeats a failed example: its tensors must be the same each time.
+seeds = st.integers(0, 1000)
 specs = st.builds(
     lambda num_new, num_before: Spec(num_new, num_new + num_before), st.integers(1, 70), st.integers(0, 150)
 ) | st.builds(lambda num_context: Spec(1, num_context), st.integers(1, 300))
@@ -79,6 +82,7 @@ def filled(
     group=st.sampled_from([1, 2, 3, 7, 30]),
     scoring=scorings,
     block_size=st.sampled_from([16, 32, 48]),
+    seed=seeds,
 )
 def test_cpu_kernels_equal_the_reference(
     cpu_attention: CpuAttention,
@@ -89,7 +93,9 @@ def test_cpu_kernels_equal_the_reference(
     group: int,
     scoring: Scoring,
     block_size: int,
+    seed: int,
 ) -> None:
+    torch.manual_seed(seed)
     case = make_case(several, block_size)
     size = (case.history.num_tokens, shape.num_kv_heads, shape.head_dim)
     keys, values = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
@@ -119,7 +125,7 @@ def unpacked(kv: LayerKv, block_size: int, pair: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=examples(25), deadline=None)
-@given(shape=shapes, num_tokens=st.integers(1, 40), seed=st.integers(0, 1000))
+@given(shape=shapes, num_tokens=st.integers(1, 40), seed=seeds)
 def test_int8_kv_is_that_of_the_reference_bit_for_bit(
     cpu_attention: CpuAttention, dtype: torch.dtype, shape: KvShape, num_tokens: int, seed: int
 ) -> None:
@@ -158,6 +164,7 @@ def test_scale_of_int8_is_the_127th_part_of_the_largest_number() -> None:
     neighbours=st.integers(0, 9),
     group=st.sampled_from([1, 3, 7]),
     head_dim=st.sampled_from([16, 64, 80]),
+    seed=seeds,
 )
 def test_rows_of_int8_kv_do_not_depend_on_chunks_and_batch(
     cpu_attention: CpuAttention,
@@ -167,8 +174,10 @@ def test_rows_of_int8_kv_do_not_depend_on_chunks_and_batch(
     neighbours: int,
     group: int,
     head_dim: int,
+    seed: int,
 ) -> None:
     """A token's attention is the same bit by bit in one chunk, in any chunks, and beside other sequences."""
+    torch.manual_seed(seed)
     shape = KvShape(2, head_dim)
     keys, values = torch.randn(2, num_context, 2, head_dim).to(dtype)
     queries = torch.randn(num_context, 2 * group, head_dim).to(dtype)

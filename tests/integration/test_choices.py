@@ -294,6 +294,8 @@ async def test_cancel_ends_every_choice(
         await are_told(4)
         cluster.executors[0].brake.release()
         await client.read_rest(call)
+        # The other router learns the end from the ledger, which is told after the client.
+        await settled(*cluster.routers)
         after = await stub.GetRequest(inference_pb2.GetRequestRequest(**named))
     assert answer.state == standing.state == inference_pb2.REQUEST_STATE_PLACED
     assert bool(standing.output_tokens) != other_router

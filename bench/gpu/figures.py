@@ -43,6 +43,16 @@ class ChunkAttentionPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One kernel's part of a step: how often it is launched, and the device's time of all these launches."""
+
+    step: str
+    kernel: str
+    num_launches: int
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServedRun:
     """One engine serving one workload; times in seconds from the arrival or, between tokens, from the token before.
 
@@ -78,6 +88,9 @@ class GpuFigures:
     decodes: list[DecodePoint] = field(default_factory=list)
     penalised_decodes: list[DecodePoint] = field(default_factory=list)
     prefills: list[PrefillPoint] = field(default_factory=list)
+    fp8_decodes: list[DecodePoint] = field(default_factory=list)
+    fp8_prefills: list[PrefillPoint] = field(default_factory=list)
+    kernels: list[KernelTime] = field(default_factory=list)
     attention: list[AttentionPoint] = field(default_factory=list)
     chunk_attention: list[ChunkAttentionPoint] = field(default_factory=list)
     served: list[ServedRun] = field(default_factory=list)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from bench.gpu.engine import session as gpu
+from bench.gpu.engine.device import Kernel
 from bench.gpu.engine.serving import Served, TimedRequest
 from bench.gpu.figures import (
     AttentionPoint,
     ChunkAttentionPoint,
     DecodePoint,
     GpuFigures,
+    KernelTime,
     Missing,
     PrefillPoint,
     ServedRun,
@@ -34,6 +36,10 @@ from bench.workloads.plan import Workload
 DECODE_COUNTS = (1, 8, 32, 64, 128, 256)
 CONTEXT = 1000
 PROMPT_TOKENS = (512, 2048, 8192)
+FP8_DECODE_COUNTS = (1, 32, 128)
+# Steps whose kernels are timed one by one.
+KERNEL_DECODE_COUNTS = (1, 32, 128)
+KERNEL_PROMPT_TOKENS = 2048
 ATTENTION_COUNTS = (1, 32, 128)
 CHUNK_TOKENS = 1024
 CHUNK_CONTEXTS = (1024, 8192)
@@ -51,48 +57,85 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         print(f"error: there is no GPU to measure: {reason}", file=sys.stderr)
         return 1
-    for name in arguments.models.split(","):
-        figures = measure(SHAPES[name], arguments)
-        report = page(figures, SHAPES[name])
-        paths = write_report(arguments.out, f"gpu-{name}", values_of(figures), report)
+    for name in _names(arguments.models):
+        print(f"==> {SHAPES[name].name}: limits of this GPU")
+        limits = gpu.copy_bytes_per_s(), gpu.matrix_operations_per_s()
+        figures = GpuFigures(gpu.circumstances(), SHAPES[name].name, *limits)
+        for _ in measure(figures, SHAPES[name], arguments):
+            # After each part, so that a run that is stopped keeps what it has measured.
+            report = page(figures, SHAPES[name])
+            paths = write_report(arguments.out, f"gpu-{name}", values_of(figures), report)
         print(f"\n{report.markdown()}\nreport: " + ", ".join(str(path) for path in paths))
     return 0
 
 
-def measure(shape: ModelShape, arguments: argparse.Namespace) -> GpuFigures:
-    """Everything about one model, as far as it can be had."""
-    print(f"==> {shape.name}: limits of this GPU")
-    figures = GpuFigures(gpu.circumstances(), shape.name, gpu.copy_bytes_per_s(), gpu.matrix_operations_per_s())
+def measure(figures: GpuFigures, shape: ModelShape, arguments: argparse.Namespace) -> Iterator[None]:
+    """Measures everything about one model, as far as it can be had, and yields after each part."""
     sizes = {name: value for name, value in asdict(shape).items() if name != "name"}
     session = attempt(figures, "the model", lambda: gpu.GpuSession(gpu.Sizes(**sizes)))
     if session is None:
-        return figures
+        yield
+        return
     _measure_steps(figures, session, has_penalties=arguments.penalties)
-    for name in arguments.workloads.split(","):
+    yield
+    for name in _names(arguments.workloads):
         workload = build_workload(name, vocabulary_size=shape.vocabulary_size, num_requests=arguments.requests)
         _measure_workload(figures, session, workload, arguments)
-    return figures
+        yield
+    del session
+    if arguments.fp8:
+        fp8 = attempt(figures, "the model in FP8", lambda: gpu.GpuSession(gpu.Sizes(**sizes), is_fp8=True))
+        if fp8 is not None:
+            _measure_decodes(figures, fp8, figures.fp8_decodes, FP8_DECODE_COUNTS, "FP8 decode")
+            _measure_prefills(figures, fp8, figures.fp8_prefills, "FP8 prefill")
+        yield
 
 
 def _measure_steps(figures: GpuFigures, session: gpu.GpuSession, *, has_penalties: bool) -> None:
-    for count in DECODE_COUNTS:
-        decode = attempt(figures, f"decode, {count} sequences", partial(session.decode_s, count, CONTEXT))
-        if decode is not None:
-            figures.decodes.append(DecodePoint(count, CONTEXT, *decode))
-    for count in DECODE_COUNTS if has_penalties else ():
-        work = partial(session.decode_s, count, CONTEXT, has_penalties=True)
-        decode = attempt(figures, f"decode with penalties, {count} sequences", work)
-        if decode is not None:
-            figures.penalised_decodes.append(DecodePoint(count, CONTEXT, *decode))
-    for num_tokens in PROMPT_TOKENS:
-        prefill_s = attempt(figures, f"prefill, {num_tokens} tokens", partial(session.prefill_s, num_tokens))
-        if prefill_s is not None:
-            figures.prefills.append(PrefillPoint(num_tokens, prefill_s))
+    _measure_decodes(figures, session, figures.decodes, DECODE_COUNTS, "decode")
+    if has_penalties:
+        points = figures.penalised_decodes
+        _measure_decodes(figures, session, points, DECODE_COUNTS, "decode with penalties", has_penalties=True)
+    _measure_prefills(figures, session, figures.prefills, "prefill")
     for count in ATTENTION_COUNTS:
         kernel_s = attempt(figures, f"attention, {count} sequences", partial(session.attention_s, count, CONTEXT))
         if kernel_s is not None:
             figures.attention.append(AttentionPoint(count, CONTEXT, kernel_s))
     _measure_chunks(figures, session)
+    for count in KERNEL_DECODE_COUNTS:
+        _measure_kernels(figures, f"{count} decodes", partial(session.decode_kernels, count, CONTEXT))
+    _measure_kernels(
+        figures, f"prompt of {KERNEL_PROMPT_TOKENS} tokens", partial(session.prefill_kernels, KERNEL_PROMPT_TOKENS)
+    )
+
+
+def _measure_decodes(
+    figures: GpuFigures,
+    session: gpu.GpuSession,
+    points: list[DecodePoint],
+    counts: Sequence[int],
+    what: str,
+    *,
+    has_penalties: bool = False,
+) -> None:
+    for count in counts:
+        work = partial(session.decode_s, count, CONTEXT, has_penalties=has_penalties)
+        decode = attempt(figures, f"{what}, {count} sequences", work)
+        if decode is not None:
+            points.append(DecodePoint(count, CONTEXT, *decode))
+
+
+def _measure_prefills(figures: GpuFigures, session: gpu.GpuSession, points: list[PrefillPoint], what: str) -> None:
+    for num_tokens in PROMPT_TOKENS:
+        prefill_s = attempt(figures, f"{what}, {num_tokens} tokens", partial(session.prefill_s, num_tokens))
+        if prefill_s is not None:
+            points.append(PrefillPoint(num_tokens, prefill_s))
+
+
+def _measure_kernels(figures: GpuFigures, step: str, work: Callable[[], list[Kernel]]) -> None:
+    kernels = attempt(figures, f"kernels of a step: {step}", work)
+    for kernel in kernels or ():
+        figures.kernels.append(KernelTime(step, kernel.name, kernel.num_launches, kernel.total_s))
 
 
 def _measure_chunks(figures: GpuFigures, session: gpu.GpuSession) -> None:
@@ -109,14 +152,12 @@ def _measure_workload(
 ) -> None:
     requests = [TimedRequest(r.prompt_ids, r.output_tokens, r.arrival_s) for r in workload.requests]
     seats = arguments.seats
+    peers = {"static": session.serve_static, "continuous": session.serve_continuous}
     engines: dict[str, Callable[[], Served]] = {
         OWN_ENGINE: partial(session.serve, requests, seats, arguments.max_num_tokens),
-        "transformers, static": partial(session.serve_static, requests, seats),
-        "transformers, continuous": partial(session.serve_continuous, requests, seats),
+        **{f"transformers, {peer}": partial(peers[peer], requests, seats) for peer in _names(arguments.peers)},
     }
     for engine, run in engines.items():
-        if engine != OWN_ENGINE and arguments.without_peers:
-            continue
         served = attempt(figures, f"{workload.name}, {engine}", run)
         if served is not None:
             figures.served.append(_served_run(engine, workload.name, served))
@@ -149,6 +190,11 @@ def attempt(figures: GpuFigures, what: str, work: Callable[[], Found]) -> Found 
         return None
 
 
+def _names(text: str) -> list[str]:
+    """Returns the names of a list; none of an empty one."""
+    return [name for name in text.split(",") if name]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default="8b,1b", help=f"of {', '.join(SHAPES)}; default: %(default)s")
@@ -159,7 +205,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-num-tokens", type=int, default=2048, help="tokens in a step; default: %(default)s")
     parser.add_argument("--penalties", action="store_true", help="measure decodes with penalties too")
-    parser.add_argument("--without-peers", action="store_true", help="leave transformers' own serving out")
+    parser.add_argument("--fp8", action="store_true", help="measure steps with FP8 weights and KV too")
+    parser.add_argument(
+        "--peers", default="static,continuous", help="how transformers serves; empty for neither; default: %(default)s"
+    )
     parser.add_argument("--out", type=Path, default=REPORTS, help="folder of the reports; default: %(default)s")
     return parser
 

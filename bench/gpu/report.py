@@ -9,13 +9,22 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.gpu.figures import ChunkAttentionPoint, DecodePoint, GpuFigures, ServedRun
+from bench.gpu.figures import (
+    ChunkAttentionPoint,
+    DecodePoint,
+    GpuFigures,
+    KernelTime,
+    PrefillPoint,
+    ServedRun,
+)
 from bench.gpu.roofline import SHAPES, Limits, ModelShape
 from bench.report.page import Page, Part
 from bench.report.table import UNKNOWN, Table, shown
 
 KIND = "gpu"
 OWN_ENGINE = "inflight"
+# Names of template instances are hundreds of characters long.
+MAX_KERNEL_NAME = 80
 # What a decode step and a prompt shall reach of their limits, and *mixed* against continuous batching by transformers.
 DECODE_GOAL, PREFILL_GOAL, MIXED_GOAL = 0.85, 0.60, 3.0
 
@@ -48,9 +57,23 @@ def page(figures: GpuFigures, shape: ModelShape) -> Page:
             "Every sequence has penalties. The device's time is that of a step without them.",
             table=_decodes(figures.penalised_decodes, shape, limits),
         ),
-        Part("Prefill", f"Goal: {PREFILL_GOAL:.0%}.", table=_prefills(figures, shape, limits)),
+        Part("Prefill", f"Goal: {PREFILL_GOAL:.0%}.", table=_prefills(figures.prefills, shape, limits)),
+        Part(
+            "Decode in FP8",
+            "Weights of layers, keys and values in FP8; the limit counts their bytes.",
+            table=_decodes(figures.fp8_decodes, shape, limits, is_fp8=True),
+        ),
+        Part(
+            "Prefill in FP8",
+            "The limit is that of bfloat16, so a share may exceed 100 %.",
+            table=_prefills(figures.fp8_prefills, shape, limits),
+        ),
         Part("Attention of one layer", table=_attention(figures, shape, limits)),
         Part("Attention of a prompt chunk in one layer", table=_chunk_attention(figures.chunk_attention)),
+        *(
+            Part(f"Kernels of a step: {step}", table=_kernels([time for time in figures.kernels if time.step == step]))
+            for step in dict.fromkeys(time.step for time in figures.kernels)
+        ),
         Part("Workloads", found=_against_peers(figures.served), table=_served(figures.served)),
         Part("Not measured", table=Table(["what", "why"], [[gap.what, gap.reason] for gap in figures.missing])),
     ]
@@ -58,11 +81,11 @@ def page(figures: GpuFigures, shape: ModelShape) -> Page:
     return Page(title, figures.circumstances, [part for part in parts if part.table and part.table.rows], note)
 
 
-def _decodes(points: Iterable[DecodePoint], shape: ModelShape, limits: Limits) -> Table:
+def _decodes(points: Iterable[DecodePoint], shape: ModelShape, limits: Limits, *, is_fp8: bool = False) -> Table:
     header = ["sequences", "context", "step ms", "limit ms", "of limit", "device ms", "host ms exposed", "tokens/s"]
     rows = []
     for point in points:
-        limit_s = limits.decode_s(shape, point.num_sequences, point.context)
+        limit_s = limits.decode_s(shape, point.num_sequences, point.context, is_fp8=is_fp8)
         rows.append(
             [
                 str(point.num_sequences),
@@ -78,9 +101,9 @@ def _decodes(points: Iterable[DecodePoint], shape: ModelShape, limits: Limits) -
     return Table(header, rows)
 
 
-def _prefills(figures: GpuFigures, shape: ModelShape, limits: Limits) -> Table:
+def _prefills(points: Iterable[PrefillPoint], shape: ModelShape, limits: Limits) -> Table:
     rows = []
-    for point in figures.prefills:
+    for point in points:
         limit_s = limits.prefill_s(shape, point.num_tokens)
         rows.append(
             [
@@ -109,6 +132,21 @@ def _attention(figures: GpuFigures, shape: ModelShape, limits: Limits) -> Table:
             ]
         )
     return Table(["sequences", "context", "µs", "GB/s", "of copy"], rows)
+
+
+def _kernels(times: Sequence[KernelTime]) -> Table:
+    total_s = sum(time.total_s for time in times)
+    rows = [
+        [
+            time.kernel[:MAX_KERNEL_NAME],
+            str(time.num_launches),
+            f"{time.total_s / max(1, time.num_launches) * 1e6:.1f}",
+            f"{time.total_s * 1e3:.3f}",
+            f"{time.total_s / total_s:.1%}",
+        ]
+        for time in times
+    ]
+    return Table(["kernel", "launches", "µs each", "ms", "share"], rows)
 
 
 def _chunk_attention(points: Iterable[ChunkAttentionPoint]) -> Table:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +15,7 @@ from bench.gpu.figures import (
     ChunkAttentionPoint,
     DecodePoint,
     GpuFigures,
+    KernelTime,
     Missing,
     PrefillPoint,
     ServedRun,
@@ -56,6 +61,8 @@ def figures() -> GpuFigures:
         decodes=[DecodePoint(32, 1000, 2 * Limits(4e12, 8e14).decode_s(LLAMA_3_8B, 32, 1000), 0.008)],
         penalised_decodes=[DecodePoint(8, 1000, 4 * Limits(4e12, 8e14).decode_s(LLAMA_3_8B, 8, 1000), 0.008)],
         prefills=[PrefillPoint(2048, 2 * Limits(4e12, 8e14).prefill_s(LLAMA_3_8B, 2048))],
+        fp8_decodes=[DecodePoint(32, 1000, 5 * Limits(4e12, 8e14).decode_s(LLAMA_3_8B, 32, 1000, is_fp8=True), 0.005)],
+        kernels=[KernelTime("32 decodes", "attend_kernel", 32, 0.0016), KernelTime("32 decodes", "x" * 200, 1, 0.0004)],
         attention=[AttentionPoint(32, 1000, 32 * 1000 * 4096 / 2e12)],
         chunk_attention=[ChunkAttentionPoint("flashinfer", 1024, 8192, 0.0005)],
         served=[
@@ -71,6 +78,10 @@ def test_report_sets_figures_against_limits_and_peers() -> None:
     assert report.startswith("# Llama-3-8B on GPU X\n")
     assert report.count("| 50% |") == 3, "decode, prefill and attention"
     assert report.count("| 25% |") == 1, "decode with penalties"
+    assert report.count("| 20% |") == 1, "decode in FP8"
+    assert "## Kernels of a step: 32 decodes" in report
+    assert "| attend_kernel | 32 | 50.0 | 1.600 | 80.0% |" in report
+    assert "x" * 81 not in report
     assert "| flashinfer | 1024 | 8192 | 500.0 |" in report
     assert "copy 4.00 TB/s (read and written), matrix products 800 TFLOP/s" in report
     assert "| mixed | inflight | 600 | 10.0 | 150.0 / 199.0 | 15.0 / 19.9 | 0.20 |" in report
@@ -99,6 +110,25 @@ def test_what_cannot_be_had_is_noted_and_the_rest_goes_on() -> None:
     assert bench.attempt(found, "b", no_memory) is None
     assert bench.attempt(found, "c", no_package) is None
     assert found.missing == [Missing("b", "out of memory"), Missing("c", "ImportError: no such package")]
+
+
+def test_report_is_written_after_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(found: GpuFigures, *_: object) -> Iterator[None]:
+        found.decodes.append(DecodePoint(1, 1000, 0.5, 0.5))
+        yield
+        assert "| 1 | 1000 | 500.00 |" in (tmp_path / "gpu-8b.md").read_text()
+        raise KeyboardInterrupt
+
+    session = SimpleNamespace(
+        why_not=lambda: None,
+        circumstances=lambda: {"gpu": "GPU X"},
+        copy_bytes_per_s=lambda: 4e12,
+        matrix_operations_per_s=lambda: 8e14,
+    )
+    monkeypatch.setattr(bench, "gpu", session)
+    monkeypatch.setattr(bench, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--models", "8b", "--out", str(tmp_path)])
 
 
 def test_without_a_gpu_it_says_so_in_one_line_and_fails(

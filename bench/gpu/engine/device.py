@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 COPY_BYTES = 2 << 30
 MATRIX_SIZE = 8192
@@ -39,3 +42,32 @@ def elapsed_s(work: Callable[[], object], repetitions: int = REPETITIONS) -> flo
         ended.synchronize()
         times.append(began.elapsed_time(ended) / 1000)
     return float(median(times))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel's launches within some work, and the device's time of all of them."""
+
+    name: str
+    num_launches: int
+    total_s: float
+
+
+def kernels_of(work: Callable[[], object], repetitions: int = REPETITIONS) -> list[Kernel]:
+    """Returns the kernels and copies of some work by PyTorch's profiler, the longest first. Counts and times are those
+    of one repetition."""
+    work()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repetitions):
+            work()
+        torch.cuda.synchronize()
+    counts, times_us = Counter[str](), Counter[str]()
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA":
+            counts[event.name] += 1
+            times_us[event.name] += event.self_device_time_total
+    return [
+        Kernel(name, round(counts[name] / repetitions), time_us / 1e6 / repetitions)
+        for name, time_us in times_us.most_common()
+    ]

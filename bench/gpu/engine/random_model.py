@@ -22,18 +22,22 @@ class RandomModel:
     network: PreTrainedModel
     decoder: GpuDecoder
     backend: AttentionBackend
+    kv_dtype: torch.dtype
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         """KV for blocks 1 to `num_blocks`, and the spare block 0."""
         shape, head = KvShape(self.decoder.shape.num_kv_heads, self.decoder.shape.head_dim), self.decoder.head
         return tuple(
-            self.backend.allocate(shape, num_blocks + 1, block_size, head.dtype, head.device)
+            self.backend.allocate(shape, num_blocks + 1, block_size, self.kv_dtype, head.device)
             for _ in range(self.decoder.shape.num_layers)
         )
 
 
-def make_model(config: LlamaConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> RandomModel:
-    """Draws the weights; the same in every run."""
+def make_model(
+    config: LlamaConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
+) -> RandomModel:
+    """Draws the weights; the same in every run. With `is_fp8` the weights of layers, keys and values are in FP8, and
+    the network has no weights of its own."""
     torch.manual_seed(0)
     with quiet_transformers(), device:
         made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -42,4 +46,5 @@ def make_model(config: LlamaConfig, backend: AttentionBackend, dtype: torch.dtyp
     layer = Layer(KvShape(int(config.num_key_value_heads or 0), head_dim), Scoring(head_dim**-0.5))
     weights = read_decoder(network, [layer] * config.num_hidden_layers)
     assert not isinstance(weights, str), weights
-    return RandomModel(network, GpuDecoder(weights, backend, config.max_position_embeddings), backend)
+    decoder = GpuDecoder(weights, backend, config.max_position_embeddings, has_fp8_weights=is_fp8)
+    return RandomModel(network, decoder, backend, torch.float8_e4m3fn if is_fp8 else dtype)

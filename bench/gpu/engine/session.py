@@ -77,9 +77,10 @@ def matrix_operations_per_s() -> float:
 
 
 class GpuSession:
-    """A model with random weights. KV and graphs exist only within the calls that need them."""
+    """A model with random weights. KV and graphs exist only within the calls that need them. A model in FP8 (weights of
+    layers, keys and values) is not served by transformers."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, *, is_fp8: bool = False) -> None:
         config = LlamaConfig(
             vocab_size=sizes.vocabulary_size,
             hidden_size=sizes.hidden_size,
@@ -93,15 +94,27 @@ class GpuSession:
         )
         self._gpu = torch.device("cuda", 0)
         backend = choose_backend("triton", self._gpu, DTYPE, [KvShape(sizes.num_kv_heads, sizes.head_dim)]).backend
-        self._model = make_model(config, backend, DTYPE, self._gpu)
+        self._model = make_model(config, backend, DTYPE, self._gpu, is_fp8=is_fp8)
 
     def decode_s(self, num_sequences: int, context: int, *, has_penalties: bool = False) -> tuple[float, float]:
         """Seconds of a step of decodes through the runner, and of the device's part alone, without penalties."""
         processors = PENALTIES if has_penalties else NO_PROCESSORS
         blocks_each = -(-(context + NUM_DECODE_STEPS + steps.WARM_UP_STEPS) // BLOCK_SIZE)
-        with self._runner(_limits(num_sequences, 16), num_sequences * blocks_each) as runner:
+        with self._runner(_limits(num_sequences, 16), num_sequences * blocks_each, max_graph_tokens=0) as runner:
             step_s = steps.decode_step_s(runner, num_sequences, context, BLOCK_SIZE, NUM_DECODE_STEPS, processors)
             return step_s, device.elapsed_s(partial(runner.repeat_decodes, num_sequences))
+
+    def decode_kernels(self, num_sequences: int, context: int) -> list[device.Kernel]:
+        """The kernels of a step of decodes, without its upload."""
+        num_blocks = num_sequences * -(-(context + steps.WARM_UP_STEPS + 1) // BLOCK_SIZE)
+        with self._runner(_limits(num_sequences, 16), num_blocks, max_graph_tokens=0) as runner:
+            steps.decode_step_s(runner, num_sequences, context, BLOCK_SIZE, 1)
+            return device.kernels_of(partial(runner.repeat_decodes, num_sequences))
+
+    def prefill_kernels(self, num_tokens: int) -> list[device.Kernel]:
+        """The kernels of a step that computes one prompt."""
+        with self._runner(_limits(1, num_tokens), -(-num_tokens // BLOCK_SIZE)) as runner:
+            return device.kernels_of(lambda: steps.prefill(runner, num_tokens, BLOCK_SIZE), repetitions=3)
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds of a step that computes one prompt."""
@@ -146,9 +159,11 @@ class GpuSession:
         return peers.serve_continuous(self._model.network, requests, max_num_sequences)
 
     @contextmanager
-    def _runner(self, limits: SchedulerLimits, num_blocks: int) -> Iterator[GpuRunner]:
+    def _runner(
+        self, limits: SchedulerLimits, num_blocks: int, max_graph_tokens: int = MAX_GRAPH_TOKENS
+    ) -> Iterator[GpuRunner]:
         with self._kv(num_blocks) as kv:
-            runner = GpuRunner(self._model.decoder, kv, limits, BLOCK_SIZE, max_graph_tokens=MAX_GRAPH_TOKENS)
+            runner = GpuRunner(self._model.decoder, kv, limits, BLOCK_SIZE, max_graph_tokens=max_graph_tokens)
             runner.prepare()
             try:
                 yield runner

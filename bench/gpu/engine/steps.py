@@ -77,14 +77,16 @@ def decode_step_s(
 
 def prefill_step_s(runner: GpuRunner, num_tokens: int, block_size: int, repetitions: int = 5) -> float:
     """Seconds of a step that computes one prompt, read at once."""
-    times = []
-    for _ in range(repetitions + 1):
-        (sequence,) = seated(1, num_tokens, 1, block_size)
-        plan = replace(StepPlan.of([PlanRow(sequence, 0, num_tokens, True)]), boarded=(sequence,))
-        began_s = time.perf_counter()
-        runner.launch(plan).result()
-        times.append(time.perf_counter() - began_s)
-    return median(times[1:])
+    return median([prefill(runner, num_tokens, block_size) for _ in range(repetitions + 1)][1:])
+
+
+def prefill(runner: GpuRunner, num_tokens: int, block_size: int) -> float:
+    """Computes one prompt in one step, reads its token, and returns the seconds."""
+    (sequence,) = seated(1, num_tokens, 1, block_size)
+    plan = replace(StepPlan.of([PlanRow(sequence, 0, num_tokens, True)]), boarded=(sequence,))
+    began_s = time.perf_counter()
+    runner.launch(plan).result()
+    return time.perf_counter() - began_s
 
 
 def attention_s(

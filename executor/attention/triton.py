@@ -7,7 +7,9 @@ sizes alone, so they can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,7 +18,6 @@ from executor.attention.backend import KvShape, LayerKv, Scoring
 from executor.kernels.attention import attend_kernel, combine_kernel
 from executor.kernels.rope_write import write_kernel
 from executor.kernels.tiling import (
-    SPAN_KEYS,
     AttentionWork,
     Tiling,
     chunk_tiling,
@@ -27,12 +28,21 @@ from executor.kernels.tiling import (
 )
 from executor.step.batch import StepBatch
 
+# A program combines the splits of one head: few numbers, and many programs at a time hide their latency.
+COMBINE_WARPS = 1
+
+TilingRule = Callable[[AttentionWork], Tiling]
+
 
 class TritonAttention:
     """Launches the kernels: first the decodes of a step, then its chunks."""
 
     name = "triton"
     quantized_kv_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+
+    def __init__(self, tile_decodes: TilingRule = decode_tiling, tile_chunks: TilingRule = chunk_tiling) -> None:
+        """Other rules than the default ones are for measurements."""
+        self._tile_decodes, self._tile_chunks = tile_decodes, tile_chunks
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -69,7 +79,7 @@ class TritonAttention:
         if batch.num_sequences > first:
             call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
             work = call.work(batch.num_tokens - first, batch.num_sequences - first)
-            tiling = chunk_tiling(work)
+            tiling = self._tile_chunks(work)
             tokens = slice(first, batch.num_tokens)
             call.launch(tiling, num_row_tiles(work, tiling.rows), tokens, is_decode=False)
         return outputs
@@ -80,7 +90,7 @@ class TritonAttention:
         if num_decodes:
             call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
             work = call.work(num_decodes, num_decodes)
-            call.launch(decode_tiling(work), num_decodes, slice(0, num_decodes), is_decode=True)
+            call.launch(self._tile_decodes(work), num_decodes, slice(0, num_decodes), is_decode=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,16 +113,18 @@ class _Call:
             group=self.queries.shape[1] // shape.num_kv_heads,
             head_dim=shape.head_dim,
             element_bytes=self.queries.element_size(),
+            kv_element_bytes=self.kv.keys.element_size(),
+            is_hopper=is_hopper(self.queries.device),
         )
 
     def launch(self, tiling: Tiling, num_tiles: int, tokens: slice, *, is_decode: bool) -> None:
         """Attends for `tokens`, which are all decodes or all chunks. A chunk's first token has its sequence's index."""
-        kv, batch, scoring = self.kv, self.batch, self.scoring
+        kv, batch, scoring, outputs = self.kv, self.batch, self.scoring, self.outputs
         partials, log_weights = self._allocate_partials(tokens.stop, tiling.splits)
         attend_kernel[(num_tiles, kv.shape.num_kv_heads, tiling.splits)](
-            *(self.queries, kv.keys, kv.values, *scales_of(kv), self.outputs, partials, log_weights),
+            *(self.queries, kv.keys, kv.values, *scales_of(kv), outputs, partials, log_weights),
             *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
-            *(*self.queries.stride()[:2], *self.outputs.stride()[:2], *kv.keys.stride()[:3]),
+            *(*self.queries.stride()[:2], *outputs.stride()[:2], *kv.keys.stride()[:3]),
             batch.block_tables.stride(0),
             # Each decode has one token, so the tokens before the chunks are as many as the sequences.
             *(tokens.start, batch.num_sequences, scoring.scale, scoring.softcap or 0.0),
@@ -126,19 +138,20 @@ class _Call:
             IS_DECODE=is_decode,
             IS_CAPPED=scoring.softcap is not None,
             NUM_SPLITS=tiling.splits,
-            SPAN_KEYS=SPAN_KEYS,
+            SPAN_KEYS=tiling.span_keys,
             IS_PADDED=batch.is_padded,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
         if tiling.splits > 1:
-            outputs = self.outputs[tokens]
-            combine_kernel[outputs.shape[:2]](
-                *(partials, log_weights, outputs, batch.query_starts, *outputs.stride()[:2]),
+            decoded = outputs[tokens]
+            combine_kernel[decoded.shape[:2]](
+                *(partials, log_weights, decoded, batch.query_starts, *decoded.stride()[:2]),
                 HEAD_DIM=kv.shape.head_dim,
                 PADDED_DIM=padded_dim(kv.shape.head_dim),
                 NUM_SPLITS=tiling.splits,
                 IS_PADDED=batch.is_padded,
+                num_warps=COMBINE_WARPS,
             )
 
     def _allocate_partials(self, num_decodes: int, num_splits: int) -> tuple[Tensor, Tensor]:
@@ -150,6 +163,12 @@ class _Call:
         return torch.empty((*sizes, head_dim), dtype=torch.float32, device=device), torch.empty(
             sizes, dtype=torch.float32, device=device
         )
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Returns whether a device is a GPU of compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def scales_of(kv: LayerKv) -> tuple[Tensor, Tensor]:

@@ -89,4 +89,7 @@ def draw(
         # From [ranks, R, 2, chunks] to one row of chunks of all ranks.
         values, ids = all_gather(best).permute(2, 1, 0, 3).flatten(2).contiguous().unbind(0)
         best_values, best_ids, num_chunks = values.view(torch.float32), ids, values.shape[1]
-    choose_kernel[(num_rows,)](best_values, best_ids, token_ids, num_chunks, PADDED_CHUNKS=power_of_two(num_chunks))
+    choose_kernel[(num_rows,)](
+        *(best_values, best_ids, token_ids, num_chunks),
+        PADDED_CHUNKS=power_of_two(num_chunks),
+    )

@@ -28,37 +28,53 @@ def draw_kernel(
 ):  # fmt: skip
     """Computes the winner of one chunk of the vocabulary of one row, the lowest id among equals. Grid: rows, chunks."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures + row)
     counters = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-    word0 = counters.to(tl.uint32)
-    word1, word2, word3 = word0 * 0, word0 * 0, word0 * 0
-    divisor = 1.0
-    if temperature > 0.0:
-        divisor = temperature
-        word1 = word1 + tl.load(output_indices + row).to(tl.uint32, bitcast=True)
-        key0 = tl.load(seeds_low + row).to(tl.uint32, bitcast=True)
-        key1 = tl.load(seeds_high + row).to(tl.uint32, bitcast=True)
-        word0, word1, word2, word3 = philox(word0, word1, word2, word3, key0, key1)
-
-    largest = tl.full([CHUNK // 4], float("-inf"), tl.float32)
-    winners = counters * 4
     row_logits = logits + row.to(tl.int64) * logits_stride
     first_banned = tl.load(banned_starts + row)
     banned, count = banned_ids + first_banned, tl.load(banned_starts + row + 1) - first_banned
     edge, last_id = tl.load(edges + row), tl.load(last_ids + row)
-    for lane in tl.static_range(4):
-        ids = counters * 4 + lane
-        value = scaled(row_logits, ids, vocabulary_size, divisor, banned, count)
-        is_kept = (value > edge) | ((value == edge) & (ids <= last_id))
-        value = tl.where(is_kept, value, float("-inf"))
-        word = word0 if lane == 0 else (word1 if lane == 1 else (word2 if lane == 2 else word3))
-        value = tl.where(temperature > 0.0, value + gumbel(word), value)
-        winners = tl.where(value > largest, ids, winners)
-        largest = tl.maximum(value, largest)
+    temperature = tl.load(temperatures + row)
+    word0 = counters.to(tl.uint32)
+    word1, word2, word3 = word0 * 0, word0 * 0, word0 * 0
+    # A greedy row needs neither random words nor the logarithms of noise.
+    if temperature > 0.0:
+        word1 = word1 + tl.load(output_indices + row).to(tl.uint32, bitcast=True)
+        key0 = tl.load(seeds_low + row).to(tl.uint32, bitcast=True)
+        key1 = tl.load(seeds_high + row).to(tl.uint32, bitcast=True)
+        word0, word1, word2, word3 = philox(word0, word1, word2, word3, key0, key1)
+        largest, winners = best_of_lanes(
+            row_logits, counters, vocabulary_size, temperature, banned, count, edge, last_id,
+            word0, word1, word2, word3, True,
+        )  # fmt: skip
+    else:
+        largest, winners = best_of_lanes(
+            row_logits, counters, vocabulary_size, 1.0, banned, count, edge, last_id,
+            word0, word1, word2, word3, False,
+        )  # fmt: skip
     best = tl.max(largest, 0)
     place = row * tl.num_programs(1) + chunk
     tl.store(best_values + place, best)
     tl.store(best_ids + place, tl.min(tl.where(largest == best, winners, 0x7FFFFFFF), 0))
+
+
+@triton.jit
+def best_of_lanes(
+    row_logits, counters, vocabulary_size, divisor, banned, num_banned, edge, last_id,
+    word0, word1, word2, word3, HAS_NOISE: tl.constexpr,
+):  # fmt: skip
+    """Returns the largest value of the four ids of each counter, and its id, the lowest among equals."""
+    winners = counters * 4
+    largest = tl.full(counters.shape, float("-inf"), tl.float32)
+    for lane in tl.static_range(4):
+        ids = counters * 4 + lane
+        value = scaled(row_logits, ids, vocabulary_size, divisor, banned, num_banned)
+        is_kept = (value > edge) | ((value == edge) & (ids <= last_id))
+        value = tl.where(is_kept, value, float("-inf"))
+        if HAS_NOISE:
+            value += gumbel(word0 if lane == 0 else (word1 if lane == 1 else (word2 if lane == 2 else word3)))
+        winners = tl.where(value > largest, ids, winners)
+        largest = tl.maximum(value, largest)
+    return largest, winners
 
 
 @triton.jit

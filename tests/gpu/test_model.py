@@ -156,5 +156,7 @@ def test_pool_leaves_room_for_what_steps_take(folder: Path) -> None:
         working_bytes(model, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs, max_graph_tokens=max_graph_tokens)
         for uses_graphs, max_graph_tokens in ((False, MOST_TOKENS), (True, 0), (True, MOST_TOKENS))
     )
-    assert 0 < without <= decodes <= mixed
+    # A tiny model's steps fit into memory that torch has reserved before; a graph has a pool of its own.
+    assert 0 <= without <= decodes <= mixed
+    assert mixed > 0
     assert model.kv == ()

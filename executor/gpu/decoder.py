@@ -26,7 +26,19 @@ from executor.checkpoint.fp8_weight import Fp8Weight
 from executor.checkpoint.quantized_weight import Matrix
 from executor.checkpoint.shards import PART_COLUMNS, PART_INNER_COLUMNS, WHOLE, Shard
 from executor.gpu.adapters import AdapterSlots, Product, slot_bytes
-from executor.gpu.layers import gated, linear, residual_norm, rope_write, rotation_table
+from executor.gpu.layers import (
+    Fp8Rows,
+    Projected,
+    dense,
+    fp8_product,
+    gated,
+    gated_fp8,
+    linear,
+    residual_norm,
+    residual_norm_fp8,
+    rope_write,
+    rotation_table,
+)
 from executor.gpu.row_groups import RowGroups
 from executor.step.batch import StepBatch
 
@@ -162,7 +174,7 @@ class GpuDecoder:
         """
         hidden, delta = self._compute_layers(batch, kv, groups, attention or self._backend)
         if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
-            hidden, delta = hidden[batch.logit_rows], delta[batch.logit_rows]
+            hidden, delta = hidden[batch.logit_rows], dense(delta)[batch.logit_rows]
         return self.logits(residual_norm(hidden, delta, self._final_norm, self._epsilon), logits)
 
     def states(self, batch: StepBatch, kv: Sequence[LayerKv], groups: RowGroups | None = None) -> Tensor:
@@ -177,7 +189,7 @@ class GpuDecoder:
         outputs = []
         for index, (hidden, layer_kv) in enumerate(zip(inputs.clone(), kv, strict=True)):
             delta = self._compute_layer(index, hidden, torch.zeros_like(hidden), batch, layer_kv, None, self._backend)
-            outputs.append(hidden + delta)
+            outputs.append(hidden + dense(delta))
         return torch.stack(outputs), self.logits(residual_norm(hidden, delta, self._final_norm, self._epsilon))
 
     def logits(self, states: Tensor, logits: Tensor | None = None) -> Tensor:
@@ -193,7 +205,7 @@ class GpuDecoder:
 
     def _compute_layers(
         self, batch: StepBatch, kv: Sequence[LayerKv], groups: RowGroups | None, attention: StepAttention
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Projected]:
         """Returns the residual stream `[T, hidden]` and what is to be added to it."""
         if groups is None and batch.adapter_slots is not None:
             groups = RowGroups.of(batch, self.num_adapter_slots, self._head.device)
@@ -201,7 +213,7 @@ class GpuDecoder:
         hidden = self._whole(functional.embedding(batch.token_ids, self._embedding), shape.hidden_size)
         if shape.embedding_scale != 1.0:
             hidden *= shape.embedding_scale
-        delta: Tensor | None = None
+        delta: Projected | None = None
         for index, layer_kv in zip(range(len(self._layers)), kv, strict=True):
             delta = self._compute_layer(index, hidden, delta, batch, layer_kv, groups, attention)
         assert delta is not None
@@ -211,33 +223,47 @@ class GpuDecoder:
         self,
         index: int,
         hidden: Tensor,
-        delta: Tensor | None,
+        delta: Projected | None,
         batch: StepBatch,
         kv: LayerKv,
         groups: RowGroups | None,
         attention: StepAttention,
-    ) -> Tensor:
+    ) -> Projected:
         """Adds `delta` and what attention yields to the residual stream, in place. Returns what the feed-forward layer
         adds."""
         layer, shape = self._layers[index], self.shape
-        normed = self._add(hidden, delta, layer.input_norm)
-        qkv = linear(normed, layer.qkv, layer.qkv_bias)
-        self._adapt(index, Product.QKV, normed, qkv, groups)
+        # Adapters read activations that are not rounded.
+        is_rounded = isinstance(layer.qkv, Fp8Weight) and groups is None
+        normed = self._add(hidden, delta, layer.input_norm, is_rounded)
+        qkv = self._project(index, Product.QKV, normed, layer.qkv, layer.qkv_bias, groups)
         attended = self._attend(layer, qkv, batch, kv, attention)
         attended = self._whole(attended, shape.num_heads * shape.head_dim, shape.head_dim)
-        delta = linear(attended, layer.output, layer.output_bias)
-        self._adapt(index, Product.OUTPUT, attended, delta, groups)
-        delta = self._whole(delta, shape.hidden_size)
-        delta = self._delta(delta, layer.attention_output_norm)
-        normed = self._add(hidden, delta, layer.post_attention_norm)
-        gate_up = linear(normed, layer.gate_up)
-        self._adapt(index, Product.GATE_UP, normed, gate_up, groups)
-        inner = gated(gate_up, shape.activation == GELU_TANH)
-        inner = self._whole(inner, shape.intermediate_size, PART_INNER_COLUMNS)
-        delta = linear(inner, layer.down)
-        self._adapt(index, Product.DOWN, inner, delta, groups)
-        delta = self._whole(delta, shape.hidden_size)
-        return self._delta(delta, layer.feed_forward_output_norm)
+        product = self._project(index, Product.OUTPUT, attended, layer.output, layer.output_bias, groups)
+        delta = self._delta(product, layer.attention_output_norm)
+        normed = self._add(hidden, delta, layer.post_attention_norm, is_rounded)
+        gate_up = self._project(index, Product.GATE_UP, normed, layer.gate_up, None, groups)
+        inner = self._gated(gate_up, is_rounded)
+        product = self._project(index, Product.DOWN, inner, layer.down, None, groups)
+        return self._delta(product, layer.feed_forward_output_norm)
+
+    def _project(
+        self,
+        layer: int,
+        name: Product,
+        inputs: Tensor | Fp8Rows,
+        weight: Tensor | Fp8Weight,
+        bias: Tensor | None,
+        groups: RowGroups | None,
+    ) -> Projected:
+        """Computes a product with a bias and the adapters' changes. One in FP8 without them is left to the kernel that
+        reads it."""
+        if isinstance(weight, Fp8Weight) and bias is None and groups is None:
+            return fp8_product(inputs, weight)
+        outputs = linear(inputs, weight, bias)
+        if groups is not None and self._adapters is not None:
+            assert isinstance(inputs, Tensor)
+            self._adapters.add(layer, name, inputs, outputs, groups)
+        return outputs
 
     def _whole(self, part: Tensor, num_columns: int, multiple: int = PART_COLUMNS) -> Tensor:
         """Returns rows of `num_columns`, of which each rank has computed a part, as `Shard.columns` divides them."""
@@ -250,22 +276,28 @@ class GpuDecoder:
         parts = self.ranks.all_gather(part.contiguous())
         return parts.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
 
-    def _adapt(self, layer: int, product: Product, inputs: Tensor, outputs: Tensor, groups: RowGroups | None) -> None:
-        """Adds the adapters' changes to a product, in place."""
-        if groups is not None and self._adapters is not None:
-            self._adapters.add(layer, product, inputs, outputs, groups)
+    def _gated(self, gate_up: Projected, is_rounded: bool) -> Tensor | Fp8Rows:
+        """Returns the inputs of a layer's last product, whole rows; with `is_rounded` in FP8, unless ranks exchange
+        them."""
+        has_gelu = self.shape.activation == GELU_TANH
+        if is_rounded and self.ranks is None:
+            return gated_fp8(gate_up, has_gelu)
+        return self._whole(gated(dense(gate_up), has_gelu), self.shape.intermediate_size, PART_INNER_COLUMNS)
 
-    def _add(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
-        """Adds to the residual stream in place; returns its norm or, without one, the stream itself."""
+    def _add(self, hidden: Tensor, delta: Projected | None, norm: Tensor | None, is_rounded: bool) -> Tensor | Fp8Rows:
+        """Adds to the residual stream in place; returns its norm, with `is_rounded` in FP8, or, without a norm, the
+        stream itself."""
         if norm is not None:
-            return residual_norm(hidden, delta, norm, self._epsilon)
-        return hidden if delta is None else hidden.add_(delta)
+            return (residual_norm_fp8 if is_rounded else residual_norm)(hidden, delta, norm, self._epsilon)
+        return hidden if delta is None else hidden.add_(dense(delta))
 
-    def _delta(self, product: Tensor, norm: Tensor | None) -> Tensor:
+    def _delta(self, product: Projected, norm: Tensor | None) -> Projected:
         """Returns what is added to the residual stream for a sublayer's last product."""
+        if self.ranks is not None:
+            product = self._whole(dense(product), self.shape.hidden_size)
         if norm is not None:
-            product = residual_norm(product, None, norm, self._epsilon)
-        return product if self.shape.residual_scale == 1.0 else product.mul_(self.shape.residual_scale)
+            product = residual_norm(dense(product), None, norm, self._epsilon)
+        return product if self.shape.residual_scale == 1.0 else dense(product).mul_(self.shape.residual_scale)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Scales and caps logits in place."""
@@ -276,14 +308,14 @@ class GpuDecoder:
         return logits
 
     def _attend(
-        self, layer: FusedLayer, qkv: Tensor, batch: StepBatch, kv: LayerKv, attention: StepAttention
+        self, layer: FusedLayer, qkv: Projected, batch: StepBatch, kv: LayerKv, attention: StepAttention
     ) -> Tensor:
         """Computes attention of all heads, `[T, num_heads * head_dim]`."""
         positions, slots = batch.positions, batch.slot_mapping
         norms = layer.head_norms
         if norms is not None and norms[0].numel() != self.shape.head_dim:
             # Norms of all heads together; the kernel's are those of one head.
-            first = 0
+            qkv, first = dense(qkv), 0
             for norm in norms:
                 part = qkv[:, first : (first := first + norm.numel())]
                 part.copy_(residual_norm(part.contiguous(), None, norm, self._epsilon))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -10,7 +13,7 @@ from executor.attention.backend import LayerKv
 from executor.attention.triton import scales_of
 from executor.checkpoint.fp8_weight import Fp8Weight
 from executor.kernels.fp8 import round_rows_kernel
-from executor.kernels.norms import gated_kernel, residual_norm_kernel
+from executor.kernels.norms import gated_fp8_kernel, gated_kernel, residual_norm_kernel
 from executor.kernels.rope_write import rope_write_kernel
 from executor.kernels.tiling import power_of_two
 
@@ -19,41 +22,125 @@ GATED_TILE = 1024
 ROPE_TILE = 1024
 
 
-def linear(inputs: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """Computes `inputs @ weight.T + bias`. With a weight in FP8 the inputs `[T, in]` are rounded to FP8 too, each row
-    with a scale; sums are in float32."""
-    if isinstance(weight, Tensor):
-        return functional.linear(inputs, weight, bias)
-    numbers, scales = rounded_rows(inputs)
-    outputs = torch._scaled_mm(numbers, weight.numbers.t(), scales, weight.scales, out_dtype=inputs.dtype)
-    return outputs if bias is None else outputs.add_(bias)
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Rows:
+    """Rows in FP8: row[i] = scales[i, 0] * numbers[i]. `numbers` is float8_e4m3fn `[T, size]`, `scales` float32 `[T,
+    1]`, NaN for rows with a number that is not finite. `dtype` is that of the numbers before."""
+
+    numbers: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    def widened(self) -> Tensor:
+        """Returns the rows in float32."""
+        return self.numbers.float() * self.scales
+
+    @classmethod
+    def empty(cls, num_rows: int, size: int, like: Tensor) -> Fp8Rows:
+        """Makes rows of numbers that have the dtype of `like`, on its device."""
+        numbers = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=like.device)
+        return cls(numbers, torch.empty((num_rows, 1), dtype=torch.float32, device=like.device), like.dtype)
 
 
-def rounded_rows(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds `inputs[T, size]` to FP8. Returns the numbers and their scales `[T, 1]` in float32, which are NaN for rows
-    with a number that is not finite."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Product:
+    """A product of FP8 numbers: outputs[t, o] = sums[t, o] * row_scales[t, 0] * column_scales[0, o], rounded to the
+    dtype of `sums`. The scales are float32 `[T, 1]` and `[1, out]`."""
+
+    sums: Tensor
+    row_scales: Tensor
+    column_scales: Tensor
+
+
+Projected = Tensor | Fp8Product
+
+
+def dense(product: Projected) -> Tensor:
+    """Returns the outputs of a product, those of FP8 numbers by kernels of torch."""
+    if isinstance(product, Tensor):
+        return product
+    return (product.sums.float() * product.row_scales).mul_(product.column_scales).to(product.sums.dtype)
+
+
+def linear(inputs: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """Computes `inputs @ weight.T + bias`. With a weight in FP8 the inputs `[T, in]` are rounded to FP8 too, unless
+    they are, each row with a scale."""
+    if isinstance(weight, Fp8Weight):
+        outputs = dense(fp8_product(inputs, weight))
+        return outputs if bias is None else outputs.add_(bias)
+    assert isinstance(inputs, Tensor)
+    return functional.linear(inputs, weight, bias)
+
+
+def fp8_product(inputs: Tensor | Fp8Rows, weight: Fp8Weight) -> Fp8Product:
+    """Multiplies without the scales, which the kernel that reads the product applies.
+
+    A scale for each row and column would leave cuBLAS (13.0, H100) with one tile of 128 rows, which takes up to 1.8
+    times as long for few rows. Sums are in float32 and then rounded to the dtype of the inputs, which must have the
+    range of float32: float16 has not.
+    """
+    rows = rounded_rows(inputs) if isinstance(inputs, Tensor) else inputs
+    one = _one(rows.numbers.device)
+    sums = torch._scaled_mm(rows.numbers, weight.numbers.t(), one, one, out_dtype=rows.dtype)
+    return Fp8Product(sums, rows.scales, weight.scales)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+def rounded_rows(inputs: Tensor) -> Fp8Rows:
+    """Rounds `inputs[T, size]` to FP8."""
     num_rows, size = inputs.shape
-    outputs = torch.empty(inputs.shape, dtype=torch.float8_e4m3fn, device=inputs.device)
-    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=inputs.device)
+    rows = Fp8Rows.empty(num_rows, size, inputs)
     padded = power_of_two(size)
     round_rows_kernel[(num_rows,)](
-        *(inputs, outputs, scales, size, inputs.stride(0)), PADDED_SIZE=padded, num_warps=_row_warps(padded)
+        *(inputs, rows.numbers, rows.scales, size, inputs.stride(0)),
+        PADDED_SIZE=padded,
+        num_warps=_row_warps(padded),
     )
-    return outputs, scales
+    return rows
 
 
-def residual_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+def residual_norm(hidden: Tensor, delta: Projected | None, weight: Tensor, epsilon: float) -> Tensor:
     """Adds `delta` to the residual stream `hidden[T, size]` in place and returns the RMSNorm of the sum."""
     outputs = torch.empty_like(hidden)
+    _launch_norm(hidden, delta, weight, epsilon, outputs, outputs)
+    return outputs
+
+
+def residual_norm_fp8(hidden: Tensor, delta: Projected | None, weight: Tensor, epsilon: float) -> Fp8Rows:
+    """Computes `rounded_rows(residual_norm(…))` by one kernel."""
+    rows = Fp8Rows.empty(hidden.shape[0], hidden.shape[1], hidden)
+    _launch_norm(hidden, delta, weight, epsilon, rows.numbers, rows.scales)
+    return rows
+
+
+def _launch_norm(
+    hidden: Tensor,
+    delta: Projected | None,
+    weight: Tensor,
+    epsilon: float,
+    outputs: Tensor,
+    scales: Tensor,
+) -> None:
     num_rows, size = hidden.shape
     padded = power_of_two(size)
     residual_norm_kernel[(num_rows,)](
-        *(hidden, hidden if delta is None else delta, weight, outputs, size, epsilon),
+        *(hidden, *_sums_and_scales(hidden if delta is None else delta), weight, outputs, scales, size, epsilon),
         PADDED_SIZE=padded,
         HAS_DELTA=delta is not None,
+        HAS_SCALES=isinstance(delta, Fp8Product),
         num_warps=_row_warps(padded),
     )
-    return outputs
+
+
+def _sums_and_scales(product: Projected) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the kernels' arguments; without FP8 the scales are unused tensors."""
+    if isinstance(product, Tensor):
+        return product, product, product
+    return product.sums, product.row_scales, product.column_scales
 
 
 def _row_warps(padded_size: int) -> int:
@@ -65,12 +152,28 @@ def gated(gate_up: Tensor, has_gelu: bool = False) -> Tensor:
     """Returns `silu(gate) * up`, or with GELU in its approximation by tanh, of `gate_up[T, 2 * size]`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     outputs = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    gated_kernel[(num_rows, -(-size // GATED_TILE))](gate_up, outputs, size, TILE=GATED_TILE, HAS_GELU=has_gelu)
+    gated_kernel[(num_rows, -(-size // GATED_TILE))](*(gate_up, outputs, size), TILE=GATED_TILE, HAS_GELU=has_gelu)
     return outputs
 
 
+def gated_fp8(gate_up: Projected, has_gelu: bool = False) -> Fp8Rows:
+    """Computes `rounded_rows(gated(…))` by one kernel."""
+    sums, *scales = _sums_and_scales(gate_up)
+    num_rows, size = sums.shape[0], sums.shape[1] // 2
+    rows = Fp8Rows.empty(num_rows, size, sums)
+    padded = power_of_two(size)
+    gated_fp8_kernel[(num_rows,)](
+        *(sums, *scales, rows.numbers, rows.scales, size),
+        PADDED_SIZE=padded,
+        HAS_GELU=has_gelu,
+        HAS_SCALES=isinstance(gate_up, Fp8Product),
+        num_warps=_row_warps(padded),
+    )
+    return rows
+
+
 def rope_write(
-    qkv: Tensor,
+    product: Projected,
     norms: tuple[Tensor, Tensor] | None,
     positions: Tensor,
     slot_mapping: Tensor,
@@ -81,9 +184,11 @@ def rope_write(
     """Normalises and rotates queries and keys, stores keys and values, and returns the queries `[T, num_heads,
     head_dim]`.
 
-    `qkv[T, (num_heads + 2 * num_kv_heads) * head_dim]` is changed in place; `norms` are those of queries and keys.
+    `product` is `qkv[T, (num_heads + 2 * num_kv_heads) * head_dim]`, which is changed in place; `norms` are those of
+    queries and keys.
     `rotations[positions, head_dim]` holds the cosines of each position, then the sines.
     """
+    qkv, *scales = _sums_and_scales(product)
     num_kv_heads, half = kv.shape.num_kv_heads, kv.shape.head_dim // 2
     num_all = qkv.shape[1] // (2 * half)
     num_heads = num_all - 2 * num_kv_heads
@@ -91,7 +196,7 @@ def rope_write(
     tile_heads = max(1, ROPE_TILE // padded_half)
     query_norm, key_norm = norms or (qkv, qkv)
     rope_write_kernel[(qkv.shape[0], -(-num_all // tile_heads))](
-        *(qkv, query_norm, key_norm, positions, slot_mapping, rotations, kv.keys, kv.values, *scales_of(kv)),
+        *(qkv, *scales, query_norm, key_norm, positions, slot_mapping, rotations, kv.keys, kv.values, *scales_of(kv)),
         *(qkv.stride(0), *kv.keys.stride()[:3], epsilon),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -100,6 +205,7 @@ def rope_write(
         BLOCK_SIZE=kv.keys.shape[2],
         TILE_HEADS=tile_heads,
         HAS_NORMS=norms is not None,
+        HAS_SCALES=isinstance(product, Fp8Product),
     )
     return qkv[:, : num_heads * 2 * half].view(-1, num_heads, 2 * half)
 

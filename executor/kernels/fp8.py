@@ -60,3 +60,11 @@ def round_rows_kernel(inputs, outputs, scales, size, token_stride, PADDED_SIZE: 
     scale = scale_of(tl.max(magnitudes(numbers), 0))
     tl.store(outputs + row * size + columns, to_fp8(numbers, scale), mask=mask)
     tl.store(scales + row, scale)
+
+
+@triton.jit
+def scaled_sums(sums, row_scale, column_scales, columns, mask, dtype: tl.constexpr):
+    """Returns a product of FP8 numbers from its sums, `columns` of a row: times both scales, rounded to `dtype`, in
+    float32."""
+    scales = tl.load(column_scales + columns, mask=mask, other=0.0)
+    return (sums * row_scale * scales).to(dtype).to(tl.float32)

@@ -8,17 +8,19 @@ block_size]`. Without FP8 the pointers of scales are unused.
 import triton
 import triton.language as tl
 
-from executor.kernels.fp8 import magnitudes, scale_of, to_fp8
+from executor.kernels.fp8 import magnitudes, scale_of, scaled_sums, to_fp8
 
 
 @triton.jit
 def rope_write_kernel(
     qkv,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF_DIM]; the queries are rotated in place
+    row_scales, column_scales,  # [tokens] and [columns of qkv] float32, if qkv is the sums of a product in FP8
     query_norm, key_norm, positions, slots,
     rotations,  # [positions, 2 * HALF_DIM] float32: cosines, then sines
     keys, values, key_scales, value_scales, qkv_token_stride, block_stride, kv_head_stride, slot_stride, epsilon,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Applies the norms of heads, if any, and the rotary embedding, and writes the KV. Grid: tokens, tiles of heads of
     all kinds."""
@@ -26,10 +28,15 @@ def rope_write_kernel(
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     halves = tl.arange(0, PADDED_HALF)
     is_half = halves < HALF_DIM
-    source = qkv + token * qkv_token_stride + heads[:, None] * (2 * HALF_DIM) + halves[None, :]
+    columns = heads[:, None] * (2 * HALF_DIM) + halves[None, :]
+    source = qkv + token * qkv_token_stride + columns
     mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_half[None, :]
     low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + HALF_DIM, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        row_scale = tl.load(row_scales + token)
+        low = scaled_sums(low, row_scale, column_scales, columns, mask, qkv.dtype.element_ty)
+        high = scaled_sums(high, row_scale, column_scales + HALF_DIM, columns, mask, qkv.dtype.element_ty)
 
     is_query, is_value = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
     new_low, new_high = low, high

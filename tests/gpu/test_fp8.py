@@ -16,7 +16,11 @@ from executor.checkpoint.fp8_weight import round_rows
 from executor.gpu.layers import linear, rounded_rows
 from executor.gpu.runner import GpuRunner
 from executor.model.model import PagedModel
-from tests.kernels.fp8_kv import assert_attends_to_fp8
+from tests.kernels.fp8_kv import (
+    assert_attends_to_fp8,
+    assert_fused_rounding_changes_nothing,
+    assert_kernels_apply_scales,
+)
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
 from tests.paged_cases import Spec
 from tests.tiny_models import save_model, sizes
@@ -36,8 +40,17 @@ def test_rounding_is_that_of_torch(gpu: torch.device, dtype: torch.dtype) -> Non
     rows = (torch.randn(99, 14336) * 2.0 ** torch.randint(-40, 20, (99, 1))).to(gpu, dtype)
     rows[0] *= 2.0 ** torch.randint(-25, 0, (14336,), device=gpu)
     rows[1] = 0
-    numbers, scales = rounded_rows(rows)
-    assert torch.equal(numbers.float() * scales, rounded(rows))
+    assert torch.equal(rounded_rows(rows).widened(), rounded(rows))
+
+
+def test_norm_and_gate_round_in_the_same_kernel(gpu: torch.device) -> None:
+    for size in (4096, 14336):
+        assert_fused_rounding_changes_nothing(9, size, gpu)
+
+
+def test_kernels_apply_the_scales_of_products(gpu: torch.device) -> None:
+    for size in (512, 4096):
+        assert_kernels_apply_scales(9, size, gpu)
 
 
 @pytest.mark.parametrize("scoring", [Scoring(0.1), Scoring(0.1, 100), Scoring(0.1, None, 30.0)], ids=str)

@@ -20,6 +20,7 @@ from executor.model.self_check import relative_distance
 from executor.step.batch import StepBatch
 from inflight.tools.sizing.arithmetic import fp8_weight_bytes
 from inflight.tools.sizing.model_shape import read_model_shape
+from tests.kernels.fp8_kv import assert_fused_rounding_changes_nothing, assert_kernels_apply_scales
 from tests.paged_cases import Spec, make_case
 from tests.quantized_checkpoints import compressed, compressed_config, save_quantized
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
@@ -44,8 +45,16 @@ def test_activations_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> Non
     rows = (torch.randn(9, 80) * 2.0 ** torch.randint(-40, 20, (9, 1))).to(dtype)
     rows[0] *= 2.0 ** torch.randint(-25, 0, (80,))
     rows[1] = 0
-    numbers, scales = rounded_rows(rows)
-    assert torch.equal(numbers.float() * scales, rounded(rows))
+    assert torch.equal(rounded_rows(rows).widened(), rounded(rows))
+
+
+@pytest.mark.parametrize("size", [48, 80])
+def test_norm_and_gate_round_in_the_same_kernel(size: int) -> None:
+    assert_fused_rounding_changes_nothing(5, size)
+
+
+def test_kernels_apply_the_scales_of_products() -> None:
+    assert_kernels_apply_scales(5, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

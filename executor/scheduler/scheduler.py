@@ -310,12 +310,12 @@ class Scheduler:
         A row without a token ends its own sequence only.
         """
         plan = self._take_oldest_plan(result.plan)
-        result.keep_prompt_logprobs()
-        scored = tuple(rows for rows in plan.scored if rows.sequence not in self._queues.leaving)
+        leaving = self._queues.leaving
+        result.keep_prompt_logprobs(leaving)
+        scored = tuple(rows for rows in plan.scored if rows.sequence not in leaving)
         self._publish_restored(plan)
         assert len(result.sampled_ids) == plan.num_sampled, f"{len(result.sampled_ids)} ids for {plan.num_sampled}"
         tokens, finished = NewTokens(), list(self.take_finished())
-        leaving = self._queues.leaving
         has_drafts = bool(plan.drafts) or (self._drafting is not None and self._drafting.has_drafts)
         is_plain = not (has_drafts or result.logprobs)
         num_read = 0

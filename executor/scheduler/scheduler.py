@@ -94,23 +94,33 @@ class Boarding:
         self._queues = queues
         self._kv_policy = kv_policy
         self._pending_prefixes = pending_prefixes
-        self._decodes_gave_way = False
+        # Whether the newest step left out decodes, which gave way to a prompt or waited for the step before.
+        self._has_left_out = False
 
-    def decodes_give_way(self) -> bool:
+    @property
+    def must_take_all_decodes(self) -> bool:
+        """Whether the next step must leave out no decode: the step before left out some, and the one after it is to
+        give way to the first prompt."""
+        return self._has_left_out and self._is_first_too_long()
+
+    def decodes_give_way(self, has_waiting: bool) -> bool:
         """Decides whether the first prompt gets this step instead of the decodes.
 
         This happens only without chunked prefill, where a long prompt would otherwise wait until enough decodes have
-        ended, and at most every other step, so that the decodes progress.
+        ended, and only if the step before left out no decode, so that none is left out twice in a row. `has_waiting`
+        says whether some decodes are not to be in this step because they wait for the step in flight.
         """
-        gave_way, self._decodes_gave_way = self._decodes_gave_way, False
-        num_decodes = len(self._queues.decodes)
-        if self._limits.enable_chunked_context or gave_way or not num_decodes:
-            return False
+        gives_way = not self._has_left_out and self._is_first_too_long()
+        self._has_left_out = gives_way or has_waiting
+        return gives_way
+
+    def _is_first_too_long(self) -> bool:
+        """Returns whether the first prompt does not fit beside the decodes."""
         first = next(iter(self._queues.prefills), None)
-        if first is not None:
-            num_tokens_left = self._limits.max_num_tokens - num_decodes
-            self._decodes_gave_way = first.num_uncomputed > num_tokens_left
-        return self._decodes_gave_way
+        num_decodes = len(self._queues.decodes)
+        if self._limits.enable_chunked_context or first is None or not num_decodes:
+            return False
+        return first.num_uncomputed > self._limits.max_num_tokens - num_decodes
 
     def fill(self, builder: StepBuilder) -> StepConstraint:
         """Gives the prompts their tokens and seats the sequences that can board now. Returns the constraint that kept
@@ -277,7 +287,7 @@ class Scheduler:
         builder = StepBuilder(self.limits, self.pool, allowance, copy_cost, self.windows)
         for sequence in self._kv_policy.overdue():
             self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
-        if not self._boarding.decodes_give_way():
+        if not self._boarding.decodes_give_way(bool(waiting)):
             decodes = self._kv_policy.decodes(builder)
             builder.add_decodes([s for s in decodes if s not in waiting] if waiting else decodes)
         constraint = self._boarding.fill(builder)
@@ -288,9 +298,11 @@ class Scheduler:
     def _should_wait(self, num_waiting: int, num_ahead_per_waiting: int) -> bool:
         """Returns whether the whole step should wait with the decodes that wait for the steps in flight, because few
         other sequences could go ahead. It always waits if blocks are scarce: otherwise those others might all be
-        preempted, and the step would have no rows."""
+        preempted, and the step would have no rows. It also waits if it must take all decodes."""
+        if self._kv_policy.is_scarce or self._boarding.must_take_all_decodes:
+            return True
         num_ahead = self._queues.num_seated - num_waiting
-        return self._kv_policy.is_scarce or num_ahead <= num_ahead_per_waiting * num_waiting
+        return num_ahead <= num_ahead_per_waiting * num_waiting
 
     def update(self, result: StepResult) -> StepOutcome:
         """Retires the oldest plan: appends the sampled tokens, publishes full blocks and ends sequences.
@@ -298,12 +310,12 @@ class Scheduler:
         A row without a token ends its own sequence only.
         """
         plan = self._take_oldest_plan(result.plan)
-        result.keep_prompt_logprobs()
-        scored = tuple(rows for rows in plan.scored if rows.sequence not in self._queues.leaving)
+        leaving = self._queues.leaving
+        result.keep_prompt_logprobs(leaving)
+        scored = tuple(rows for rows in plan.scored if rows.sequence not in leaving)
         self._publish_restored(plan)
         assert len(result.sampled_ids) == plan.num_sampled, f"{len(result.sampled_ids)} ids for {plan.num_sampled}"
         tokens, finished = NewTokens(), list(self.take_finished())
-        leaving = self._queues.leaving
         has_drafts = bool(plan.drafts) or (self._drafting is not None and self._drafting.has_drafts)
         is_plain = not (has_drafts or result.logprobs)
         num_read = 0

@@ -8,7 +8,7 @@ times per second. Nothing here depends on time, devices or gRPC.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -418,14 +418,16 @@ class StepResult:
     sampled_ids: tuple[int | None, ...]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
-    def keep_prompt_logprobs(self) -> None:
-        """Stores the log probabilities of prompts in their sequences, unless the result has none."""
+    def keep_prompt_logprobs(self, ended: Container[Sequence]) -> None:
+        """Stores the log probabilities of prompts in their sequences, unless the result has none. Those of `ended`
+        sequences are dropped: an earlier step of such a sequence may have failed, so that its positions are missing."""
         if not self.logprobs:
             return
         row = len(self.sampled_ids)
         for scored in self.plan.scored:
             end = row + scored.end - scored.start
-            scored.sequence.prompt_logprobs += [self.logprobs[each] for each in range(row, end)]
+            if scored.sequence not in ended:
+                scored.sequence.prompt_logprobs += [self.logprobs[each] for each in range(row, end)]
             row = end
 
 

@@ -346,11 +346,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.rows or self.launched or not self._has_ready, "held sequences but nothing to do"
         assert not plan.rows or held
         waits = self.scheduler.drafts and bool(self.launched)
-        if plan.rows or not waits:
-            self.checks.check(plan, standing, waits)
         if plan.rows:
+            # Before the checks: after one that fails, `teardown` still has to retire this plan. Its error would
+            # otherwise hide that of the check.
             self.launched.append(Launched(plan))
             self.sampled.update(row.sequence for row in plan.rows if row.samples)
+        if plan.rows or not waits:
+            self.checks.check(plan, standing, waits)
 
     def _run_device(self, num_plans: int) -> None:
         for launched in self.launched[:num_plans]:

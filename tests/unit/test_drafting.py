@@ -147,6 +147,31 @@ def test_sequence_with_a_draft_waits_for_its_step_and_the_others_go_ahead() -> N
     assert drafts_of(fourth) == {"b": 0}
 
 
+def test_no_decode_is_left_out_twice_in_a_row_by_a_wait_and_by_a_long_prompt() -> None:
+    scheduler = drafting_scheduler(enable_chunked_context=False, max_num_tokens=8)
+    offer(scheduler, "a", [7, 0])
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    offer(scheduler, "b", [0] * 5)
+    plans = [scheduler.schedule(terms=CHEAP)]
+    assert drafts_of(plans[0]) == {"a": 2, "b": 0}
+    # Given a step without a, which waits for its drafts, and a prompt that fits beside no decode
+    offer(scheduler, "c", [7, 0])
+    offer(scheduler, "d", [0] * 20)
+    plans.append(scheduler.schedule(terms=CHEAP))
+    assert drafts_of(plans[1]) == {"b": 0, "c": 0}
+
+    # When c would have to wait for the step in flight, and a would not
+    retire(scheduler, plans[0], 5, 1, 1, 1)
+    assert drafts_of(scheduler.schedule(terms=CHEAP)) == {}
+
+    # Then the next step waits for both, and is the last before the prompt.
+    retire(scheduler, plans[1], 1, 3)
+    plan = scheduler.schedule(terms=CHEAP)
+    assert drafts_of(plan) == {"a": 0, "b": 0, "c": 0}
+    retire(scheduler, plan, 1, 1, 1)
+    assert drafts_of(scheduler.schedule(terms=CHEAP)) == {"d": 0}
+
+
 def test_step_waits_where_few_would_go_ahead() -> None:
     scheduler = drafting_scheduler(num_ahead=1)
     offer(scheduler, "a", [7, 0])

@@ -18,8 +18,8 @@ from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import Overcommit, PreemptionCost
 from executor.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import Sampling, Sequence, StepPlan, Stopping
-from tests.fake_device import VOCABULARY_SIZE, FakeDevice, token_logprobs
+from executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping
+from tests.fake_device import VOCABULARY_SIZE, FakeDevice, logprobs_of, token_logprobs
 from tests.scheduling import LIMITS, make_sequence, run_overlapped
 from tests.tiny_models import VOCABULARY_SIZE as MODEL_VOCABULARY_SIZE
 from tests.tiny_models import save_model, sizes
@@ -134,6 +134,22 @@ def test_preempted_sequences_keep_what_is_scored(num_host_blocks: int) -> None:
         (one.sequence.request_id, i) for plan in device.plans for one in plan.scored for i in range(one.start, one.end)
     ]
     assert len(positions) == len(set(positions)), "no position is scored twice"
+
+
+def test_scores_behind_a_failed_step_are_dropped() -> None:
+    """They would stand at the positions that the failed step was to score."""
+    pool = BlockPool(200, 4)
+    scheduler, device = Scheduler(replace(WIDE, max_num_tokens=8), pool), Recorder(pool)
+    sequence = scored(0, 30)
+    assert scheduler.offer(sequence) is None
+    plans = [scheduler.schedule(), scheduler.schedule()]
+
+    device.corrupt(plans[0])
+    scheduler.fail(plans[0], "lost")
+    sampled_ids = device.run(plans[1])
+    outcome = scheduler.update(StepResult(plans[1], sampled_ids, logprobs_of(plans[1], sampled_ids)))
+
+    assert (sequence.prompt_logprobs, outcome.scored) == ([], ())
 
 
 @pytest.fixture(scope="module")

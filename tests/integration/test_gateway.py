@@ -455,5 +455,43 @@ async def test_https_by_certificate_files(redis_url: str, pool: str, tmp_path: P
     async with run_cluster(redis_url, pool) as cluster, run_gateway(address_of(cluster), **files) as gateway:
         trusting = ssl.create_default_context(cafile=str(made.ca_file))
         async with httpx2.AsyncClient(verify=trusting, timeout=60) as http:
-            answer = await http.get(f"{gateway.url.replace('http:', 'https:')}/v1/models")
+            answer = await http.get(f"{gateway.url}/v1/models")
         assert answer.json()["data"][0]["id"] == pool
+
+
+async def test_https_shows_a_new_certificate_to_new_connections_and_keeps_the_old_one_if_it_is_broken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, next_made = make_certificates(tmp_path / "1"), make_certificates(tmp_path / "2")
+    files = {"tls_cert_file": made.certificate("router"), "tls_key_file": made.key("router")}
+    trusting_old = ssl.create_default_context(cafile=str(made.ca_file))
+    trusting_new = ssl.create_default_context(cafile=str(next_made.ca_file))
+
+    async def is_accepted(trusting: ssl.SSLContext) -> bool:
+        try:
+            async with httpx2.AsyncClient(verify=trusting, timeout=60) as http:
+                return (await http.get(f"{gateway.url}/health")).status_code == 200
+        except httpx2.ConnectError:
+            return False
+
+    async with (
+        run_gateway("127.0.0.1:1", **files) as gateway,
+        httpx2.AsyncClient(verify=trusting_old, timeout=60) as open_connection,
+    ):
+        assert gateway.certificates is not None
+        assert (await open_connection.get(f"{gateway.url}/health")).status_code == 200
+        assert not await is_accepted(trusting_new)
+        # When only one of the files is replaced, then the old pair stays in use, with one warning
+        with caplog.at_level("INFO", "common.rpc.tls"):
+            next_made.certificate("router").replace(made.certificate("router"))
+            gateway.certificates.look()
+            gateway.certificates.look()
+            assert await is_accepted(trusting_old)
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            # When the other one follows, then new connections get the new certificate
+            next_made.key("router").replace(made.key("router"))
+            gateway.certificates.look()
+        assert await is_accepted(trusting_new)
+        assert not await is_accepted(trusting_old)
+        # And an open connection goes on
+        assert (await open_connection.get(f"{gateway.url}/health")).status_code == 200

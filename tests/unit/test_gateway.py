@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from common.errors import Reason
 from common.settings import SettingError
-from gateway.app import GatewayApp
 from gateway.bodies import (
     MAX_PROMPT_VALUES,
     MAX_VALUES,
@@ -27,9 +26,7 @@ from gateway.conversion import UNSTREAMED_INTERVAL, ApiRequest, Defaults, conver
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
-from gateway.main import open_client, open_port
-from gateway.metrics import Metrics
-from gateway.service import GatewayService
+from gateway.main import open_certificates
 from gateway.settings import GatewaySettings
 from inflight.errors import FieldError, InflightError
 from inflight.events import FinishReason
@@ -485,12 +482,8 @@ def test_any_bytes_are_refused_in_words(raw: bytes) -> None:
     assert refused.value.status == 400
 
 
-async def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> None:
+def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing")
-    settings = GatewaySettings(tls_cert_file=nothing, tls_key_file=nothing)
-    client = open_client(settings)
-    app = GatewayApp(GatewayService(client, settings, Metrics()), settings, Metrics())
     with pytest.raises(SettingError, match="tls_cert_file"):
-        open_port(app, settings)
-    await client.close()
+        open_certificates(GatewaySettings(tls_cert_file=nothing, tls_key_file=nothing))

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from common.errors import Reason
-from inflight.errors import InflightError
+from inflight.errors import InflightError, unresolved_target
 from inflight.events import FinishReason
 
 INVALID_REQUEST = "invalid_request_error"
@@ -141,6 +141,9 @@ def from_router(error: InflightError, prompt_param: str, renamed: dict[str, str]
             code = "context_length_exceeded"
     elif form.status >= 500 and not error.reason:
         text = "the router could not be reached" if form.status == 503 else "the router failed"
+        if unresolved_target(error) is not None:
+            # Clients need not know the name. The gateway's log has it.
+            text += ": its host name cannot be resolved"
     retry_after_s = error.retry_after_s
     # The caller is blocked, not too fast: waiting does not help.
     may_retry = form.may_retry and not (form.code == "rate_limit_exceeded" and retry_after_s is None)

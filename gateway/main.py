@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import grpc
 from common.http.connection import HttpLimits
 from common.http.port import HttpPort
 from common.process import run_process
+from common.rpc.addresses import host_of
 from common.rpc.server import Signals, check_listen
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError, describe, load
@@ -28,6 +30,10 @@ from inflight import AsyncClient
 from inflight.access import is_this_machine
 
 log = logging.getLogger(__name__)
+
+RESOLVE_TIMEOUT_S = 5.0
+# Targets of gRPC that are no host names, such as unix:/path or ipv4:127.0.0.1:1.
+_OTHER_SCHEME = re.compile(r"(?!dns:///)[a-z0-9+.-]+:(?!\d+$)")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,6 +60,7 @@ async def run_gateway(settings: GatewaySettings) -> int:
     port = open_port(app, settings, certificates)
     address = await port.start(settings.listen)
     log.info("gateway serves %s on %s", ", ".join(settings.routers), address)
+    await warn_of_unknown_names(settings.routers)
 
     async with _following(certificates):
         await signals.drain.wait()
@@ -63,6 +70,29 @@ async def run_gateway(settings: GatewaySettings) -> int:
     await client.close()
     log.info("stopped")
     return 0
+
+
+async def warn_of_unknown_names(routers: Sequence[str]) -> None:
+    """Warns of routers whose host name cannot be resolved. That is no error: in a cluster, the name of routers that
+    are still starting may appear later."""
+    for router in routers:
+        if _OTHER_SCHEME.match(router):
+            continue
+        try:
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+                await asyncio.get_running_loop().getaddrinfo(host_of(router.removeprefix("dns:///")), None)
+        except TimeoutError:
+            reason = "DNS does not answer"
+        except (OSError, UnicodeError) as error:  # UnicodeError: it is no host name
+            reason = getattr(error, "strerror", None) or str(error)
+        else:
+            continue
+        log.warning(
+            "--routers (INFLIGHT_ROUTERS): the host name of %r cannot be resolved (%s); requests are answered with 503 "
+            "until it can",
+            router,
+            reason,
+        )
 
 
 @asynccontextmanager

@@ -80,8 +80,9 @@ def _lookup(target: str) -> tuple[socket.AddressFamily, str]:
     host, port = _split(target)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ValueError(f"cannot look up {target!r}: {error}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: it is no host name
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"the host name of {target!r} cannot be resolved: {reason}") from None
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, f"{address[0]}:{port}" if family == socket.AF_INET else f"[{address[0]}]:{port}"
 

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 
-from inflight.errors import InflightError
+from inflight.errors import InflightError, names_no_host, unresolved_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,8 @@ def errors_in_words(address: str, *, is_verbose: bool = False) -> Iterator[None]
     try:
         yield
     except InflightError as error:
-        raise CommandError(in_words(error, address, is_verbose=is_verbose)) from None
+        exit_code = EXIT_USAGE if names_no_host(error) else EXIT_FAILURE
+        raise CommandError(in_words(error, address, is_verbose=is_verbose), exit_code) from None
     except ValueError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
 
@@ -58,9 +59,11 @@ def errors_in_words(address: str, *, is_verbose: bool = False) -> Iterator[None]
 def in_words(error: InflightError, address: str, *, is_verbose: bool = False) -> str:
     """One line about a failed call. `is_verbose` adds gRPC's own message about a broken connection."""
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
-        hint = error.hint or "`inflight up` starts one"
         raw = f" ({_first_line(error.description)})" if is_verbose else ""
-        return f"no router answers at {address}; {hint}{raw}"
+        if target := unresolved_target(error):
+            text = f"the host name of the router {target!r} cannot be resolved; check --address (INFLIGHT_ADDRESS)"
+            return text + raw
+        return f"no router answers at {address}; {error.hint or '`inflight up` starts one'}{raw}"
     return _first_line(str(error))
 
 

@@ -26,7 +26,7 @@ from gateway.conversion import UNSTREAMED_INTERVAL, ApiRequest, Defaults, conver
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
-from gateway.main import open_certificates
+from gateway.main import open_certificates, warn_of_unknown_names
 from gateway.settings import GatewaySettings
 from inflight.errors import FieldError, InflightError
 from inflight.events import FinishReason
@@ -362,6 +362,10 @@ def test_every_reason_has_a_status_and_retries_only_where_they_help() -> None:
     assert (poison.status, poison.may_retry) == (500, False)
     unreachable = from_router(InflightError(grpc.StatusCode.UNAVAILABLE, "10.1.2.3: connection refused"), "prompt")
     assert (unreachable.status, unreachable.text) == (503, "the router could not be reached")
+    resolving = "errors resolving router-7:50051: [field:hostname lookup error:Domain name not found]"
+    unknown = from_router(InflightError(grpc.StatusCode.UNAVAILABLE, resolving), "prompt")
+    text = "the router could not be reached: its host name cannot be resolved"
+    assert (unknown.status, unknown.text) == (503, text)
     assert from_end(FinishReason.DEADLINE).status == 504
 
 
@@ -480,6 +484,18 @@ def test_any_bytes_are_refused_in_words(raw: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         parse_chat(raw)
     assert refused.value.status == 400
+
+
+async def test_router_whose_name_cannot_be_resolved_is_logged_with_its_setting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await warn_of_unknown_names(("no..host:50051", "dns:///no..hosts:50051"))
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "--routers (INFLIGHT_ROUTERS): the host name of 'no..host:50051' cannot be resolved" in caplog.text
+    assert "'dns:///no..hosts:50051'" in caplog.text
+    caplog.clear()
+    await warn_of_unknown_names(("localhost:50051", "127.0.0.1:1", "[::1]:1", "unix:/run/router", "ipv4:127.0.0.1:1"))
+    assert not caplog.records
 
 
 def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> None:

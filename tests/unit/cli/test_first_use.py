@@ -19,7 +19,7 @@ from docs.generate.settings_page import settings_classes
 from inflight.cli import doctor
 from inflight.cli.chat.commands import ChatState, run_command
 from inflight.cli.chat.conversation import Conversation
-from inflight.cli.console import in_words, open_console
+from inflight.cli.console import EXIT_USAGE, in_words, open_console
 from inflight.cli.main import main
 from inflight.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
 from inflight.errors import InflightError
@@ -209,6 +209,17 @@ def test_verbose_flag_shows_grpcs_words(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "error: no router answers at 127.0.0.1:1; `inflight up` starts one\n"
     assert main(["models", "-v", "--address", "127.0.0.1:1"]) == 1
     assert "127.0.0.1:1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["generate", "hi", "--raw"], ["models"], ["top", "--once"]])
+def test_address_that_no_host_has_is_a_usage_error_that_names_it(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # No DNS server is asked for a name with an empty part.
+    assert main([*command, "--address", "no..host:50051"]) == EXIT_USAGE
+    assert capsys.readouterr().err == (
+        "error: the host name of the router 'no..host:50051' cannot be resolved; check --address (INFLIGHT_ADDRESS)\n"
+    )
 
 
 # --- help

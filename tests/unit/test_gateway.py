@@ -148,10 +148,79 @@ def test_errors_use_the_words_of_this_api() -> None:
     unknown = FieldError("tool_choice.names[0]", "is 'g', which is not one of chat.functions")
     error = InflightError(grpc.StatusCode.INVALID_ARGUMENT, "…", reason="INVALID_FIELD", fields=(unknown,))
     assert from_router(error, "messages").text == "tool_choice: is 'g', which is not one of tools"
-    with pytest.raises(ApiError, match=r"^response_format: Input should be a valid object$"):
+    with pytest.raises(ApiError, match=r"^response_format: must be an object$"):
         chat(response_format="json")
-    with pytest.raises(ApiError, match=r"^model: "):
+    with pytest.raises(ApiError, match=r"^model: must have at least 1 character$"):
         chat(model="")
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+MODES = "'none', 'auto' or 'required', or an object"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stop": 5}, "stop: must be a string or a list of strings"),
+        ({"stop": ["a", 5]}, "stop[1]: must be a string"),
+        ({"priority": "soon"}, "priority: must be 'interactive', 'standard' or 'batch', or an integer"),
+        ({"priority": 2**40}, "priority: must be less than or equal to 2147483647"),
+        ({"guided_json": 5}, "guided_json: must be a string, an object, or true or false"),
+        ({"tools": [TOOL], "tool_choice": "f"}, f"tool_choice: must be {MODES}"),
+        ({"tools": [TOOL], "tool_choice": 5}, f"tool_choice: must be {MODES}"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a string or a list of objects"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: is required"),
+    ],
+)
+def test_error_of_a_parameter_with_alternatives_names_all_of_them(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert (refused.value.status, refused.value.text, refused.value.param) == (400, text, text.partition(": ")[0])
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({}, "tool_choice.type: is required"),
+        ({"type": "custom"}, "tool_choice.type: must be 'function' or 'allowed_tools'"),
+        ({"type": "function"}, "tool_choice.function: is required"),
+        ({"type": "function", "function": {"name": 5}}, "tool_choice.function.name: must be a string"),
+        ({**TOOL, "name": "f"}, "tool_choice.name: is not a known parameter"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools: is required"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [TOOL]}},
+            "tool_choice.allowed_tools.mode: must be 'auto' or 'required'",
+        ),
+    ],
+)
+def test_error_within_an_alternative_is_that_of_the_type_that_is_named(choice: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(tools=[TOOL], tool_choice=choice)
+    assert (refused.value.text, refused.value.param) == (text, text.partition(": ")[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"response_format": {"type": "json"}}, ".type: must be 'text', 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, ".json_schema: is required with the type json_schema"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
+            ".json_schema: is allowed only with the type json_schema",
+        ),
+        (
+            {"structured_outputs": {"whitespace_pattern": "x"}},
+            ".whitespace_pattern: is not supported; whitespace is at most 8 characters, or none with "
+            "disable_any_whitespace",
+        ),
+        ({"metadata": {"str": 5}}, ".str: must be a string"),
+    ],
+)
+def test_error_about_two_fields_together_names_the_wrong_one(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    whole = next(iter(fields)) + text
+    assert (refused.value.text, refused.value.param) == (whole, whole.partition(": ")[0])
 
 
 def test_messages_keep_roles_parts_and_calls() -> None:
@@ -256,13 +325,14 @@ def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "tool", "content": "1", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}},
+         "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
          "response_format.json_schema.schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"json": 3}}, "structured_outputs.json"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),

@@ -144,10 +144,41 @@ def test_refused_form_is_named_as_the_client_named_it(fields: dict[str, Any], fi
     assert (refusal.status, refusal.param, refusal.text) == (400, param, f"{param}: bad")
 
 
+@pytest.mark.parametrize(
+    ("field", "description", "text"),
+    [
+        ("chat.functions[1].name", "is empty", "tools[1].function.name: is empty"),
+        ("chat.functions", "has 513 functions", "tools: has 513 functions"),
+        (
+            "tool_choice.names[0]",
+            "is 'chat.functions', which is not among the names in chat.functions",
+            "tool_choice: is 'chat.functions', which is not among the names in tools",
+        ),
+        (
+            "constraint",
+            "is given together with functions that the model may call; set tool_choice.mode to MODE_NONE",
+            'guided_regex: is given together with functions that the model may call; set tool_choice to "none"',
+        ),
+        (
+            "tool_choice.mode",
+            "is MODE_REQUIRED, but chat.functions is empty",
+            "tool_choice: is MODE_REQUIRED, but tools is empty",
+        ),
+        (
+            "chat",
+            "the model has no chat template; send text or token_ids",
+            "messages: the model has no chat template; use /v1/completions",
+        ),
+        ("chat.functions[0].name", 'is "a\\" chat.functions"', 'tools[0].function.name: is "a\\" chat.functions"'),
+    ],
+)
+def test_errors_of_the_router_have_the_paths_of_this_api(field: str, description: str, text: str) -> None:
+    wrong = InflightError(grpc.StatusCode.INVALID_ARGUMENT, "…", "INVALID_FIELD", (FieldError(field, description),))
+    told = from_router(wrong, "messages", chat(guided_regex="a").renamed)
+    assert (told.text, told.param) == (text, text.partition(": ")[0])
+
+
 def test_errors_use_the_words_of_this_api() -> None:
-    unknown = FieldError("tool_choice.names[0]", "is 'g', which is not one of chat.functions")
-    error = InflightError(grpc.StatusCode.INVALID_ARGUMENT, "…", reason="INVALID_FIELD", fields=(unknown,))
-    assert from_router(error, "messages").text == "tool_choice: is 'g', which is not one of tools"
     with pytest.raises(ApiError, match=r"^response_format: must be an object$"):
         chat(response_format="json")
     with pytest.raises(ApiError, match=r"^model: must have at least 1 character$"):

@@ -184,3 +184,9 @@ def test_certs_refuses_by_name_and_overwrites_nothing(
     assert main(["certs", str(tmp_path), *flags]) == 2
     assert words in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ([] if flags else ["mine"])
+
+
+def test_certs_says_that_the_directory_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["certs", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'} is a file; choose another directory\n"

@@ -17,9 +17,10 @@ import pytest
 from common.rpc.server import GrpcServer
 from docs.generate.settings_page import settings_classes
 from inflight.cli import doctor
+from inflight.cli.call_errors import in_words
 from inflight.cli.chat.commands import ChatState, run_command
 from inflight.cli.chat.conversation import Conversation
-from inflight.cli.console import EXIT_USAGE, in_words, open_console
+from inflight.cli.console import EXIT_USAGE, open_console
 from inflight.cli.main import main
 from inflight.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
 from inflight.errors import InflightError

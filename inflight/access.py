@@ -12,6 +12,7 @@ another machine. It is part of no text that this library produces.
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,10 @@ from common.rpc.options import channel_options
 
 # For unary calls, which a router answers from memory. `Generate` has only the caller's deadline.
 UNARY_TIMEOUT_S = 10.0
+
+# The schemes of gRPC's targets, which are passed on unchanged. Others, such as http, would be taken for a host name.
+_SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+MAX_PORT = 65_535
 
 SERVICE_CONFIG = resources.files("inflight").joinpath("service_config.json")
 
@@ -57,6 +62,8 @@ def channel_target(targets: Sequence[str]) -> str:
         if not target or target != target.strip():
             raise ValueError(f"not an address host:port: {target!r}")
     if len(targets) == 1:
+        if not _SCHEME.match(targets[0]):
+            _split(targets[0])
         return targets[0]
     numeric = [_lookup(target) for target in targets]
     families = {family for family, _ in numeric}
@@ -89,8 +96,8 @@ def _lookup(target: str) -> tuple[socket.AddressFamily, str]:
 
 def _split(target: str) -> tuple[str, int]:
     host, _, port = target.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"not an address host:port: {target!r}")
+    if not (host and "/" not in host and port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT):
+        raise ValueError(f"not an address host:port of a router: {target!r}")
     return host.strip("[]"), int(port)
 
 

@@ -55,8 +55,12 @@ class InflightError(Exception):
                 return "the router may not use TLS: check tls and ca_file"
             if target := unresolved_target(self):
                 return f"the host name of {target!r} cannot be resolved: check the router's address"
+            if "http1.x server" in description:
+                return "an HTTP server answers there, perhaps a gateway: give the address of a router"
             if "failing" in description and "socket closed" in description:  # at once, when connecting
                 return "the router may require TLS: check tls and ca_file"
+        if self.code is grpc.StatusCode.DEADLINE_EXCEEDED and description == "deadline exceeded":  # gRPC's own text
+            return "the timeout of the call has passed"
         if self.reason == Reason.TAKEN_OVER.value:
             return "another client has resumed the request, which has one reader"
         return ""

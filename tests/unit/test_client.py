@@ -367,7 +367,19 @@ async def test_a_name_that_no_host_can_have_is_an_error_at_once_that_names_it() 
         channel_target(["no..host:1", "localhost:2"])
 
 
-@pytest.mark.parametrize("targets", [[], [""], [" a:1"], ["127.0.0.1:1", "nowhere"], ["127.0.0.1:1", "[::1]:2"]])
+@pytest.mark.parametrize("target", ["unix:/run/router", "ipv4:127.0.0.1:1,127.0.0.1:2", "[::1]:1", "dns:1", "xds:///r"])
+def test_schemes_of_grpc_are_passed_on(target: str) -> None:
+    assert channel_target([target]) == target
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        *([], [""], [" a:1"], ["127.0.0.1:1", "nowhere"], ["127.0.0.1:1", "[::1]:2"]),
+        *(["localhost"], ["127.0.0.1:http"], ["127.0.0.1:65536"], ["localhost:0"], ["http://localhost:8000"]),
+        *(["https://localhost:8000"], ["http://localhost:8000/v1"]),
+    ],
+)
 def test_targets_that_are_no_addresses_are_refused(targets: list[str]) -> None:
     with pytest.raises(ValueError, match=r"address|mixed"):
         channel_target(targets)

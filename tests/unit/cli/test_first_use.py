@@ -223,6 +223,21 @@ def test_address_that_no_host_has_is_a_usage_error_that_names_it(
     )
 
 
+def test_system_message_without_a_chat_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--raw", "--system", "Be brief."]) == EXIT_USAGE
+    assert capsys.readouterr().err == "error: --raw: not allowed with --system, which needs a chat\n"
+
+
+def test_address_of_an_http_server_and_a_passed_timeout_are_explained() -> None:
+    raw = "connections to all backends failing; last error: UNIMPLEMENTED: (Trying to connect an http1.x server)"
+    assert in_words(InflightError(grpc.StatusCode.UNAVAILABLE, raw), "localhost:8000") == (
+        "no router answers at localhost:8000; an HTTP server answers there, perhaps a gateway: give the address of a "
+        "router"
+    )
+    late = InflightError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    assert in_words(late, "localhost:1") == "DEADLINE_EXCEEDED: Deadline Exceeded; the timeout of the call has passed"
+
+
 # --- help
 
 

@@ -399,6 +399,8 @@ def parse_completion(raw: bytes) -> CompletionBody:
 def read_fields(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Parses a body and removes parameters that are not implemented, if their value has no effect. Raises
     `ApiError`."""
+    if not raw.strip():
+        raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
     # The time to parse depends on the number of values.
     if has_more_values(raw, MAX_VALUES, id_list_is_one=True):
         raise _too_many_values()
@@ -484,7 +486,8 @@ def _explained(error: ValidationError, body: dict[str, Any]) -> ApiError:
             return refused(param, f"must be {_one_of(list(forms))}")
         case _:
             # The names of Python's types mean nothing to a client.
-            text = detail["msg"].replace("Input should be ", "must be ").replace(" after validation", "")
+            text = detail["msg"].replace("Input should be ", "must be ")
+            text = re.sub(r" after validation|, not more$", "", text)
             return refused(param, re.sub(r"^(?:String|List|Dictionary) should", "must", text))
 
 

@@ -24,7 +24,7 @@ class ApiError(Exception):
     """An error response. `param` names a parameter, `code` is for programs.
 
     `may_retry` False asks clients not to retry a status that they would retry otherwise, as openai-python does for 409,
-    429 and 5xx.
+    429 and 5xx. `allow` has the methods of the path, for 405.
     """
 
     status: int
@@ -34,6 +34,7 @@ class ApiError(Exception):
     code: str | None = None
     retry_after_s: float | None = None
     may_retry: bool = True
+    allow: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -50,6 +51,8 @@ class ApiError(Exception):
             headers["retry-after-ms"] = str(max(1, math.ceil(self.retry_after_s * 1000)))
         if not self.may_retry:
             headers["x-should-retry"] = "false"
+        if self.allow:
+            headers["allow"] = self.allow
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
@@ -132,6 +135,8 @@ _PATHS = re.compile(
     r"""(?P<quoted>(?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
     r"|\bchat\.functions(?P<number>\[\d+\])?(?P<part>\.\w+)?"
     r"|\btool_choice\.\w+(?:\[\d+\])?(?P<none> to MODE_NONE)?"
+    r"|\bchat(?P<call>\.messages\[\d+\]\.tool_calls\[\d+\])\.(?P<call_part>name|arguments)\b"
+    r"|\bchat\.(?P<kwargs>template_kwargs)\b"
     r"|\b(?P<no_chat>send text or token_ids)"
 )
 _PROMPT_FIELDS = ("text", "text_bytes", "token_ids", "chat", "prompt")
@@ -176,6 +181,10 @@ def _own_words(text: str) -> str:
             return found[0]
         if found["no_chat"]:
             return "use /v1/completions"
+        if found["kwargs"]:
+            return "chat_template_kwargs"
+        if found["call"]:
+            return f"{found['call'][1:]}.function.{found['call_part']}"
         if found[0].startswith("tool_choice"):
             return 'tool_choice to "none"' if found["none"] else "tool_choice"
         return f"tools{found['number'] or ''}{'.function' + found['part'] if found['part'] else ''}"

@@ -436,8 +436,12 @@ async def test_bodies_have_limits_and_answers_an_id() -> None:
         broken = await http.post(url, content=b"{")
         assert broken.json()["error"]["code"] == "invalid_json"
         assert broken.headers["x-request-id"].startswith("req_")
-        assert (await http.get(url)).status_code == 405
-        assert (await http.get(f"{gateway.url}/v2")).json()["error"]["code"] == "unknown_url"
+        for content in (b"", b" \n"):
+            empty = await http.post(url, content=content)
+            assert empty.json()["error"]["message"] == "the body is empty; it must be a JSON object"
+        packed = await http.post(url, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+        assert (packed.status_code, packed.json()["error"]["code"]) == (415, "unsupported_encoding")
+        assert "send the body uncompressed" in packed.json()["error"]["message"]
         options = await http.options(url, headers={"origin": "https://a.test", "access-control-request-method": "POST"})
         assert "access-control-allow-origin" not in options.headers
     async with (
@@ -447,6 +451,28 @@ async def test_bodies_have_limits_and_answers_an_id() -> None:
         headers = {"origin": "https://a.test", "access-control-request-method": "POST"}
         options = await http.options(f"{gateway.url}/v1/completions", headers=headers)
         assert options.headers["access-control-allow-origin"] == "https://a.test"
+
+
+async def test_path_or_method_that_is_not_served_is_answered_with_what_is() -> None:
+    async with run_gateway("127.0.0.1:1") as gateway, httpx2.AsyncClient(timeout=60) as http:
+
+        async def refused(method: str, path: str) -> tuple[int, str | None, str]:
+            answer = await http.request(method, f"{gateway.url}{path}")
+            error = answer.json()["error"]
+            assert error["code"] == "unknown_url"
+            return answer.status_code, answer.headers.get("allow"), error["message"]
+
+        text = "/v1/completions is served by POST, not by GET"
+        assert await refused("GET", "/v1/completions") == (405, "POST", text)
+        text = "/v1/models is served by GET, HEAD, not by DELETE"
+        assert await refused("DELETE", "/v1/models") == (405, "GET, HEAD", text)
+        meant = "did you mean /v1/completions? The base URL of clients ends with /v1"
+        for path in ("/completions", "/v1/completions/", "/v1/v1/completions"):
+            assert await refused("POST", path) == (404, None, f"there is no POST {path}; {meant}")
+        assert await refused("POST", "/v1/tokenize") == (
+            404, None, "there is no POST /v1/tokenize; did you mean /tokenize?",
+        )  # fmt: skip
+        assert await refused("GET", "/v2") == (404, None, "there is no GET /v2")
 
 
 async def test_https_by_certificate_files(redis_url: str, pool: str, tmp_path: Path) -> None:

@@ -169,6 +169,12 @@ def test_refused_form_is_named_as_the_client_named_it(fields: dict[str, Any], fi
             "the model has no chat template; send text or token_ids",
             "messages: the model has no chat template; use /v1/completions",
         ),
+        (
+            "chat.messages[1].tool_calls[0].arguments",
+            "must be a JSON object as text",
+            "messages[1].tool_calls[0].function.arguments: must be a JSON object as text",
+        ),
+        ("chat.template_kwargs.messages", "is reserved", "chat_template_kwargs.messages: is reserved"),
         ("chat.functions[0].name", 'is "a\\" chat.functions"', 'tools[0].function.name: is "a\\" chat.functions"'),
     ],
 )
@@ -245,6 +251,7 @@ def test_error_within_an_alternative_is_that_of_the_type_that_is_named(choice: d
             "disable_any_whitespace",
         ),
         ({"metadata": {"str": 5}}, ".str: must be a string"),
+        ({"metadata": {str(number): "" for number in range(17)}}, ": must have at most 16 items"),
     ],
 )
 def test_error_about_two_fields_together_names_the_wrong_one(fields: dict[str, Any], text: str) -> None:

@@ -187,7 +187,7 @@ def _explain(settings_class: type[ProcessSettings], detail: ErrorDetails) -> str
     if detail["type"] == "missing":
         return f"{named}: required; allowed: {_allowed(field)}"
     is_secret = any(SecretStr in (kind, *get_args(kind)) for kind in _alternatives(field))
-    value = MASK if is_secret else repr(detail["input"])
+    value = MASK if is_secret else "an empty list" if detail["input"] == () else repr(detail["input"])
     if detail["type"] in ("value_error", "assertion_error"):
         return f"{named}: {value}: {reason}"
     return f"{named}: {value} is not allowed; allowed: {_allowed(field)}"
@@ -201,13 +201,18 @@ def _allowed(field: FieldInfo) -> str:
 
 def _words(kind: Any) -> Iterator[str]:
     if get_origin(kind) is Literal:
-        yield "one of " + ", ".join(str(choice) for choice in get_args(kind))
+        yield f"one of {_choices(kind)}"
     elif get_origin(kind) is tuple:
-        yield "a list a,b,…"
+        (element, *_) = get_args(kind)
+        yield "a list a,b,…" + (f" of {_choices(element)}" if get_origin(element) is Literal else "")
     elif isinstance(kind, type) and issubclass(kind, Enum):
         yield "one of " + ", ".join(str(choice.value) for choice in kind)
     elif kind is not type(None):
         yield {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}.get(kind, "text")
+
+
+def _choices(literal: Any) -> str:
+    return ", ".join(str(choice) for choice in get_args(literal))
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
@@ -215,7 +220,8 @@ def _bounds(metadata: Iterable[Any]) -> str:
     texts = [
         f"{sign} {getattr(bound, name)}" for bound in metadata for name, sign in signs.items() if hasattr(bound, name)
     ]
-    return (" " + " and ".join(texts)) if texts else ""
+    not_empty = ", not empty" if any(getattr(bound, "min_length", 0) == 1 for bound in metadata) else ""
+    return (" " + " and ".join(texts) if texts else "") + not_empty
 
 
 def _alternatives(field: FieldInfo) -> tuple[Any, ...]:

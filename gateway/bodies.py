@@ -6,10 +6,20 @@ only the value that has no effect is accepted. This module does not depend on th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, from_json
 
 from common.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_DRAFTS, MAX_INTER_TOKEN_TARGET_MS
@@ -81,8 +91,10 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise ValueError("json_schema is needed with the type json_schema, and with no other")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema: is required with the type json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError("json_schema: is allowed only with the type json_schema")
         return self
 
 
@@ -102,7 +114,7 @@ class StructuredOutputs(Body):
     def _check_kinds(self) -> StructuredOutputs:
         if self.whitespace_pattern is not None:
             raise ValueError(
-                "whitespace_pattern is not supported: whitespace is at most 8 characters, or none with "
+                "whitespace_pattern: is not supported; whitespace is at most 8 characters, or none with "
                 "disable_any_whitespace"
             )
         kinds = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None)
@@ -240,6 +252,30 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
+class UnknownChoice(Body):
+    """A choice that is refused for its type, or because it is no object."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function", "allowed_tools"]
+
+
+def choice_tag(choice: Any) -> str:
+    """Returns the tag of the alternative that the type of `tool_choice` names. The brackets tell it from the names of
+    parameters in the place of an error."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    return f"[{kind}]" if kind in ("function", "allowed_tools") else "[unknown]"
+
+
+ToolChoiceMode = Literal["none", "auto", "required"]
+ToolChoice = Annotated[
+    Annotated[NamedTool, Tag("[function]")]
+    | Annotated[AllowedToolChoice, Tag("[allowed_tools]")]
+    | Annotated[UnknownChoice, Tag("[unknown]")],
+    Discriminator(choice_tag),
+]
+
+
 class Message(EarlierBody):
     """One message. Other fields of openai-python's answers are accepted if they are empty."""
 
@@ -268,7 +304,7 @@ class ChatBody(Common):
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
+    tool_choice: ToolChoiceMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Text | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
@@ -299,14 +335,16 @@ class CompletionBody(Common):
     best_of: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     echo: bool | None = None
 
-    @field_validator("prompt")
+    @field_validator("prompt", mode="before")
     @classmethod
-    def _check_prompt(cls, prompt: str | list[Any]) -> str | list[Any]:
+    def _check_prompt(cls, prompt: Any) -> str | list[Any]:
         if isinstance(prompt, list):
             _check_num_prompt_values(prompt)
-        if isinstance(prompt, str) or (prompt and (_are(prompt, str) or _are_token_ids(prompt))):
-            return prompt
-        if prompt and all(isinstance(one, list) and one and _are_token_ids(one) for one in prompt):
+            if prompt and (_are(prompt, str) or _are_token_ids(prompt)):
+                return prompt
+            if prompt and all(isinstance(one, list) and one and _are_token_ids(one) for one in prompt):
+                return prompt
+        if isinstance(prompt, str):
             return prompt
         raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists; none empty")
 
@@ -361,6 +399,8 @@ def parse_completion(raw: bytes) -> CompletionBody:
 def read_fields(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Parses a body and removes parameters that are not implemented, if their value has no effect. Raises
     `ApiError`."""
+    if not raw.strip():
+        raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
     # The time to parse depends on the number of values.
     if has_more_values(raw, MAX_VALUES, id_list_is_one=True):
         raise _too_many_values()
@@ -383,7 +423,7 @@ def validated(kind: type[Kind], body: dict[str, Any]) -> Kind:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _explained(error) from None
+        raise _explained(error, body) from None
 
 
 def _check_num_values(body: dict[str, Any]) -> None:
@@ -402,33 +442,96 @@ def _too_many_values() -> ApiError:
     return ApiError(400, f"the body has more than {MAX_VALUES} values", code="request_too_large")
 
 
-def _explained(error: ValidationError) -> ApiError:
-    # Of the alternatives of one parameter, the one that matched furthest is reported.
+# Of values of another type than expected: what is expected.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+_ELEMENTS = {"any": "", "int": " of integers", "str": " of strings"}
+# The beginning of the text of a validator of a whole object: the parameter within it.
+_PARAM = re.compile(r"(?P<param>[a-z_]+(?:\[\d+\]|\.[a-z_]+)*): (?P<text>.*)", re.DOTALL)
+
+
+def _explained(error: ValidationError, body: dict[str, Any]) -> ApiError:
     details = error.errors(include_url=False, include_input=False)
-    detail = max(details, key=lambda one: len(one["loc"]))
-    param = _path(detail)
+    places = [_place(detail, body) for detail in details]
+    # Of the alternatives of one parameter, the one that matched furthest is reported.
+    place = max(places, key=len)
+    alternatives = [detail for detail, of_detail in zip(details, places, strict=True) if of_detail == place]
+    # One that has the right type says more than those of other types.
+    detail = next((one for one in alternatives if _expected(one) is None), alternatives[0])
+    param = _path(place)
     match detail["type"]:
         case "extra_forbidden":
             return refused(param, "is not a known parameter", "unknown_parameter")
         case "missing":
             return refused(param, "is required", "missing_required_parameter")
+        case "none_required":
+            return unsupported(param)
         case "value_error":
             text = str(detail["ctx"]["error"])
-            return refused(param, text) if param else ApiError(400, text, param=text.partition(":")[0])
+            if (found := _PARAM.fullmatch(text)) is not None:
+                param, text = f"{param}.{found['param']}" if param else found["param"], found["text"]
+            return refused(param, text)
         case "literal_error" if param.endswith("].type"):
-            return unsupported(param, f"{detail['msg']}; others are not supported")
+            return unsupported(param, f"must be {_expected(detail)}; others are not supported")
+        case _ if _expected(detail) is not None:
+            forms = dict.fromkeys(filter(None, map(_expected, alternatives)))
+            return refused(param, f"must be {_one_of(list(forms))}")
         case _:
-            # Names of classes mean nothing to a client.
-            return refused(param, detail["msg"].partition(" or instance of ")[0].replace("dictionary", "object"))
+            # The names of Python's types mean nothing to a client.
+            text = detail["msg"].replace("Input should be ", "must be ")
+            text = re.sub(r" after validation|, not more$", "", text)
+            return refused(param, re.sub(r"^(?:String|List|Dictionary) should", "must", text))
 
 
-def _path(detail: ErrorDetails) -> str:
-    """Returns a path like `messages[0].content`, without the names that pydantic gives alternatives."""
+def _expected(detail: ErrorDetails) -> str | None:
+    """Returns what a value of another type, or that is none of the allowed ones, must be; None for other errors."""
+    kind, name = detail["type"], detail["loc"][-1] if detail["loc"] else ""
+    if kind == "literal_error":
+        return str(detail["ctx"]["expected"])
+    # Pydantic's name of an alternative has the type of its elements.
+    if kind == "list_type" and isinstance(name, str) and (found := re.fullmatch(r"list\[(.*)\]", name)):
+        return "a list" + _ELEMENTS.get(found[1], " of objects")
+    return _EXPECTED.get(kind)
+
+
+def _one_of(forms: list[str]) -> str:
+    """Returns the forms as a list in words."""
+    if len(forms) == 1:
+        return forms[0]
+    comma = "," if any(" or " in form for form in forms) else ""
+    return f"{', '.join(forms[:-1])}{comma} or {forms[-1]}"
+
+
+def _place(detail: ErrorDetails, body: dict[str, Any]) -> tuple[str | int, ...]:
+    """Returns where in the body an error is, without the names that pydantic gives alternatives."""
+    place: list[str | int] = []
+    value: Any = body
+    for number, part in enumerate(detail["loc"]):
+        is_last = number == len(detail["loc"]) - 1
+        if isinstance(part, int):
+            place.append(part)
+            value = value[part] if isinstance(value, list) and part < len(value) else None
+        elif isinstance(value, dict) and (part in value or (is_last and detail["type"] == "missing")):
+            place.append(part)
+            value = value.get(part)
+    return tuple(place)
+
+
+def _path(place: tuple[str | int, ...]) -> str:
+    """Returns a path like `messages[0].content`."""
     path = ""
-    for part in detail["loc"]:
+    for part in place:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not ("[" in part or part in ("str", "int", "bool", "constrained-int")):
+        else:
             path += f".{part[:64]}" if path else part[:64]
     return path
 

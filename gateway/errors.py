@@ -6,13 +6,14 @@ This module has the table from the router's statuses to HTTP's, and from its fie
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from common.errors import Reason
-from inflight.errors import InflightError
+from inflight.errors import InflightError, unresolved_target
 from inflight.events import FinishReason
 
 INVALID_REQUEST = "invalid_request_error"
@@ -23,7 +24,7 @@ class ApiError(Exception):
     """An error response. `param` names a parameter, `code` is for programs.
 
     `may_retry` False asks clients not to retry a status that they would retry otherwise, as openai-python does for 409,
-    429 and 5xx.
+    429 and 5xx. `allow` has the methods of the path, for 405.
     """
 
     status: int
@@ -33,6 +34,7 @@ class ApiError(Exception):
     code: str | None = None
     retry_after_s: float | None = None
     may_retry: bool = True
+    allow: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -49,6 +51,8 @@ class ApiError(Exception):
             headers["retry-after-ms"] = str(max(1, math.ceil(self.retry_after_s * 1000)))
         if not self.may_retry:
             headers["x-should-retry"] = "false"
+        if self.allow:
+            headers["allow"] = self.allow
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
@@ -125,6 +129,16 @@ _PARAMS = {
     "idempotency_key": "Idempotency-Key",
     "deadlines.total": "timeout",
 }
+# Paths of the router that have another form here, as the name of an error's field and within its text. What the client
+# wrote is quoted, and stays as it is.
+_PATHS = re.compile(
+    r"""(?P<quoted>(?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+    r"|\bchat\.functions(?P<number>\[\d+\])?(?P<part>\.\w+)?"
+    r"|\btool_choice\.\w+(?:\[\d+\])?(?P<none> to MODE_NONE)?"
+    r"|\bchat(?P<call>\.messages\[\d+\]\.tool_calls\[\d+\])\.(?P<call_part>name|arguments)\b"
+    r"|\bchat\.(?P<kwargs>template_kwargs)\b"
+    r"|\b(?P<no_chat>send text or token_ids)"
+)
 _PROMPT_FIELDS = ("text", "text_bytes", "token_ids", "chat", "prompt")
 _RESUME_FIELDS = ("offsets", "request_id", "resume_token")
 
@@ -134,13 +148,16 @@ def from_router(error: InflightError, prompt_param: str, renamed: dict[str, str]
     form = _FORMS.get(error.reason) or _OF_CODE.get(error.code, _UNKNOWN)
     text, param, code = error.description, None, form.code
     if error.fields:
-        named = [(_param(field.field, prompt_param, renamed or {}), field.description) for field in error.fields]
+        named = [(_param(one.field, prompt_param, renamed or {}), _own_words(one.description)) for one in error.fields]
         param = named[0][0]
-        text = "; ".join(f"{name}: {description}" for name, description in named).replace("chat.functions", "tools")
+        text = "; ".join(f"{name}: {description}" for name, description in named)
         if form.status == 400 and "the model's context" in text:
             code = "context_length_exceeded"
     elif form.status >= 500 and not error.reason:
         text = "the router could not be reached" if form.status == 503 else "the router failed"
+        if unresolved_target(error) is not None:
+            # Clients need not know the name. The gateway's log has it.
+            text += ": its host name cannot be resolved"
     retry_after_s = error.retry_after_s
     # The caller is blocked, not too fast: waiting does not help.
     may_retry = form.may_retry and not (form.code == "rate_limit_exceeded" and retry_after_s is None)
@@ -156,13 +173,30 @@ def from_end(reason: FinishReason) -> ApiError:
     return ApiError(500, f"the request ended early: {reason.value}", "server_error", code=reason.value)
 
 
+def _own_words(text: str) -> str:
+    """Returns a field, or a text about one, with the paths of this API."""
+
+    def own(found: re.Match[str]) -> str:
+        if found["quoted"]:
+            return found[0]
+        if found["no_chat"]:
+            return "use /v1/completions"
+        if found["kwargs"]:
+            return "chat_template_kwargs"
+        if found["call"]:
+            return f"{found['call'][1:]}.function.{found['call_part']}"
+        if found[0].startswith("tool_choice"):
+            return 'tool_choice to "none"' if found["none"] else "tool_choice"
+        return f"tools{found['number'] or ''}{'.function' + found['part'] if found['part'] else ''}"
+
+    return _PATHS.sub(own, text)
+
+
 def _param(field: str, prompt_param: str, renamed: dict[str, str]) -> str:
     if field in _PARAMS:
         return _PARAMS[field]
-    if field.startswith("chat.functions"):
-        return "tools" + field.removeprefix("chat.functions").replace("].", "].function.", 1)
-    if field.startswith("tool_choice."):
-        return "tool_choice"
+    if (own := _own_words(field)) != field:
+        return own
     first = field.partition(".")[0].partition("[")[0]
     if first in _PROMPT_FIELDS:
         return prompt_param + field[len(first) :].removeprefix(".messages").removeprefix(".ids")

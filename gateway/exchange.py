@@ -54,8 +54,7 @@ class Exchange:
         except ApiError as error:
             await self._answer(error, receive)
         except HTTPException as error:
-            text = f"there is no {self._scope['method']} {self._scope['path'][:200]}"
-            await self._answer(ApiError(error.status_code, text, code="unknown_url"), receive)
+            await self._answer(_no_route(error, self._scope["method"], self._scope["path"]), receive)
         except ClientGone:
             self._status = self._status or CLIENT_CLOSED_REQUEST
         except TimeoutError:
@@ -92,6 +91,22 @@ def route_of(path: str) -> str:
     if path in ROUTES:
         return path
     return MODEL_ROUTE if path.startswith("/v1/models/") else OTHER_ROUTE
+
+
+def _no_route(error: HTTPException, method: str, path: str) -> ApiError:
+    """Returns the error for a path or a method that is not served, with what the caller may have meant."""
+    if listed := (error.headers or {}).get("Allow", ""):
+        allowed = ", ".join(sorted(listed.split(", ")))
+        text = f"{path[:200]} is served by {allowed}, not by {method}"
+        return ApiError(error.status_code, text, code="unknown_url", allow=allowed)
+    text = f"there is no {method} {path[:200]}"
+    stripped = path.rstrip("/").removeprefix("/v1")
+    meant = next((route for route in (stripped, f"/v1{stripped}") if route in ROUTES and route != path), None)
+    if meant is not None:
+        text += f"; did you mean {meant}?" + (
+            " The base URL of clients ends with /v1" if meant.startswith("/v1") else ""
+        )
+    return ApiError(error.status_code, text, code="unknown_url")
 
 
 def _request_id(headers: Headers) -> str:

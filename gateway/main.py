@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -15,7 +17,9 @@ import grpc
 from common.http.connection import HttpLimits
 from common.http.port import HttpPort
 from common.process import run_process
+from common.rpc.addresses import host_of
 from common.rpc.server import Signals, check_listen
+from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError, describe, load
 from common.telemetry.logs import start_logging
 from gateway.app import GatewayApp
@@ -26,6 +30,10 @@ from inflight import AsyncClient
 from inflight.access import is_this_machine
 
 log = logging.getLogger(__name__)
+
+RESOLVE_TIMEOUT_S = 5.0
+# Targets of gRPC that are no host names, such as unix:/path or ipv4:127.0.0.1:1.
+_OTHER_SCHEME = re.compile(r"(?!dns:///)[a-z0-9+.-]+:(?!\d+$)")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,17 +56,53 @@ async def run_gateway(settings: GatewaySettings) -> int:
     client = open_client(settings)
     metrics = Metrics()
     app = GatewayApp(GatewayService(client, settings, metrics), settings, metrics)
-    port = open_port(app, settings)
+    certificates = open_certificates(settings)
+    port = open_port(app, settings, certificates)
     address = await port.start(settings.listen)
     log.info("gateway serves %s on %s", ", ".join(settings.routers), address)
+    await warn_of_unknown_names(settings.routers)
 
-    await signals.drain.wait()
+    async with _following(certificates):
+        await signals.drain.wait()
 
     await app.drain(settings.drain_timeout_s)
     await port.stop()
     await client.close()
     log.info("stopped")
     return 0
+
+
+async def warn_of_unknown_names(routers: Sequence[str]) -> None:
+    """Warns of routers whose host name cannot be resolved. That is no error: in a cluster, the name of routers that
+    are still starting may appear later."""
+    for router in routers:
+        if _OTHER_SCHEME.match(router):
+            continue
+        try:
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+                await asyncio.get_running_loop().getaddrinfo(host_of(router.removeprefix("dns:///")), None)
+        except TimeoutError:
+            reason = "DNS does not answer"
+        except (OSError, UnicodeError) as error:  # UnicodeError: it is no host name
+            reason = getattr(error, "strerror", None) or str(error)
+        else:
+            continue
+        log.warning(
+            "--routers (INFLIGHT_ROUTERS): the host name of %r cannot be resolved (%s); requests are answered with 503 "
+            "until it can",
+            router,
+            reason,
+        )
+
+
+@asynccontextmanager
+async def _following(certificates: TlsFiles | None) -> AsyncIterator[None]:
+    """Follows changes of the certificates during the block."""
+    async with asyncio.TaskGroup() as tasks:
+        task = None if certificates is None else tasks.create_task(certificates.follow(), name="certificates")
+        yield
+        if task is not None:
+            task.cancel()
 
 
 def open_client(settings: GatewaySettings) -> AsyncClient:
@@ -95,18 +139,17 @@ def _read(setting: str, path: Path) -> bytes:
         raise SettingError(f"{setting}: cannot read {path}: {error.strerror}") from None
 
 
-def open_port(app: GatewayApp, settings: GatewaySettings) -> HttpPort:
-    """Opens the port for clients, with HTTPS if there is a certificate. Raises `SettingError`."""
-    certificate, key = settings.tls_cert_file, settings.tls_key_file
-    if certificate is not None and key is not None:
-        _read("tls_cert_file", certificate)
-        _read("tls_key_file", key)
+def open_certificates(settings: GatewaySettings) -> TlsFiles | None:
+    """Returns the certificates to serve clients with; None for serving without TLS. Raises `SettingError`."""
+    paths = TlsPaths.of(settings.tls_cert_file, settings.tls_key_file, None, prefix="")
+    return None if paths is None else TlsFiles.open(paths)
+
+
+def open_port(app: GatewayApp, settings: GatewaySettings, certificates: TlsFiles | None) -> HttpPort:
+    """Opens the port for clients, with HTTPS if there are certificates. Raises `SettingError`."""
     # As many connections as requests may be idle. One address may be a proxy with all clients behind it. Streams have
     # their own, shorter limit for unread data.
     limits = HttpLimits(
         max_connections=2 * settings.max_requests, max_per_address=None, write_s=settings.write_timeout_s + 1
     )
-    try:
-        return HttpPort(app, limits=limits, cert_file=certificate, key_file=key)
-    except OSError as error:
-        raise SettingError(f"tls_cert_file and tls_key_file: cannot be used: {error}") from None
+    return HttpPort(app, limits=limits, tls=None if certificates is None else certificates.ssl_context())

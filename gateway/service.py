@@ -137,6 +137,10 @@ class GatewayService:
         return EventStream(Chunks(api_request, answer), OwnForm(), sources, places, self._timeouts, self._metrics)
 
     async def _body(self, request: Request) -> bytes:
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            text = f"Content-Encoding: is {encoding[:64]!r}, which is not supported; send the body uncompressed"
+            raise ApiError(415, text, param="Content-Encoding", code="unsupported_encoding")
         limit = self._settings.max_body_bytes
         parts: list[bytes] = []
         num_bytes = 0

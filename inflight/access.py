@@ -12,6 +12,7 @@ another machine. It is part of no text that this library produces.
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,10 @@ from common.rpc.options import channel_options
 
 # For unary calls, which a router answers from memory. `Generate` has only the caller's deadline.
 UNARY_TIMEOUT_S = 10.0
+
+# The schemes of gRPC's targets, which are passed on unchanged. Others, such as http, would be taken for a host name.
+_SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+MAX_PORT = 65_535
 
 SERVICE_CONFIG = resources.files("inflight").joinpath("service_config.json")
 
@@ -57,6 +62,8 @@ def channel_target(targets: Sequence[str]) -> str:
         if not target or target != target.strip():
             raise ValueError(f"not an address host:port: {target!r}")
     if len(targets) == 1:
+        if not _SCHEME.match(targets[0]):
+            _split(targets[0])
         return targets[0]
     numeric = [_lookup(target) for target in targets]
     families = {family for family, _ in numeric}
@@ -80,16 +87,17 @@ def _lookup(target: str) -> tuple[socket.AddressFamily, str]:
     host, port = _split(target)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ValueError(f"cannot look up {target!r}: {error}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: it is no host name
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"the host name of {target!r} cannot be resolved: {reason}") from None
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, f"{address[0]}:{port}" if family == socket.AF_INET else f"[{address[0]}]:{port}"
 
 
 def _split(target: str) -> tuple[str, int]:
     host, _, port = target.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"not an address host:port: {target!r}")
+    if not (host and "/" not in host and port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT):
+        raise ValueError(f"not an address host:port of a router: {target!r}")
     return host.strip("[]"), int(port)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +53,39 @@ class InflightError(Exception):
                 return "the router's certificate is not trusted or has another name: check ca_file and server_name"
             if "wrong_version_number" in description or "handshake failed" in description:
                 return "the router may not use TLS: check tls and ca_file"
+            if target := unresolved_target(self):
+                return f"the host name of {target!r} cannot be resolved: check the router's address"
+            if "http1.x server" in description:
+                return "an HTTP server answers there, perhaps a gateway: give the address of a router"
             if "failing" in description and "socket closed" in description:  # at once, when connecting
                 return "the router may require TLS: check tls and ca_file"
+        if self.code is grpc.StatusCode.DEADLINE_EXCEEDED and description == "deadline exceeded":  # gRPC's own text
+            return "the timeout of the call has passed"
         if self.reason == Reason.TAKEN_OVER.value:
             return "another client has resumed the request, which has one reader"
         return ""
+
+
+# The beginning of gRPC's message for a name that it cannot resolve, and what its two resolvers say of one that does not
+# exist. Other failures, such as a DNS server that does not answer, may pass.
+_RESOLVING = re.compile(r"errors resolving (?P<target>\S+): ")
+_UNKNOWN_NAME = (
+    *("domain name not found", "misformatted domain name", "failed to parse port"),
+    "name or service not known",
+)
+
+
+def unresolved_target(error: InflightError) -> str | None:
+    """Returns the address whose host name could not be resolved; None if the error is another one."""
+    is_of_grpc = error.code is grpc.StatusCode.UNAVAILABLE and not error.reason
+    found = _RESOLVING.match(error.description) if is_of_grpc else None
+    return None if found is None else found["target"]
+
+
+def names_no_host(error: InflightError) -> bool:
+    """Returns whether the address is wrong: DNS has answered that no host has its name."""
+    description = error.description.lower()
+    return unresolved_target(error) is not None and any(text in description for text in _UNKNOWN_NAME)
 
 
 def client_closed() -> InflightError:

@@ -28,7 +28,7 @@ import grpc
 
 from common.errors import Reason
 from common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
-from inflight.errors import InflightError
+from inflight.errors import InflightError, names_no_host
 from inflight.events import Choice, Delta, Event, Resumed, Transcript, decode_event, decode_parts, decode_positions
 from inflight.v1 import inference_pb2, types_pb2
 
@@ -319,7 +319,7 @@ class Recovery:
             return self._can_submit_again()
         match error.code:
             case grpc.StatusCode.UNAVAILABLE:
-                return True
+                return self._has_begun or not names_no_host(error)
             case grpc.StatusCode.ABORTED:
                 return error.reason != Reason.TAKEN_OVER.value or self._may_retake(now_s)
             case grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -11,8 +11,9 @@ from typing import Any
 import httpx2
 import openai
 
+from common.rpc.tls import TlsFiles
 from gateway.app import GatewayApp
-from gateway.main import open_client, open_port
+from gateway.main import open_certificates, open_client, open_port
 from gateway.metrics import Metrics
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
@@ -26,6 +27,7 @@ class RunningGateway:
 
     url: str
     app: GatewayApp
+    certificates: TlsFiles | None
 
     def openai(self, api_key: str = ANY_KEY, **options: Any) -> openai.AsyncOpenAI:
         """Returns OpenAI's own client of it, as users have it, without retries."""
@@ -38,10 +40,11 @@ async def run_gateway(*routers: str, **settings: Any) -> AsyncIterator[RunningGa
     chosen = GatewaySettings(listen="127.0.0.1:0", routers=routers, **settings)
     client, metrics = open_client(chosen), Metrics()
     app = GatewayApp(GatewayService(client, chosen, metrics), chosen, metrics)
-    port = open_port(app, chosen)
+    certificates = open_certificates(chosen)
+    port = open_port(app, chosen, certificates)
     address = await port.start(chosen.listen)
     try:
-        yield RunningGateway(f"http://{address}", app)
+        yield RunningGateway(f"{'http' if certificates is None else 'https'}://{address}", app, certificates)
     finally:
         await port.stop()
         await client.close()

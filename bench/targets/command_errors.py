@@ -8,7 +8,8 @@ from typing import Any
 from bench.targets.target import TargetError
 from bench.workloads.plan import WorkloadError
 from common.model_source import ModelError
-from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
+from inflight.cli.call_errors import in_words
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
 from inflight.errors import InflightError
 from inflight.local.stack import StackError
 

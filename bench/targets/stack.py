@@ -11,7 +11,7 @@ from bench.targets.load import run_workload
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
 from inflight import AsyncClient
-from inflight.cli.console import in_words
+from inflight.cli.call_errors import in_words
 from inflight.errors import InflightError
 from inflight.local.stack import LocalStack
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import ssl
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -33,8 +32,7 @@ class _Server(uvicorn.Server):
 class HttpPort:
     """Serves `app` over HTTP/1.1. After `stop` it cannot be started again.
 
-    Streams that still run `grace_s` seconds after `stop` are cut off. With the files of a certificate chain and its key
-    it serves only HTTPS; raises `OSError` if these cannot be used.
+    Streams that still run `grace_s` seconds after `stop` are cut off. With `tls` it serves only HTTPS.
     """
 
     def __init__(
@@ -43,8 +41,7 @@ class HttpPort:
         *,
         grace_s: int = 1,
         limits: HttpLimits = DEFAULT_LIMITS,
-        cert_file: Path | None = None,
-        key_file: Path | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -57,13 +54,10 @@ class HttpPort:
             server_header=False,
             timeout_graceful_shutdown=grace_s,
             backlog=BACKLOG,
-            ssl_certfile=cert_file,
-            ssl_keyfile=key_file,
         )
-        # Loaded here, so that the caller gets an error, and not the task that serves.
+        # Loaded here, because that sets `ssl`. uvicorn itself takes only paths, whose files it reads once.
         config.load()
-        if config.ssl is not None:
-            config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+        config.ssl = tls
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 

@@ -64,6 +64,9 @@ PROBE_LIMITS = ConnectionLimits(max_streams=16, max_idle_s=60.0, max_receive_byt
 # one client, and the calls of others at that time, with CANCELLED. The queue decides how many may wait.
 MAX_PENDING_CALLS = 100_000
 
+# `getaddrinfo` takes larger numbers, and cuts them off.
+MAX_PORT = 65_535
+
 
 # A separate health service for supervisors that restart a hanging process (Kubernetes' liveness). It does not depend on
 # executors, Redis or draining, because a restart would not help.
@@ -100,9 +103,11 @@ def bind(listen: str) -> socket.socket:
     """Returns a TCP socket bound to `host:port` that does not listen yet; port 0 takes a free one.
 
     Raises:
-        ListenError: the port is in use, or the address is not this machine's.
+        ListenError: it is no address, the port is in use, or the address is not this machine's.
     """
-    host, _, number = listen.rpartition(":")
+    host, separator, number = listen.rpartition(":")
+    if not (separator and number.isascii() and number.isdigit() and int(number) <= MAX_PORT):
+        raise ListenError(f"cannot listen on {listen!r}: not an address host:port with a port of 0 to {MAX_PORT}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.strip("[]") or None, int(number), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -114,12 +119,12 @@ def bind(listen: str) -> socket.socket:
         except OSError:
             port.close()
             raise
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is no name
         raise ListenError(f"cannot listen on {listen}: {_listen_failure(error)}") from error
     return port
 
 
-def _listen_failure(error: OSError | ValueError) -> str:
+def _listen_failure(error: OSError | UnicodeError) -> str:
     if not isinstance(error, OSError):
         return str(error)
     return "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)

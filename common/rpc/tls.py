@@ -1,4 +1,4 @@
-"""Certificates on disk: read at start and after every change, and passed to gRPC without a restart.
+"""Certificates on disk: read at start and after every change, and passed to gRPC and HTTP servers without a restart.
 
 It owns a certificate chain, its key and, if the peer must show a certificate too, the CA of that one. Files are checked
 before they are used: a pair that does not match or has expired is ignored, and the previous one stays in use. Open
@@ -8,6 +8,7 @@ connections keep the certificates that they were opened with.
 from __future__ import annotations
 
 import logging
+import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,6 +64,8 @@ class TlsFiles:
         self._paths = paths
         self._version = version
         self._material = material
+        # What `ssl_context` switches new connections to; None until it is called.
+        self._context: ssl.SSLContext | None = None
 
     @classmethod
     def open(cls, paths: TlsPaths) -> Self:
@@ -90,6 +93,8 @@ class TlsFiles:
         self._version = version  # so that unusable files are logged once
         try:
             material = _read(self._paths)
+            if self._context is not None and material != self._material:
+                self._context = _new_context(self._paths)
         except _Unusable as error:
             log.warning("certificates changed and cannot be used; the previous ones stay in use: %s", error)
             return
@@ -116,6 +121,22 @@ class TlsFiles:
             require_client_authentication=shown.ca is not None,
         )
 
+    def ssl_context(self) -> ssl.SSLContext:
+        """Returns a context for servers that use Python's `ssl`. It shows the current certificates to every new
+        connection, and requires no client certificate. Raises `SettingError`."""
+        try:
+            context = self._context = _new_context(self._paths)
+        except _Unusable as error:
+            raise SettingError(str(error)) from None
+
+        def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, of_server: ssl.SSLContext) -> None:
+            """Switches a handshake to the current context. OpenSSL calls it whether or not the client sends a name."""
+            assert self._context is not None
+            connection.context = self._context
+
+        context.sni_callback = choose
+        return context
+
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Returns credentials for one new channel, with the current material."""
         now = self._material
@@ -128,6 +149,19 @@ class _Unusable(Exception):
 
 def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(material.key, material.certificates)], material.ca)
+
+
+def _new_context(paths: TlsPaths) -> ssl.SSLContext:
+    """Loads the pair again, because Python's `ssl` reads keys only from files. It also applies OpenSSL's own rules,
+    such as the minimum size of a key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(paths.cert_file, paths.key_file)
+    except OSError as error:  # `ssl.SSLError` is one
+        names = f"{paths.prefix}tls_cert_file and {paths.prefix}tls_key_file"
+        raise _Unusable(f"{names}: {paths.cert_file} and {paths.key_file} cannot be used: {error}") from None
+    return context
 
 
 def _version(paths: TlsPaths) -> Version:

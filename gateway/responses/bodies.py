@@ -13,7 +13,18 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from gateway.bodies import Body, ChatBody, EarlierBody, Text, Tokens, read_fields, validated
+from gateway.bodies import (
+    Body,
+    ChatBody,
+    EarlierBody,
+    Text,
+    Tokens,
+    ToolChoiceMode,
+    UnknownChoice,
+    choice_tag,
+    read_fields,
+    validated,
+)
 from gateway.errors import ApiError, refused, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
@@ -67,7 +78,7 @@ class InputText(EarlierBody):
     def _check_text(self) -> InputText:
         name = "refusal" if self.type == "refusal" else "text"
         if getattr(self, name) is None:
-            raise ValueError(f"needs {name}")
+            raise ValueError(f"{name}: is required with the type {self.type}")
         return self
 
     @property
@@ -138,7 +149,7 @@ def _tag(item: Any) -> str:
     return f"[{kind}]" if kind in ITEM_TYPES else "[unknown]"
 
 
-# The brackets keep the names of the alternatives out of the paths of errors.
+# The brackets tell the alternatives from the names of parameters in the place of an error.
 Item = Annotated[
     Annotated[MessageItem, Tag("[message]")]
     | Annotated[FunctionCallItem, Tag("[function_call]")]
@@ -187,26 +198,11 @@ class ToolChoiceAllowed(Body):
         return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
 
 
-class UnknownChoice(Body):
-    """A choice that is refused for its type."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["function", "allowed_tools"]
-
-
-def _choice_tag(choice: Any) -> str:
-    if not isinstance(choice, dict):
-        return "[mode]"
-    return {"function": "[function]", "allowed_tools": "[allowed]"}.get(str(choice.get("type")), "[unknown]")
-
-
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
-    | Annotated[ToolChoiceFunction, Tag("[function]")]
-    | Annotated[ToolChoiceAllowed, Tag("[allowed]")]
+    Annotated[ToolChoiceFunction, Tag("[function]")]
+    | Annotated[ToolChoiceAllowed, Tag("[allowed_tools]")]
     | Annotated[UnknownChoice, Tag("[unknown]")],
-    Discriminator(_choice_tag),
+    Discriminator(choice_tag),
 ]
 
 
@@ -229,10 +225,11 @@ class TextFormat(Body):
 
     @model_validator(mode="after")
     def _check_schema(self) -> TextFormat:
-        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
-            raise ValueError("name and schema are needed with the type json_schema")
+        for name, value in (("name", self.name), ("schema", self.schema_)):
+            if self.type == "json_schema" and value is None:
+                raise ValueError(f"{name}: is required with the type json_schema")
         if self.type != "json_schema" and self.schema_ is not None:
-            raise ValueError("schema is allowed only with the type json_schema")
+            raise ValueError("schema: is allowed only with the type json_schema")
         return self
 
 
@@ -264,7 +261,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: list[FlatFunctionTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoiceMode | ToolChoice | None = None
     reasoning: ReasoningOptions | None = None
 
     @property

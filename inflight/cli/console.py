@@ -1,4 +1,7 @@
-"""Exit codes and errors of commands, their console, and how one runs in the foreground."""
+"""Exit codes and errors of commands, their console, and how one runs in the foreground.
+
+It does not import gRPC, so that `inflight.cli.main` can set gRPC's environment first.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
-
-import grpc
-
-from inflight.errors import InflightError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,30 +40,6 @@ def run_main(main: Callable[[Sequence[str]], int]) -> NoReturn:
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-@contextmanager
-def errors_in_words(address: str, *, is_verbose: bool = False) -> Iterator[None]:
-    """Turns the errors of a call to the router at `address` into `CommandError`."""
-    try:
-        yield
-    except InflightError as error:
-        raise CommandError(in_words(error, address, is_verbose=is_verbose)) from None
-    except ValueError as error:
-        raise CommandError(str(error), EXIT_USAGE) from None
-
-
-def in_words(error: InflightError, address: str, *, is_verbose: bool = False) -> str:
-    """One line about a failed call. `is_verbose` adds gRPC's own message about a broken connection."""
-    if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
-        hint = error.hint or "`inflight up` starts one"
-        raw = f" ({_first_line(error.description)})" if is_verbose else ""
-        return f"no router answers at {address}; {hint}{raw}"
-    return _first_line(str(error))
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "no reason given"
 
 
 def run_in_foreground(command: Callable[[], Coroutine[Any, Any, int]]) -> int:

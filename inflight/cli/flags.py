@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from inflight.access import AccessOptions
-from inflight.cli.console import EXIT_USAGE, CommandError, errors_in_words
+from inflight.cli.call_errors import errors_in_words
+from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.local.state import DEFAULT_RUN_DIR, StackState, read_state
 from inflight.requests import PRIORITIES, GenerateOptions
 from inflight.sync import Client

@@ -32,6 +32,8 @@ EXAMPLE = 'inflight generate "Name three fruits."'
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     flags = _parser().parse_args(argv)
+    if flags.raw and flags.system is not None:
+        raise CommandError("--raw: not allowed with --system, which needs a chat", EXIT_USAGE)
     prompt = _read_prompt(flags.prompt)
     with connected(flags) as client:
         stream = _send(client, prompt, flags)

@@ -372,10 +372,21 @@ def _lock_run_folder(options: StackOptions) -> RunFolderLock:
         if lock.acquire():
             return lock
     except OSError as error:
-        raise StackError(f"cannot use the run directory {options.run_dir}: {error.strerror}", is_setting=True) from None
+        text = (
+            f"--run-dir (INFLIGHT_RUN_DIR): cannot use the run directory {options.run_dir}: {_reason(error, options)}"
+        )
+        raise StackError(text, is_setting=True) from None
     other = read_state(options.run_dir)
     where = "is starting" if other is None else f"serves at {other.address} (pid {other.pid})"
     raise StackError(f"a stack already {where} in {options.run_dir}; stop it first, or use another --run-dir")
+
+
+def _reason(error: OSError, options: StackOptions) -> str:
+    """Returns why the run directory cannot be used, as text."""
+    file = next((path for path in (options.run_dir, *options.run_dir.parents) if os.path.isfile(path)), None)
+    if file is None:
+        return error.strerror or str(error)
+    return "it is a file" if file == options.run_dir else f"{file} is a file"
 
 
 def _loopback(port: int) -> str:

@@ -363,7 +363,8 @@ def _tool_violations(request: inference_pb2.GenerateRequest) -> Violations:
     names = {function.name for function in functions}
     for i, name in enumerate(choice.names):
         if name not in names:
-            yield FieldViolation(f"tool_choice.names[{i}]", f"is {name[:64]!r}, which is not one of chat.functions")
+            text = f"is {name[:64]!r}, which is not among the names in chat.functions"
+            yield FieldViolation(f"tool_choice.names[{i}]", text)
     if _tool_use(request) is not None and request.HasField("constraint"):
         text = "is given together with functions that the model may call; set tool_choice.mode to MODE_NONE"
         yield FieldViolation("constraint", text)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from router.constraint.exclusive import with_any_of
-from router.constraint.json_schema import SchemaError, canonical_schema
+from router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
 from router.constraint.json_text import JsonTextError, parse_json
 from router.tools.formats import AnswerFormat, ReasoningFormat, ToolFormat, answer_format
 
@@ -90,6 +90,14 @@ class AnswerRules:
         any_object = json.dumps(ANY_OBJECT)
         tools = tuple(tool if tool.is_strict else ToolSchema(tool.name, any_object, True) for tool in self.tools)
         return replace(self, tools=tools)
+
+
+def tool_patterns(rules: AnswerRules) -> Iterator[tuple[str, SchemaPattern]]:
+    """Yields the patterns in parameters that must be enforced, each after the beginning of a violation about it."""
+    for tool in rules.tools:
+        if tool.is_strict and tool.parameters:
+            for pattern in patterns_of(parse_json(tool.parameters)):
+                yield f"{tool.name}: parameters ", pattern
 
 
 def answer_rules(text: str) -> AnswerRules:

@@ -8,6 +8,7 @@ has no annotations, so equal constraints have equal texts. References lead only 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -141,6 +142,26 @@ def canonical_schema(schema: Any) -> dict[str, Any]:
     return {} if canonical is True else canonical if isinstance(canonical, dict) else {"enum": []}
 
 
+@dataclass(frozen=True, slots=True)
+class SchemaPattern:
+    """A pattern of a schema: the JSON pointer of its schema, its text, and the same in the compiler's dialect."""
+
+    place: str
+    text: str
+    translated: str
+
+    def refused(self, reason: str) -> str:
+        """Returns a violation. `reason` completes the sentence."""
+        return f"has the pattern {shortened(self.text)}{_at(self.place)}, which {reason}"
+
+
+def patterns_of(schema: Any) -> list[SchemaPattern]:
+    """Returns the patterns of a supported schema."""
+    walk = _Walk(_dialect(schema))
+    walk.schema(schema, "")
+    return walk.patterns
+
+
 def _dialect(schema: Any) -> int:
     named = schema.get("$schema") if isinstance(schema, dict) else None
     if named is None:
@@ -151,10 +172,11 @@ def _dialect(schema: Any) -> int:
 
 
 class _Walk:
-    """One pass over a schema. `violations` are its unsupported places."""
+    """One pass over a schema. `violations` are its unsupported places, `patterns` its supported patterns."""
 
     def __init__(self, dialect: int) -> None:
         self.violations: list[str] = []
+        self.patterns: list[SchemaPattern] = []
         self._dialect = dialect
         self._places: set[str] = set()
         self._references: list[tuple[str, str]] = []
@@ -255,10 +277,12 @@ class _Walk:
 
     def _pattern(self, pattern: str, place: str) -> str:
         try:
-            return rust_pattern(pattern)
+            translated = rust_pattern(pattern)
         except PatternError as error:
-            self._refuse(f"has the pattern {shortened(pattern)}{_at(place)}, which {error}")
+            self._refuse(SchemaPattern(place, pattern, pattern).refused(str(error)))
             return pattern
+        self.patterns.append(SchemaPattern(place, pattern, translated))
+        return translated
 
     def _reference(self, value: Any, place: str) -> None:
         if isinstance(value, str):

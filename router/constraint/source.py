@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from common.grammar import canonical_grammar, canonical_grammars
 from common.protocol import MAX_GRAMMAR_BYTES
-from router.constraint.answer_grammar import ToolSchemaError, answer_lark, answer_rules
+from router.constraint.answer_grammar import ToolSchemaError, answer_lark, answer_rules, tool_patterns
 from router.constraint.exclusive import with_any_of
-from router.constraint.json_schema import SchemaError, canonical_schema
+from router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
 from router.constraint.json_text import JsonTextError, parse_json
 
 DEFAULT_MAX_WHITESPACE = 8
@@ -90,6 +91,15 @@ def canonical(source: ConstraintSource) -> str:
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise ConstraintError([f"gives a grammar of {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed"])
     return grammar
+
+
+def patterns(source: ConstraintSource) -> Iterator[tuple[str, SchemaPattern]]:
+    """Yields the patterns of a supported constraint, each after the beginning of a violation about it."""
+    if source.kind == "json_schema":
+        for pattern in patterns_of(parse_json(source.texts[0])):
+            yield "", pattern
+    elif source.kind == TOOLS:
+        yield from tool_patterns(answer_rules(source.texts[0]))
 
 
 def _grammar(source: ConstraintSource) -> tuple[str, object]:

@@ -23,9 +23,10 @@ from typing import BinaryIO
 
 import llguidance
 
-from common.grammar import PARSER_LIMITS
+from common.grammar import PARSER_LIMITS, canonical_grammar
+from router.constraint.json_schema import MAX_VIOLATIONS
 from router.constraint.process import LENGTH_BYTES, OUT_OF_MEMORY
-from router.constraint.source import TOOLS, ConstraintError, canonical, source_of
+from router.constraint.source import TOOLS, ConstraintError, ConstraintSource, canonical, patterns, source_of
 
 # Processor time for one constraint.
 MAX_COMPILE_S = 2.0
@@ -54,12 +55,28 @@ class Compiler:
         if constraint.kind == TOOLS or constraint.reasoning:
             # Ids of the model's special tokens, which this vocabulary does not have.
             checked = _TOKEN_ID.sub(f"<[{self._tokenizer.eos_token - 1}]>", grammar)
-        matcher = llguidance.LLMatcher(self._tokenizer, checked, log_level=0, limits=self._limits)
-        _check(matcher)
+        matcher = self._matcher(checked)
+        if matcher.is_error():
+            raise ConstraintError(self._wrong_patterns(constraint) or [readable(matcher.get_error())])
         if warnings := matcher.get_grammar_warnings():
             raise ConstraintError([f"cannot be enforced: {readable(warning)}" for warning in warnings])
         self._probe(matcher)
         return grammar
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def _wrong_patterns(self, source: ConstraintSource) -> list[str]:
+        """Returns violations for the patterns that do not compile on their own. The compiler's error does not say
+        where in the schema its pattern is."""
+        violations: list[str] = []
+        for beginning, pattern in patterns(source):
+            alone = {"type": "string", "pattern": pattern.translated}
+            matcher = self._matcher(canonical_grammar("json_schema", alone))
+            if matcher.is_error() and len(violations) < MAX_VIOLATIONS:
+                reason = f"does not compile: {readable(matcher.get_error())}"
+                violations.append(beginning + pattern.refused(reason))
+        return violations
 
     def _probe(self, matcher: llguidance.LLMatcher) -> None:
         """Takes the first steps of one output. Raises `ConstraintError` if that is impossible or too much work."""

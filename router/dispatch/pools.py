@@ -120,7 +120,7 @@ class ModelRegistry:
         raise RequestError(
             Reason.UNKNOWN_MODEL,
             f"model: there is no model {model[:100]!r}; known: {known}",
-            (FieldViolation("model", f"must be one of {known}"),),
+            (FieldViolation("model", f"there is no model {model[:100]!r}; known: {known}"),),
         )
 
     def split_adapter(self, model: str) -> tuple[str, str]:

@@ -53,7 +53,7 @@ class EventKind(Enum):
     """This router has reconnected to an executor that it had lost."""
     EXECUTOR_LOST = _Meaning("executor_lost", Severity.ERROR, "{subject} lost, {requests} moved")
     """The stream to an executor broke. Counts this router's requests that went back to the queue."""
-    EXECUTOR_DRAINING = _Meaning("executor_draining", Severity.WARNING, "{subject} takes no new work{detail}")
+    EXECUTOR_DRAINING = _Meaning("executor_draining", Severity.WARNING, "{subject} takes no new work")
     """An executor reports that it drains, or that its engine has stalled."""
     EXECUTOR_ACCEPTING = _Meaning("executor_accepting", Severity.GOOD, "{subject} takes new work again")
     """An executor that accepted no new work accepts it again."""

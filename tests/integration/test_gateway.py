@@ -436,8 +436,12 @@ async def test_bodies_have_limits_and_answers_an_id() -> None:
         broken = await http.post(url, content=b"{")
         assert broken.json()["error"]["code"] == "invalid_json"
         assert broken.headers["x-request-id"].startswith("req_")
-        assert (await http.get(url)).status_code == 405
-        assert (await http.get(f"{gateway.url}/v2")).json()["error"]["code"] == "unknown_url"
+        for content in (b"", b" \n"):
+            empty = await http.post(url, content=content)
+            assert empty.json()["error"]["message"] == "the body is empty; it must be a JSON object"
+        packed = await http.post(url, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+        assert (packed.status_code, packed.json()["error"]["code"]) == (415, "unsupported_encoding")
+        assert "send the body uncompressed" in packed.json()["error"]["message"]
         options = await http.options(url, headers={"origin": "https://a.test", "access-control-request-method": "POST"})
         assert "access-control-allow-origin" not in options.headers
     async with (
@@ -449,11 +453,71 @@ async def test_bodies_have_limits_and_answers_an_id() -> None:
         assert options.headers["access-control-allow-origin"] == "https://a.test"
 
 
+async def test_path_or_method_that_is_not_served_is_answered_with_what_is() -> None:
+    async with run_gateway("127.0.0.1:1") as gateway, httpx2.AsyncClient(timeout=60) as http:
+
+        async def refused(method: str, path: str) -> tuple[int, str | None, str]:
+            answer = await http.request(method, f"{gateway.url}{path}")
+            error = answer.json()["error"]
+            assert error["code"] == "unknown_url"
+            return answer.status_code, answer.headers.get("allow"), error["message"]
+
+        text = "/v1/completions is served by POST, not by GET"
+        assert await refused("GET", "/v1/completions") == (405, "POST", text)
+        text = "/v1/models is served by GET, HEAD, not by DELETE"
+        assert await refused("DELETE", "/v1/models") == (405, "GET, HEAD", text)
+        meant = "did you mean /v1/completions? The base URL of clients ends with /v1"
+        for path in ("/completions", "/v1/completions/", "/v1/v1/completions"):
+            assert await refused("POST", path) == (404, None, f"there is no POST {path}; {meant}")
+        assert await refused("POST", "/v1/tokenize") == (
+            404, None, "there is no POST /v1/tokenize; did you mean /tokenize?",
+        )  # fmt: skip
+        assert await refused("GET", "/v2") == (404, None, "there is no GET /v2")
+
+
 async def test_https_by_certificate_files(redis_url: str, pool: str, tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "certificates")
     files = {"tls_cert_file": made.certificate("router"), "tls_key_file": made.key("router")}
     async with run_cluster(redis_url, pool) as cluster, run_gateway(address_of(cluster), **files) as gateway:
         trusting = ssl.create_default_context(cafile=str(made.ca_file))
         async with httpx2.AsyncClient(verify=trusting, timeout=60) as http:
-            answer = await http.get(f"{gateway.url.replace('http:', 'https:')}/v1/models")
+            answer = await http.get(f"{gateway.url}/v1/models")
         assert answer.json()["data"][0]["id"] == pool
+
+
+async def test_https_shows_a_new_certificate_to_new_connections_and_keeps_the_old_one_if_it_is_broken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, next_made = make_certificates(tmp_path / "1"), make_certificates(tmp_path / "2")
+    files = {"tls_cert_file": made.certificate("router"), "tls_key_file": made.key("router")}
+    trusting_old = ssl.create_default_context(cafile=str(made.ca_file))
+    trusting_new = ssl.create_default_context(cafile=str(next_made.ca_file))
+
+    async def is_accepted(trusting: ssl.SSLContext) -> bool:
+        try:
+            async with httpx2.AsyncClient(verify=trusting, timeout=60) as http:
+                return (await http.get(f"{gateway.url}/health")).status_code == 200
+        except httpx2.ConnectError:
+            return False
+
+    async with (
+        run_gateway("127.0.0.1:1", **files) as gateway,
+        httpx2.AsyncClient(verify=trusting_old, timeout=60) as open_connection,
+    ):
+        assert gateway.certificates is not None
+        assert (await open_connection.get(f"{gateway.url}/health")).status_code == 200
+        assert not await is_accepted(trusting_new)
+        # When only one of the files is replaced, then the old pair stays in use, with one warning
+        with caplog.at_level("INFO", "common.rpc.tls"):
+            next_made.certificate("router").replace(made.certificate("router"))
+            gateway.certificates.look()
+            gateway.certificates.look()
+            assert await is_accepted(trusting_old)
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            # When the other one follows, then new connections get the new certificate
+            next_made.key("router").replace(made.key("router"))
+            gateway.certificates.look()
+        assert await is_accepted(trusting_new)
+        assert not await is_accepted(trusting_old)
+        # And an open connection goes on
+        assert (await open_connection.get(f"{gateway.url}/health")).status_code == 200

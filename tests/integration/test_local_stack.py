@@ -291,11 +291,23 @@ async def test_a_program_that_is_not_there_is_told_in_words(tmp_path: Path) -> N
         await LocalStack(options(tmp_path, program=("/nowhere/inflight",))).start()
 
 
-def test_a_run_folder_that_cannot_be_made_is_a_setting_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("run_dir", "reason"), [("file", "it is a file"), ("file/run", "{}/file is a file")])
+def test_a_run_folder_that_is_a_file_or_in_one_is_an_error_that_names_the_setting(
+    tmp_path: Path, run_dir: str, reason: str
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StackError, match="cannot use the run directory") as caught:
-        asyncio.run(LocalStack(options(tmp_path / "file" / "run")).start())
+    with pytest.raises(StackError) as caught:
+        asyncio.run(LocalStack(options(tmp_path / run_dir)).start())
+    assert str(caught.value) == (
+        f"--run-dir (INFLIGHT_RUN_DIR): cannot use the run directory {tmp_path / run_dir}: {reason.format(tmp_path)}"
+    )
     assert caught.value.is_setting
+
+
+@linux_only
+def test_a_run_folder_that_cannot_be_made_is_an_error_with_the_reason() -> None:
+    with pytest.raises(StackError, match=r"cannot use the run directory /proc/run: No such file or directory$"):
+        asyncio.run(LocalStack(options(Path("/proc/run"))).start())
 
 
 @linux_only

@@ -56,6 +56,12 @@ async def test_second_server_on_a_port_is_refused() -> None:
     await first.stop(0)
 
 
+@pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:65536", "127.0.0.1:-1", ""])
+def test_what_is_no_address_to_listen_on_is_refused(listen: str) -> None:
+    with pytest.raises(ListenError, match=f"^cannot listen on '{listen}': not an address host:port"):
+        check_listen(listen)
+
+
 async def test_executor_is_found_by_its_dns_name(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster:
         port = cluster.executors[0].address.rpartition(":")[2]

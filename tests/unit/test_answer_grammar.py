@@ -218,3 +218,13 @@ def test_text_of_a_parameter_ends_at_the_first_end_tag(schema: dict[str, str]) -
     rules = AnswerRules(AnswerFormat(BY_NAME["qwen3_coder"]), (ToolSchema("f", parameters),), must_call=True)
     for text, is_accepted in (("my_data", True), ("<b>\n\n12", True), ("", True), ("a</parameter>b", False)):
         assert accepts(rules, written(BY_NAME["qwen3_coder"], [("f", json.dumps({"a": text}))])) is is_accepted
+
+
+def test_pattern_of_a_strict_tool_that_does_not_compile_is_refused_with_tool_and_place() -> None:
+    parameters = json.dumps({"type": "object", "properties": {"city": {"type": "string", "pattern": "("}}})
+    rules = AnswerRules(AnswerFormat(BY_NAME["hermes"]), (ToolSchema("f", parameters, True),))
+    source = ConstraintSource(TOOLS, (rules.to_json(),))
+    with pytest.raises(ConstraintError) as caught:
+        COMPILER.compile(source.to_json())
+    text = 'f: parameters has the pattern "(" at "/properties/city", which does not compile: unclosed group'
+    assert caught.value.violations == [text]

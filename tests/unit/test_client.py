@@ -354,7 +354,32 @@ def test_several_targets_become_one_list_of_addresses() -> None:
     assert channel_target(["[::1]:1", "[::1]:2"]) == "ipv6:[::1]:1,[::1]:2"
 
 
-@pytest.mark.parametrize("targets", [[], [""], [" a:1"], ["127.0.0.1:1", "nowhere"], ["127.0.0.1:1", "[::1]:2"]])
+async def test_a_name_that_no_host_can_have_is_an_error_at_once_that_names_it() -> None:
+    """No DNS server is asked for a name with an empty part."""
+    named = r"the host name of 'no\.\.host:1' cannot be resolved"
+    for shares_calls in (True, False):
+        async with aio.AsyncClient("no..host:1", share_calls=shares_calls) as client:
+            for call in (client.generate("hi").text(), client.list_models()):
+                with pytest.raises(InflightError, match=named) as caught:
+                    await call
+                assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(ValueError, match=named):
+        channel_target(["no..host:1", "localhost:2"])
+
+
+@pytest.mark.parametrize("target", ["unix:/run/router", "ipv4:127.0.0.1:1,127.0.0.1:2", "[::1]:1", "dns:1", "xds:///r"])
+def test_schemes_of_grpc_are_passed_on(target: str) -> None:
+    assert channel_target([target]) == target
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        *([], [""], [" a:1"], ["127.0.0.1:1", "nowhere"], ["127.0.0.1:1", "[::1]:2"]),
+        *(["localhost"], ["127.0.0.1:http"], ["127.0.0.1:65536"], ["localhost:0"], ["http://localhost:8000"]),
+        *(["https://localhost:8000"], ["http://localhost:8000/v1"]),
+    ],
+)
 def test_targets_that_are_no_addresses_are_refused(targets: list[str]) -> None:
     with pytest.raises(ValueError, match=r"address|mixed"):
         channel_target(targets)

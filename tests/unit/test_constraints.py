@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.grammar import grammar_hash, grammar_violation
+from router.constraint.json_schema import MAX_VIOLATIONS
 from router.constraint.source import ConstraintError, ConstraintSource, canonical, source_of
 from router.constraint.worker import Compiler, readable
 from tests.grammars import accepts
@@ -190,6 +191,29 @@ def test_text_that_is_no_bounded_json_is_refused(text: str, named: str) -> None:
 
 def test_deepest_allowed_schema_compiles() -> None:
     assert schema_grammar(json.loads('{"items":' * 99 + "{}" + "}" * 99))
+
+
+def test_patterns_that_do_not_compile_are_refused_with_their_places() -> None:
+    name = {"type": "string", "pattern": "("}
+    schema = {
+        "$defs": {"date": {"type": "string", "pattern": "^[z-a]$"}},
+        "type": "object",
+        "properties": {"na/me": name, "ok": {"type": "string", "pattern": "^[a-z]$"}, "d": {"$ref": "#/$defs/date"}},
+    }
+    assert violations("json_schema", json.dumps(schema)) == [
+        'has the pattern "^[z-a]$" at "/$defs/date", which does not compile: invalid character class range, the start '
+        "must be <= the end",
+        'has the pattern "(" at "/properties/na~1me", which does not compile: unclosed group',
+    ]
+    by_pattern = {"type": "object", "patternProperties": {"(": {}}}
+    assert 'has the pattern "(" at "/patternProperties", which' in schema_violations(by_pattern)
+    many = {"type": "object", "properties": {f"p{number}": name for number in range(100)}}
+    assert len(violations("json_schema", json.dumps(many))) == MAX_VIOLATIONS
+
+
+def test_error_of_the_compiler_about_something_else_is_kept() -> None:
+    schema = {"type": "string", "pattern": "^a+$", "minLength": 5, "maxLength": 2}
+    assert schema_violations(schema) == "Unsatisfiable schema: minLength (5) is greater than maxLength (2)"
 
 
 @pytest.mark.parametrize(

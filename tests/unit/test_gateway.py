@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from common.errors import Reason
 from common.settings import SettingError
-from gateway.app import GatewayApp
 from gateway.bodies import (
     MAX_PROMPT_VALUES,
     MAX_VALUES,
@@ -27,9 +26,7 @@ from gateway.conversion import UNSTREAMED_INTERVAL, ApiRequest, Defaults, conver
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
-from gateway.main import open_client, open_port
-from gateway.metrics import Metrics
-from gateway.service import GatewayService
+from gateway.main import open_certificates, warn_of_unknown_names
 from gateway.settings import GatewaySettings
 from inflight.errors import FieldError, InflightError
 from inflight.events import FinishReason
@@ -147,14 +144,121 @@ def test_refused_form_is_named_as_the_client_named_it(fields: dict[str, Any], fi
     assert (refusal.status, refusal.param, refusal.text) == (400, param, f"{param}: bad")
 
 
+@pytest.mark.parametrize(
+    ("field", "description", "text"),
+    [
+        ("chat.functions[1].name", "is empty", "tools[1].function.name: is empty"),
+        ("chat.functions", "has 513 functions", "tools: has 513 functions"),
+        (
+            "tool_choice.names[0]",
+            "is 'chat.functions', which is not among the names in chat.functions",
+            "tool_choice: is 'chat.functions', which is not among the names in tools",
+        ),
+        (
+            "constraint",
+            "is given together with functions that the model may call; set tool_choice.mode to MODE_NONE",
+            'guided_regex: is given together with functions that the model may call; set tool_choice to "none"',
+        ),
+        (
+            "tool_choice.mode",
+            "is MODE_REQUIRED, but chat.functions is empty",
+            "tool_choice: is MODE_REQUIRED, but tools is empty",
+        ),
+        (
+            "chat",
+            "the model has no chat template; send text or token_ids",
+            "messages: the model has no chat template; use /v1/completions",
+        ),
+        (
+            "chat.messages[1].tool_calls[0].arguments",
+            "must be a JSON object as text",
+            "messages[1].tool_calls[0].function.arguments: must be a JSON object as text",
+        ),
+        ("chat.template_kwargs.messages", "is reserved", "chat_template_kwargs.messages: is reserved"),
+        ("chat.functions[0].name", 'is "a\\" chat.functions"', 'tools[0].function.name: is "a\\" chat.functions"'),
+    ],
+)
+def test_errors_of_the_router_have_the_paths_of_this_api(field: str, description: str, text: str) -> None:
+    wrong = InflightError(grpc.StatusCode.INVALID_ARGUMENT, "…", "INVALID_FIELD", (FieldError(field, description),))
+    told = from_router(wrong, "messages", chat(guided_regex="a").renamed)
+    assert (told.text, told.param) == (text, text.partition(": ")[0])
+
+
 def test_errors_use_the_words_of_this_api() -> None:
-    unknown = FieldError("tool_choice.names[0]", "is 'g', which is not one of chat.functions")
-    error = InflightError(grpc.StatusCode.INVALID_ARGUMENT, "…", reason="INVALID_FIELD", fields=(unknown,))
-    assert from_router(error, "messages").text == "tool_choice: is 'g', which is not one of tools"
-    with pytest.raises(ApiError, match=r"^response_format: Input should be a valid object$"):
+    with pytest.raises(ApiError, match=r"^response_format: must be an object$"):
         chat(response_format="json")
-    with pytest.raises(ApiError, match=r"^model: "):
+    with pytest.raises(ApiError, match=r"^model: must have at least 1 character$"):
         chat(model="")
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+MODES = "'none', 'auto' or 'required', or an object"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stop": 5}, "stop: must be a string or a list of strings"),
+        ({"stop": ["a", 5]}, "stop[1]: must be a string"),
+        ({"priority": "soon"}, "priority: must be 'interactive', 'standard' or 'batch', or an integer"),
+        ({"priority": 2**40}, "priority: must be less than or equal to 2147483647"),
+        ({"guided_json": 5}, "guided_json: must be a string, an object, or true or false"),
+        ({"tools": [TOOL], "tool_choice": "f"}, f"tool_choice: must be {MODES}"),
+        ({"tools": [TOOL], "tool_choice": 5}, f"tool_choice: must be {MODES}"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a string or a list of objects"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: is required"),
+    ],
+)
+def test_error_of_a_parameter_with_alternatives_names_all_of_them(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert (refused.value.status, refused.value.text, refused.value.param) == (400, text, text.partition(": ")[0])
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({}, "tool_choice.type: is required"),
+        ({"type": "custom"}, "tool_choice.type: must be 'function' or 'allowed_tools'"),
+        ({"type": "function"}, "tool_choice.function: is required"),
+        ({"type": "function", "function": {"name": 5}}, "tool_choice.function.name: must be a string"),
+        ({**TOOL, "name": "f"}, "tool_choice.name: is not a known parameter"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools: is required"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [TOOL]}},
+            "tool_choice.allowed_tools.mode: must be 'auto' or 'required'",
+        ),
+    ],
+)
+def test_error_within_an_alternative_is_that_of_the_type_that_is_named(choice: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(tools=[TOOL], tool_choice=choice)
+    assert (refused.value.text, refused.value.param) == (text, text.partition(": ")[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"response_format": {"type": "json"}}, ".type: must be 'text', 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, ".json_schema: is required with the type json_schema"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
+            ".json_schema: is allowed only with the type json_schema",
+        ),
+        (
+            {"structured_outputs": {"whitespace_pattern": "x"}},
+            ".whitespace_pattern: is not supported; whitespace is at most 8 characters, or none with "
+            "disable_any_whitespace",
+        ),
+        ({"metadata": {"str": 5}}, ".str: must be a string"),
+        ({"metadata": {str(number): "" for number in range(17)}}, ": must have at most 16 items"),
+    ],
+)
+def test_error_about_two_fields_together_names_the_wrong_one(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    whole = next(iter(fields)) + text
+    assert (refused.value.text, refused.value.param) == (whole, whole.partition(": ")[0])
 
 
 def test_messages_keep_roles_parts_and_calls() -> None:
@@ -259,13 +363,14 @@ def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "tool", "content": "1", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}},
+         "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
          "response_format.json_schema.schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"json": 3}}, "structured_outputs.json"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
@@ -365,6 +470,10 @@ def test_every_reason_has_a_status_and_retries_only_where_they_help() -> None:
     assert (poison.status, poison.may_retry) == (500, False)
     unreachable = from_router(InflightError(grpc.StatusCode.UNAVAILABLE, "10.1.2.3: connection refused"), "prompt")
     assert (unreachable.status, unreachable.text) == (503, "the router could not be reached")
+    resolving = "errors resolving router-7:50051: [field:hostname lookup error:Domain name not found]"
+    unknown = from_router(InflightError(grpc.StatusCode.UNAVAILABLE, resolving), "prompt")
+    text = "the router could not be reached: its host name cannot be resolved"
+    assert (unknown.status, unknown.text) == (503, text)
     assert from_end(FinishReason.DEADLINE).status == 504
 
 
@@ -485,12 +594,20 @@ def test_any_bytes_are_refused_in_words(raw: bytes) -> None:
     assert refused.value.status == 400
 
 
-async def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> None:
+async def test_router_whose_name_cannot_be_resolved_is_logged_with_its_setting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await warn_of_unknown_names(("no..host:50051", "dns:///no..hosts:50051"))
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "--routers (INFLIGHT_ROUTERS): the host name of 'no..host:50051' cannot be resolved" in caplog.text
+    assert "'dns:///no..hosts:50051'" in caplog.text
+    caplog.clear()
+    await warn_of_unknown_names(("localhost:50051", "127.0.0.1:1", "[::1]:1", "unix:/run/router", "ipv4:127.0.0.1:1"))
+    assert not caplog.records
+
+
+def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing")
-    settings = GatewaySettings(tls_cert_file=nothing, tls_key_file=nothing)
-    client = open_client(settings)
-    app = GatewayApp(GatewayService(client, settings, Metrics()), settings, Metrics())
     with pytest.raises(SettingError, match="tls_cert_file"):
-        open_port(app, settings)
-    await client.close()
+        open_certificates(GatewaySettings(tls_cert_file=nothing, tls_key_file=nothing))

@@ -7,7 +7,6 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import pytest
 from starlette.requests import Request
@@ -177,10 +176,3 @@ async def test_client_that_reads_nothing_is_cut_off() -> None:
         writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
         await app.has_ended.wait()
         assert not reader.at_eof()
-
-
-async def test_certificate_that_is_none_is_an_error_at_once(tmp_path: Path) -> None:
-    nothing = tmp_path / "nothing.pem"
-    nothing.write_text("nothing")
-    with pytest.raises(OSError, match="PEM"):
-        HttpPort(App().routes, cert_file=nothing, key_file=nothing)

@@ -342,6 +342,26 @@ def test_an_answer_is_an_answer(error: InflightError) -> None:
     assert caught.value is error
 
 
+@pytest.mark.parametrize(
+    ("reason", "is_final"),
+    [
+        ("address lookup failed for nowhere:1: Domain name not found", True),
+        ("Address lookup failed for nowhere:1 os_error: Name or service not known syscall: getaddrinfo", True),
+        ("Failed to parse port in name: nowhere:one", True),
+        ("address lookup failed for nowhere:1: Could not contact DNS servers", False),
+    ],
+)
+def test_a_new_request_to_a_name_that_does_not_exist_is_not_repeated(reason: str, is_final: bool) -> None:
+    error = InflightError(Status.UNAVAILABLE, f"errors resolving nowhere:1: [field:hostname lookup error:{reason}]")
+    if is_final:
+        with pytest.raises(InflightError, match="the host name of 'nowhere:1' cannot be resolved"):
+            World(request()).break_off(error)
+    else:
+        World(request()).break_off(error)
+    # A stream that had begun has reached a router: its name may appear again.
+    begun(World(request())).break_off(error)
+
+
 def test_a_new_request_that_is_refused_for_load_is_not_repeated() -> None:
     full = InflightError(Status.RESOURCE_EXHAUSTED, "queue full", Reason.QUEUE_FULL.value, retry_after_s=1.0)
     with pytest.raises(InflightError, match="queue full"):

@@ -159,8 +159,12 @@ async def test_name_of_several_models_is_listed_with_what_all_of_them_allow(rout
 
 
 async def test_unknown_name_is_told_all_that_are_known(router: ScriptedRouter) -> None:
-    with pytest.raises(RequestError, match="known: m-inflight, m-static, smol"):
+    with pytest.raises(RequestError, match="known: m-inflight, m-static, smol") as caught:
         router.pools.find("other")
+    (violation,) = caught.value.violations
+    assert (violation.field, violation.description) == (
+        "model", "there is no model 'other'; known: m-inflight, m-static, smol",
+    )  # fmt: skip
     with pytest.raises(RequestError, match="must be one of m-inflight, m-static, smol"):
         router.pools.find("")
 

@@ -51,6 +51,7 @@ class DepotSettings(ProcessSettings):
     """Keeps buses."""
 
     place: str = Field(description="Where it is.")
+    lines: tuple[Literal["north", "south"], ...] = Field(("north",), min_length=1, description="Which it serves.")
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +139,14 @@ def test_error_names_flag_variable_value_and_what_is_allowed(
     argv: tuple[str, ...], flag: str, value: str, allowed: str
 ) -> None:
     assert error_of(*argv) == f"{flag}: {value} is not allowed; allowed: {allowed}"
+
+
+@pytest.mark.parametrize(("value", "shown"), [("", "an empty list"), ("north,east", "'east'")])
+def test_error_of_a_list_names_its_elements_and_that_it_is_not_empty(value: str, shown: str) -> None:
+    text = f"--lines (INFLIGHT_LINES): {shown} is not allowed; allowed: a list a,b,… of north, south, not empty"
+    with pytest.raises(SettingError) as caught:
+        load(DepotSettings, "inflight depot", ["--place", "x", "--lines", value])
+    assert str(caught.value) == text
 
 
 def test_bad_variable_is_named_like_a_bad_flag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 import stat
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.x509.oid import NameOID
 
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError
@@ -25,6 +28,23 @@ def replace(old: CertificateFolder, new: CertificateFolder) -> None:
     """Moves every file of `new` over that of `old`."""
     for there, comes in zip(old.files, new.files, strict=True):
         comes.replace(there)
+
+
+def write_self_signed(cert_file: Path, key_file: Path, key_bits: int) -> None:
+    """Writes an RSA key and its certificate."""
+    key = rsa.generate_private_key(public_exponent=65_537, key_size=key_bits)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "weak.test")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    cert_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    unencrypted = serialization.NoEncryption()
+    key_format = serialization.PrivateFormat.PKCS8
+    key_file.write_bytes(key.private_bytes(serialization.Encoding.PEM, key_format, unencrypted))
 
 
 def test_pair_that_does_not_belong_together_is_refused_by_name(tmp_path: Path) -> None:
@@ -108,6 +128,26 @@ def test_broken_change_keeps_what_held_and_warns_once(tmp_path: Path, caplog: py
     assert "PRIVATE KEY" not in caplog.text
 
 
+def test_https_refuses_a_key_that_openssl_finds_too_small(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made, weak = make_certificates(tmp_path), tmp_path / "weak.pem"
+    weak_key = tmp_path / "weak.key"
+    write_self_signed(weak, weak_key, key_bits=1024)
+    # At start it is an error
+    with pytest.raises(SettingError, match=r"tls_cert_file and tls_key_file: .*weak\.pem"):
+        TlsFiles.open(TlsPaths(weak, weak_key)).ssl_context()
+    # Later the previous certificate stays in use
+    files = TlsFiles.open(TlsPaths(made.certificate("router"), made.key("router")))
+    files.ssl_context()
+    before = files.material
+    weak.replace(made.certificate("router"))
+    weak_key.replace(made.key("router"))
+    with caplog.at_level(logging.INFO, "common.rpc.tls"):
+        files.look()
+        files.look()
+    assert files.material is before
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_certs_writes_keys_for_its_owner_only_and_prints_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,3 +184,9 @@ def test_certs_refuses_by_name_and_overwrites_nothing(
     assert main(["certs", str(tmp_path), *flags]) == 2
     assert words in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ([] if flags else ["mine"])
+
+
+def test_certs_says_that_the_directory_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["certs", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file'} is a file; choose another directory\n"

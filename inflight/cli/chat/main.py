@@ -12,10 +12,11 @@ from pathlib import Path
 from types import FrameType
 
 from inflight.cli.answer import print_answer
+from inflight.cli.call_errors import in_words
 from inflight.cli.chat.commands import ALIASES, COMMANDS, ChatState, run_command
 from inflight.cli.chat.conversation import Conversation, ConversationError
 from inflight.cli.chat.prompt import Prompt, default_history_file, line_editing
-from inflight.cli.console import EXIT_USAGE, CommandError, in_words
+from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.flags import add_connection_flags, add_sampling_flags, connected, request_options, resolve_addresses
 from inflight.cli.parser import CommandParser
 from inflight.errors import InflightError

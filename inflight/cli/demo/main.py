@@ -9,7 +9,8 @@ from contextlib import nullcontext
 from rich.console import Console
 
 from inflight.aio import AsyncClient
-from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words, open_console, run_in_foreground
+from inflight.cli.call_errors import in_words
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, open_console, run_in_foreground
 from inflight.cli.demo.display import LiveDisplay, PlainDisplay
 from inflight.cli.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS
 from inflight.cli.demo.round import Round, run_round

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         made = make_certificates(flags.folder, (*LOCAL_NAMES, *flags.name), flags.days)
     except FileExistsError as error:
-        raise CommandError(f"{error}; choose another directory", EXIT_USAGE) from None
+        reason = f"{flags.folder} is a file" if os.path.isfile(flags.folder) else str(error)
+        raise CommandError(f"{reason}; choose another directory", EXIT_USAGE) from None
     except ValueError as error:
         raise CommandError(f"--name: not valid in a certificate: {error}", EXIT_USAGE) from None
     except OSError as error:

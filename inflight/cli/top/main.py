@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.live import Live
 
 from inflight.aio import AsyncClient
-from inflight.cli.console import EXIT_USAGE, CommandError, errors_in_words, in_words, open_console, run_in_foreground
+from inflight.cli.call_errors import errors_in_words, in_words
+from inflight.cli.console import EXIT_USAGE, CommandError, open_console, run_in_foreground
 from inflight.cli.flags import access_of, add_connection_flags, resolve_addresses
 from inflight.cli.parser import CommandParser
 from inflight.cli.top.keys import keyboard

@@ -66,6 +66,12 @@ def test_help_and_refused_settings_load_no_server_and_no_model_library(words: li
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, stdout=subprocess.DEVNULL, timeout=60)
 
 
+def test_command_sets_the_environment_of_grpc_before_it_is_loaded() -> None:
+    """gRPC reads GRPC_VERBOSITY when it is imported."""
+    program = "import sys, inflight.cli.main; sys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=Path(cli.__file__).parents[2])
+
+
 # --- the address
 
 

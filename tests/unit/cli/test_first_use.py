@@ -17,9 +17,10 @@ import pytest
 from common.rpc.server import GrpcServer
 from docs.generate.settings_page import settings_classes
 from inflight.cli import doctor
+from inflight.cli.call_errors import in_words
 from inflight.cli.chat.commands import ChatState, run_command
 from inflight.cli.chat.conversation import Conversation
-from inflight.cli.console import in_words, open_console
+from inflight.cli.console import EXIT_USAGE, open_console
 from inflight.cli.main import main
 from inflight.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
 from inflight.errors import InflightError
@@ -209,6 +210,32 @@ def test_verbose_flag_shows_grpcs_words(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "error: no router answers at 127.0.0.1:1; `inflight up` starts one\n"
     assert main(["models", "-v", "--address", "127.0.0.1:1"]) == 1
     assert "127.0.0.1:1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["generate", "hi", "--raw"], ["models"], ["top", "--once"]])
+def test_address_that_no_host_has_is_a_usage_error_that_names_it(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # No DNS server is asked for a name with an empty part.
+    assert main([*command, "--address", "no..host:50051"]) == EXIT_USAGE
+    assert capsys.readouterr().err == (
+        "error: the host name of the router 'no..host:50051' cannot be resolved; check --address (INFLIGHT_ADDRESS)\n"
+    )
+
+
+def test_system_message_without_a_chat_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--raw", "--system", "Be brief."]) == EXIT_USAGE
+    assert capsys.readouterr().err == "error: --raw: not allowed with --system, which needs a chat\n"
+
+
+def test_address_of_an_http_server_and_a_passed_timeout_are_explained() -> None:
+    raw = "connections to all backends failing; last error: UNIMPLEMENTED: (Trying to connect an http1.x server)"
+    assert in_words(InflightError(grpc.StatusCode.UNAVAILABLE, raw), "localhost:8000") == (
+        "no router answers at localhost:8000; an HTTP server answers there, perhaps a gateway: give the address of a "
+        "router"
+    )
+    late = InflightError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    assert in_words(late, "localhost:1") == "DEADLINE_EXCEEDED: Deadline Exceeded; the timeout of the call has passed"
 
 
 # --- help

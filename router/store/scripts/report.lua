@@ -163,9 +163,11 @@ local function apply(at)
     claim, num_slots, executor = executor.claim, executor.num_adapter_slots, nil
   end
   may_board = may_board or not executor or may_make_room(executor, at)
-  executor = executor or {
-    reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
-    claim = claim, last_report_ms = 0, prefilled_ms = 0, id = id, num_adapter_slots = num_slots, pins = '',
+  executor = executor or executor{
+    generation = generation, seq = seq, budget_blocks = 0, total_blocks = 0, budget_sequences = 0, reserved_blocks = 0,
+    reserved_sequences = 0, quantile = 1, last_report_ms = 0, audited_ms = 0, accepting = false, suspended = false,
+    audit_due = false, has_suspect = false, ends_at_reservation = false, claim = claim, prefill_speed = 0, prefilled_ms = 0,
+    num_adapter_slots = num_slots, pins = '', id = id,
   }
   executor.generation, executor.seq = generation, seq
   executor.budget_blocks, executor.total_blocks = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])

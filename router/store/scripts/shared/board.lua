@@ -23,7 +23,8 @@ local function promote_aged()
     redis.call('ZREM', AGEING, id)
     local request = load_request(id)
     if request and request.state == 'WAITING' then
-      load_tenant(request.tenant).head = nil
+      local tenant = load_tenant(request.tenant)
+      tenant.head = nil
       redis.call('ZREM', KEYS[WAITING + request.class], queue_member(id, request))
       local left = request.class
       request.class = left - 1
@@ -59,8 +60,9 @@ end
 local function next_kept()
   for _, claim in ipairs(claims) do
     local request, executor = load_request(claim.id), load_executor(claim.executor_id)
+    local tenant = request and load_tenant(request.tenant)
     examined[claim.id] = true
-    if request and load_tenant(request.tenant).active and takes_work(executor) and room_for(request, executor) then
+    if request and tenant.active and takes_work(executor) and room_for(request, executor) then
       return claim.id, request
     end
   end

@@ -372,7 +372,8 @@ local function ended_ms(id)
 end
 
 local function num_ahead_in_tenant(id, request)
-  local num_queued = load_tenant(request.tenant).waiting_by_class[request.class]
+  local tenant = load_tenant(request.tenant)
+  local num_queued = tenant.waiting_by_class[request.class]
   if num_queued <= 1 then
     return 0
   elseif request.order_ms == NOW + PATIENCE_MS and request.arrival == state.arrivals then -- nothing can come behind it

@@ -26,7 +26,7 @@
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$ \
 --  prefill_speed prefilled_ms num_adapter_slots pins$
---@array tenant as tenant with head
+--@array tenant as tenant with heads
 --@record tenant counter weight waiting_by_class[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
 --@array request as request known victim
@@ -238,7 +238,7 @@ local function load_tenant(name)
     tenant = text and unpack_tenant(text) or tenant{
       counter = 0, weight = 1, waiting_by_class = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
       waiting = 0, tokens = {0, 0, 0}, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
-      request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW, head = false,
+      request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW, heads = false,
     }
     tenants[name], kept.num = tenant, kept.num + 1
     if not text then

@@ -157,7 +157,10 @@ def _parts(text: str) -> tuple[list[str], str, str, str]:
 def _cleared(tables: Sequence[str]) -> str:
     """Returns Lua code that empties these tables for a call. Those whose names begin with `kept_` stay as they are."""
     return "".join(
-        f"{name} = {name} or {{}}\n" if name.startswith("kept_") else f"{name} = cleared({name})\n" for name in tables
+        f"{name} = {name} or {{}}\n"
+        if name.startswith("kept_")
+        else f"if not {name} or next({name}) ~= nil then {name} = cleared({name}) end\n"
+        for name in tables
     )
 
 

@@ -159,7 +159,7 @@ local function apply(at)
     generation = generation, seq = seq, budget_blocks = 0, total_blocks = 0, budget_sequences = 0, reserved_blocks = 0,
     reserved_sequences = 0, quantile = 1, last_report_ms = 0, audited_ms = 0, accepting = false, suspended = false,
     audit_due = false, has_suspect = false, ends_at_reservation = false, claim = claim, prefill_speed = 0, prefilled_ms = 0,
-    num_adapter_slots = num_slots, pins = '', id = id,
+    num_adapter_slots = num_slots, pins = '', id = id, is_out = false,
   }
   executor.generation, executor.seq = generation, seq
   executor.budget_blocks, executor.total_blocks = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])

@@ -91,7 +91,8 @@ local function roomiest(count)
         break
       end
       num_read = 2 * math.max(num_read, count, MAX_CANDIDATES)
-      room = redis.call('ZRANGE', ROOM, '0', string.format('%d', num_read - 1))
+      room = kept.is_room_empty and {} or redis.call('ZRANGE', ROOM, '0', string.format('%d', num_read - 1))
+      kept.is_room_empty = #room == 0
     end
     local id = room[at]
     if id and not dirty_executors[id] and is_heard(id) then

@@ -22,7 +22,7 @@
 --  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
 --  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$ \
 --  now_ms ahead_ms tolerated_ttft_ms version
---@array executor as executor fitting with id
+--@array executor as executor fitting with id is_out
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$ \
 --  prefill_speed prefilled_ms num_adapter_slots pins$
@@ -93,6 +93,7 @@ if not kept or kept.text ~= text_of_state or next(kept.executors) and redis.call
     living = {}, leases = {}, -- whether a router has a lease, and until when, of callers
     active = {}, num_active = {}, -- by class, the first active tenants (tenants.lua), and how many there are
     mailed = {}, -- by mailbox, when its time to live was set last
+    is_room_empty = false, -- the key `room`
   }
 end
 
@@ -218,11 +219,13 @@ local function flush_executors()
     write_later('HSET', EXECUTORS, id, pack_executor(executor))
     if has_room(executor) and not silent_executors[id] then
       write_later('ZADD', ROOM, string.format('%d', -available_blocks(executor)), id)
+      executor.is_out, kept.is_room_empty = false, false
     end
   end
   for id, executor in pairs(dirty_executors) do
-    if not has_room(executor) then
+    if not has_room(executor) and not executor.is_out then -- as it stays where ends are followed by placements
       write_later('ZREM', ROOM, id)
+      executor.is_out = true
     end
   end
 end

@@ -4,10 +4,10 @@
     python -m bench.ledger.turns --redis-server PATH --before TREE    # the scripts of another checkout and of this one
 
 Each side has a server and a process that loads the code of its tree: scripts, routers' store and load. On one
-server Lua's collector would look through what both sides keep. The figures are medians over rounds of the time of Redis'
-main thread, requests and replies included. The change is the median of the changes of each round, since other work on
-the machine changes from round to round. With `--rate` one more row has all of Redis' time for each request that is
-admitted at that rate, mailboxes and the routers' periodic calls included.
+server Lua's collector would look through what both sides keep. The figures are medians over rounds of the time of
+Redis' main thread, requests and replies included. The change is the median of the changes of each round, since other
+work on the machine changes from round to round. With `--rate` one more row has all of Redis' time for each request that
+is admitted at that rate, mailboxes and the routers' periodic calls included.
 """
 
 from __future__ import annotations

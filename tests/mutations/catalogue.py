@@ -212,8 +212,8 @@ LEDGER = (
     Mutation(
         "the audit takes a placement back that its executor could not report yet",
         "router/store/scripts/report.lua",
-        "elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then",
-        "elseif not spared or NOW > request.placed_ms then",
+        "elseif not unmatched or NOW - request.placed_ms > AUDIT_GRACE_MS then",
+        "elseif not unmatched or NOW > request.placed_ms then",
         LEDGER_TESTS,
     ),
     Mutation(

@@ -217,6 +217,13 @@ LEDGER = (
         LEDGER_TESTS,
     ),
     Mutation(
+        "a request with a near deadline waits behind those whose places were read before it came",
+        "router/store/scripts/shared/states.lua",
+        "    tenant.heads[request.class] = nil\n",
+        "    head.is_whole = false\n",
+        ("tests/unit/test_kept_records.py", *LEDGER_TESTS),
+    ),
+    Mutation(
         "leases lapse while no router was there to take a report",
         "router/store/scripts/reap.lua",
         "if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then",

@@ -102,7 +102,7 @@ def measure_alone(scale: PoolScale, options: argparse.Namespace) -> Point:
     url, seconds, seed, rate = options.redis_url, options.seconds, options.seed, options.rate
     if url is None:
         with tempfile.TemporaryDirectory() as folder:
-            with _preloaded(options.preload):
+            with preloaded(options.preload):
                 redis = PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server)
             with redis:
                 _check_loaded(options.preload, redis.pid)
@@ -118,7 +118,7 @@ def measure_alone(scale: PoolScale, options: argparse.Namespace) -> Point:
 
 
 @contextmanager
-def _preloaded(library: Path | None) -> Iterator[None]:
+def preloaded(library: Path | None) -> Iterator[None]:
     """Has processes that are started meanwhile load a library first."""
     former = os.environ.get("LD_PRELOAD")
     if library is not None:

@@ -332,7 +332,7 @@ class _Measurement:
         traffic.start_upkeep(self.loop.now_s())
         traffic.forget_latencies()
         self.loop.late_s.clear()
-        frames = _Frames(traffic, rate_per_s, self.scale.queued, self.loop.now_s(), self.seed, self.loop.counts_from_s)
+        frames = Frames(traffic, rate_per_s, self.scale.queued, self.loop.now_s(), self.seed, self.loop.counts_from_s)
         # Not counted: with many executors the first periodic calls take so long that frames are sent late.
         self._pace_for(WARM_UP_S, frames)
         num_reported, num_report_calls = traffic.num_reported, traffic.num_report_calls
@@ -354,7 +354,7 @@ class _Measurement:
             len(slices),
         )
 
-    def _pace_for(self, seconds: float, frames: _Frames) -> _Slice:
+    def _pace_for(self, seconds: float, frames: Frames) -> _Slice:
         num_stolen = num_stolen_ticks()
         self.loop.run(frames.next_call, self.loop.now_s() + seconds, frames.due_s)
         self.loop.read_mail()
@@ -377,7 +377,7 @@ class _Slice:
     late_s: Sequence[float]
 
 
-class _Frames:
+class Frames:
     """Step frames as a Poisson process: each ends some requests, and as many new ones come soon after."""
 
     def __init__(

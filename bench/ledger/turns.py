@@ -1,10 +1,13 @@
-"""The processor time of Redis per call by two versions or two ways, in turns on one server.
+"""The processor time of Redis per call by two versions or two ways, in turns.
 
     python -m bench.ledger.turns --redis-server PATH                  # EVALSHA and FCALL
     python -m bench.ledger.turns --redis-server PATH --before TREE    # the scripts of another checkout and of this one
 
-Each side has a pool of its own and a process that loads the code of its tree: scripts, routers' store and load. The
-figures are medians over rounds of the time of Redis' main thread, requests and replies included.
+Each side has a server and a process that loads the code of its tree: scripts, routers' store and load. On one
+server Lua's collector would look through what both sides keep. The figures are medians over rounds of the time of
+Redis' main thread, requests and replies included. The change is the median of the changes of each round, since other
+work on the machine changes from round to round. With `--rate` one more row has all of Redis' time for each request that
+is admitted at that rate, mailboxes and the routers' periodic calls included.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.ledger.commands import record_commands
 from bench.ledger.loop import Loop
-from bench.ledger.measure import FILL_REFRESH_S, MAX_SEATED_AT_ONCE
+from bench.ledger.main import preloaded
+from bench.ledger.measure import MAX_SEATED_AT_ONCE, NUM_CONNECTIONS, REFRESH_S, Frames
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import Server, Usage, difference
 from bench.ledger.traffic import Traffic
@@ -55,8 +59,10 @@ NAMES = {
     "report 1": "report",
     "report 8": "8 reports in a call",
     "reap 1": "reap with nothing to remove",
+    "pace": "a request at the rate of --rate",
 }
 NUM_CALLS = 256
+PACE_S = 1.5
 SEED = 1
 
 
@@ -71,16 +77,22 @@ class Side:
         self._scale = scale
         commands = asyncio.run(record_commands(url, pool, scale, SEED))
         self._traffic = Traffic(scale, commands, SEED)
-        self._loop = Loop(url, commands.mailboxes, 1, self._traffic)
+        self._loop = Loop(url, commands.mailboxes, NUM_CONNECTIONS, self._traffic)
+        self._refreshed_s = -REFRESH_S
 
     def obey(self, order: str) -> int:
-        """Sends calls of one kind and returns how many."""
+        """Sends calls of one kind and returns how many, or how many requests were admitted at a rate."""
         traffic, (kind, number) = self._traffic, order.split()
         match kind:
             case "fill":
                 self._fill()
                 return 0
+            case "pace":
+                return self._pace(float(number))
+            case "refresh" if self._loop.now_s() - self._refreshed_s < REFRESH_S:
+                return 0
             case "refresh":
+                self._refreshed_s = self._loop.now_s()
                 calls = [*traffic.all_reports(), *traffic.all_renewals()]
             case "report":
                 calls = list(traffic.all_reports(int(number)))
@@ -99,6 +111,15 @@ class Side:
         self._loop.read_mail()
         return len(calls)
 
+    def _pace(self, rate_per_s: float) -> int:
+        traffic, loop = self._traffic, self._loop
+        num_placed, now_s = traffic.num_placed, loop.now_s()
+        traffic.start_upkeep(now_s)
+        frames = Frames(traffic, rate_per_s, self._scale.queued, now_s, SEED, loop.counts_from_s)
+        loop.run(frames.next_call, now_s + PACE_S, frames.due_s)
+        loop.read_mail()
+        return traffic.num_placed - num_placed
+
     @property
     def _num_missing(self) -> int:
         """How many requests give the queue its length and those that a round ends."""
@@ -106,20 +127,18 @@ class Side:
 
     def _fill(self) -> None:
         self.obey("refresh 0")
-        refreshed_s = self._loop.now_s()
         missing = self._scale.num_seats + self._scale.queued
         while missing > 0:
             self._loop.pipeline([self._traffic.submit() for _ in range(min(missing, MAX_SEATED_AT_ONCE))])
             missing -= MAX_SEATED_AT_ONCE
-            if self._loop.now_s() - refreshed_s > FILL_REFRESH_S:
-                self.obey("refresh 0")
-                refreshed_s = self._loop.now_s()
+            self.obey("refresh 0")
 
 
 @dataclass(slots=True)
 class Worker:
-    """The process of a side, as the measuring process sees it."""
+    """The process of a side and its server, as the measuring process sees them."""
 
+    server: Server
     process: subprocess.Popen[str]
 
     def order(self, text: str) -> int:
@@ -134,18 +153,18 @@ class Worker:
 
 
 @contextmanager
-def _started(tree: Path, url: str, pool: str, options: argparse.Namespace) -> Iterator[Worker]:
+def _started(server: Server, tree: Path, url: str, options: argparse.Namespace) -> Iterator[Worker]:
     """Starts a side with the code of a tree."""
     flags = ("--executors", options.executors, "--waiting", options.waiting, "--traffic", options.traffic)
     process = subprocess.Popen(
-        [sys.executable, __file__, "--side", url, pool, *map(str, flags)],
+        [sys.executable, __file__, "--side", url, *map(str, flags)],
         env={**os.environ, "PYTHONPATH": str(tree)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        yield Worker(process)
+        yield Worker(server, process)
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -160,19 +179,21 @@ class Found:
     num_commands: list[float]
 
 
-def measure(server: Server, workers: dict[str, Worker], num_rounds: int) -> dict[str, dict[str, Found]]:
+def measure(workers: dict[str, Worker], num_rounds: int, kinds: Sequence[str]) -> dict[str, dict[str, Found]]:
     """Returns the cost of each kind of call, by side."""
     for worker in workers.values():
         worker.order("fill 0")
     found: dict[str, dict[str, Found]] = {}
     for number in range(num_rounds):
-        for side in workers if number % 2 else reversed(workers):
-            for kind in KINDS:
+        for kind in kinds:
+            for side in workers if number % 2 else reversed(workers):
+                server = workers[side].server
                 workers[side].order("refresh 0")
                 before, usages = server.cpu_s(), server.usages()
                 num_calls = workers[side].order(kind)
                 cpu_s, used = server.cpu_s() - before, difference(server.usages(), usages)
-                costs = found.setdefault(NAMES[kind], {}).setdefault(side, Found([], []))
+                name = NAMES[kind if kind in NAMES else kind.split()[0]]
+                costs = found.setdefault(name, {}).setdefault(side, Found([], []))
                 costs.cpu_us.append(cpu_s / num_calls * 1e6)
                 costs.num_commands.append(_num_commands(used) / num_calls)
     return found
@@ -188,34 +209,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--redis-server", type=Path, help="a server of version 7 or later; else the one that is found")
+    add("--preload", type=Path, metavar="LIB", help="a library that the servers load first: an allocator")
     add("--before", type=Path, metavar="TREE", help="another checkout, to compare with this one")
     add("--executors", type=int, default=20)
     add("--waiting", type=int, default=1000)
     add("--traffic", choices=("mixed", "plain"), default="plain", help="see bench.ledger.scale; default: plain")
     add("--rounds", type=int, default=20)
-    add("--side", nargs=2, metavar=("URL", "POOL"), help=argparse.SUPPRESS)
+    add("--rate", type=float, metavar="R", help="also measure requests that are admitted at so many per second")
+    add("--only", default="", metavar="TEXT", help="only calls whose name begins so, such as settle")
+    add("--side", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.getLogger("router.store").setLevel(logging.ERROR)
     if options.side:
         scale = PoolScale(options.waiting, options.executors, is_mixed=options.traffic == "mixed")
-        url, pool = options.side
-        side = Side(url, pool, scale)
+        side = Side(options.side, "bench-turns", scale)
         for line in sys.stdin:
             print(side.obey(line), flush=True)
         return
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server) as redis,
-    ):
-        server, url = Server(redis.admin_url), redis.admin_url
-        names = ("before", "after") if options.before else ("EVALSHA", "FCALL")
-        first_tree, first_url = (options.before, url) if options.before else (TREE, _without_functions(server, url))
-        with (
-            _started(first_tree, first_url, names[0], options) as first,
-            _started(TREE, url, names[1], options) as second,
-        ):
-            found = measure(server, dict(zip(names, (first, second), strict=True)), options.rounds)
-        server.close()
+    names = ("before", "after") if options.before else ("EVALSHA", "FCALL")
+    workers: dict[str, Worker] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name in names:
+            with preloaded(options.preload):
+                redis = stack.enter_context(PrivateRedis.start(folder / f"{name}.log", binary=options.redis_server))
+            server, url = Server(redis.admin_url), redis.admin_url
+            stack.callback(server.close)
+            tree = options.before if name == "before" else TREE
+            if name == "EVALSHA":
+                url = _without_functions(server, url)
+            workers[name] = stack.enter_context(_started(server, tree, url, options))
+        kinds = KINDS if options.rate is None else (*KINDS, f"pace {options.rate}")
+        found = measure(workers, options.rounds, [kind for kind in kinds if kind.startswith(options.only)])
     _print(found, *names)
 
 
@@ -228,9 +253,11 @@ def _without_functions(server: Server, url: str) -> str:
 def _print(found: dict[str, dict[str, Found]], first: str, second: str) -> None:
     print(f"| call | {first}, µs | {second}, µs | change | commands |\n| --- | --- | --- | --- | --- |")
     for kind, sides in found.items():
-        us = [statistics.median(sides[name].cpu_us) for name in (first, second)]
+        rounds = [sides[name].cpu_us for name in (first, second)]
+        us = [statistics.median(one) for one in rounds]
+        change = statistics.median(after / before for before, after in zip(*rounds, strict=True)) - 1
         commands = [f"{statistics.mean(sides[name].num_commands):.1f}" for name in (first, second)]
-        print(f"| {kind} | {us[0]:.0f} | {us[1]:.0f} | {us[1] / us[0] - 1:+.0%} | {' → '.join(commands)} |")
+        print(f"| {kind} | {us[0]:.0f} | {us[1]:.0f} | {change:+.0%} | {' → '.join(commands)} |")
 
 
 if __name__ == "__main__":

@@ -121,16 +121,17 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
         report.prefill_tokens_per_s,
         int(report.ends_at_reservation),
         report.age_ms,
-        b"".join(_packed(one) for one in report.held),
+        b"".join(_packed(report.executor_id, one) for one in report.held),
         report.num_adapter_slots,
         "".join(f" {one.adapter}{'+' if one.is_resident else '-'}" for one in report.adapters),
         _held_adapters(report.held),
     ]
 
 
-def _packed(held: HeldSequence) -> bytes:
-    request_id = held.request_id.encode()
-    return struct.pack(f"<H{len(request_id)}sdd", len(request_id), request_id, held.attempt, held.blocks)
+def _packed(executor_id: str, held: HeldSequence) -> bytes:
+    """Returns the member of `placements` that the sequence should be, with its length, and its blocks."""
+    member = f"{executor_id}\0{held.attempt}\0{held.request_id}".encode()
+    return struct.pack(f"<H{len(member)}sd", len(member), member, held.blocks)
 
 
 def _held_adapters(held: Sequence[HeldSequence]) -> str:

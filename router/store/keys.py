@@ -51,7 +51,7 @@ FORMAT = 2
 misread: fields of records, names or contents of keys, kinds of events. Two formats coexist, each with its own
 ledger."""
 
-FINGERPRINT = "0a7ae46ee5aa5725"
+FINGERPRINT = "490ea158bb40bed6"
 """The hash of the record definitions of this format; a test compares it. It does not cover the other parts of the
 format."""
 

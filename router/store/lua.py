@@ -12,7 +12,8 @@ each of which looks up every local that it uses, and turning records into tables
   `field?` a boolean, `field$` a string of at most 64 KiB, `field[n]` n numbers.
 
 A line `--@array name as variables` makes that record an array: `variable.field` stands for `variable[number]`, and
-`variable{field = value, …}` for a table in the order of the fields. Such a table takes a quarter of the memory.
+`variable{field = value, …}` for a table in the order of the fields. Such a table takes a quarter of the memory. Behind
+`with` such a line names fields that are not packed; unpacked, they are false.
 
 A library (`compose_library`) is loaded once and has a function per script. Its Lua functions are made at the load, the
 shared ones once for all scripts. Lua allows 200 local variables at a time, so functions that only one script needs, and
@@ -44,7 +45,7 @@ _FLAGS = re.compile(r"^--@flags ([\w -]+)\n", re.MULTILINE)
 _LOCAL = re.compile(r"^local (\w+(?:,\s*\w+)*)(\s*=)?", re.MULTILINE)
 _TABLES = re.compile(r"^(\w+(?:, \w+)*) = \{\}(?:, \{\})*\n", re.MULTILINE)
 _RECORD = re.compile(r"^--@record (\w+) ((?:[^\n]*\\\n)*[^\n]*)\n", re.MULTILINE)
-_ARRAY = re.compile(r"^--@array (\w+) as ([\w ]+)\n", re.MULTILINE)
+_ARRAY = re.compile(r"^--@array (\w+) as ([\w ]+?)(?: with ([\w ]+))?\n", re.MULTILINE)
 _COMMENT = re.compile(r"[ ]*--[^\n]*")
 _STRING_OR_WORD = re.compile(r"'[^']*'|\w+")
 _NEST_HERE = "  @nest@\n"
@@ -156,18 +157,27 @@ def _parts(text: str) -> tuple[list[str], str, str, str]:
 def _cleared(tables: Sequence[str]) -> str:
     """Returns Lua code that empties these tables for a call. Those whose names begin with `kept_` stay as they are."""
     return "".join(
-        f"{name} = {name} or {{}}\n" if name.startswith("kept_") else f"{name} = cleared({name})\n" for name in tables
+        f"{name} = {name} or {{}}\n"
+        if name.startswith("kept_")
+        else f"if not {name} or next({name}) ~= nil then {name} = cleared({name}) end\n"
+        for name in tables
     )
 
 
 def _arrays(shared: str) -> Mapping[str, Mapping[str, int]]:
-    """Returns, for each variable that holds a record as an array, the places of the record's fields."""
-    fields = {match[1]: [one.rstrip("?$") for one in _fields(match[2])] for match in _RECORD.finditer(shared)}
+    """Returns, for each variable that holds a record as an array, the places of the record's fields. The variables of a
+    record include its name."""
+    fields = {match[1]: [_name(one) for one in _fields(match[2])] for match in _RECORD.finditer(shared)}
     return {
-        variable: {field: place for place, field in enumerate(fields[match[1]], 1)}
+        variable: {field: place for place, field in enumerate([*fields[match[1]], *(match[3] or "").split()], 1)}
         for match in _ARRAY.finditer(shared)
         for variable in match[2].split()
     }
+
+
+def _name(field: str) -> str:
+    """Returns the name of a field, without its type."""
+    return field.partition("[")[0].rstrip("?$")
 
 
 def _fields(text: str) -> list[str]:
@@ -176,10 +186,10 @@ def _fields(text: str) -> list[str]:
 
 
 def _without_comments(text: str, arrays: Mapping[str, Mapping[str, int]]) -> str:
-    text = _RECORD.sub(lambda match: _record(match[1], _fields(match[2]), is_array=match[1] in arrays), text)
+    text = _RECORD.sub(lambda match: _record(match[1], _fields(match[2]), arrays.get(match[1])), text)
     text = _COMMENT.sub("", _NEST.sub(_NEST_HERE, text))
     for variable, places in arrays.items():
-        for match in reversed(list(re.finditer(rf"\b{variable}\{{([^}}]*)\}}", text))):
+        for match in reversed(list(re.finditer(rf"\b{variable}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", text))):
             text = text[: match.start()] + _in_order(match[1], places) + text[match.end() :]
         for match in reversed(list(re.finditer(rf"\b{variable}\.(\w+)", text))):
             text = f"{text[: match.start()]}{variable}[{places[match[1]]}]{text[match.end() :]}"
@@ -188,7 +198,7 @@ def _without_comments(text: str, arrays: Mapping[str, Mapping[str, int]]) -> str
 
 def _in_order(entries: str, places: Mapping[str, int]) -> str:
     """Returns the table that has the values of these entries, `field = value, …`, in their places."""
-    pairs = (entry.split("=", 1) for entry in re.split(r",(?![^(]*\))", entries) if entry.strip())
+    pairs = (entry.split("=", 1) for entry in re.split(r",(?![^({]*[)}])", entries) if entry.strip())
     values = {field.strip(): value.strip() for field, value in pairs}
     assert values.keys() == places.keys(), "the constructor of an array has all fields"
     return "{" + ", ".join(values[field] for field in places) + "}"
@@ -249,22 +259,23 @@ def _separated(name: str, text: str, users: str) -> tuple[str, str, str]:
     return text, functions[name], nested
 
 
-def _record(name: str, fields: list[str], *, is_array: bool) -> str:
-    """Returns Lua code that packs the record and unpacks it into a table created at its full size. For an array also
-    `named_…`, which unpacks it into a table with its fields' names."""
+def _record(name: str, fields: list[str], places: Mapping[str, int] | None) -> str:
+    """Returns Lua code that packs the record and unpacks it into a table created at its full size. For an array, which
+    has `places`, also `named_…`, which unpacks it into a table with its fields' names."""
     parts = [_field(i, field) for i, field in enumerate(fields)]
     codes, values, variables, entries = (",".join(column) for column in zip(*parts, strict=True))
-    if is_array:
-        places = {field.rstrip("?$"): place for place, field in enumerate(fields, 1)}
+    in_order = ""
+    if places is not None:
         values = re.sub(r"record\.(\w+)", lambda match: f"record[{places[match[1]]}]", values)
-        in_order = ",".join(entry.partition("=")[2] for entry in entries.split(","))
+        unpacked_values = [entry.partition("=")[2] for _, _, _, entry in parts]
+        in_order = ",".join(unpacked_values + ["false"] * (len(places) - len(fields)))
     layout = "<" + codes.replace(",", "")
     unpacked = f"  local {variables} = struct.unpack('{layout}', text)\n"
     return (
         f"local function pack_{name}(record)\n  return struct.pack('{layout}', {values})\nend\n"
         f"local function unpack_{name}(text)\n{unpacked}"
-        f"  return {{{in_order if is_array else entries}}}\nend\n"
-    ) + (f"local function named_{name}(text)\n{unpacked}  return {{{entries}}}\nend\n" if is_array else "")
+        f"  return {{{in_order or entries}}}\nend\n"
+    ) + (f"local function named_{name}(text)\n{unpacked}  return {{{entries}}}\nend\n" if in_order else "")
 
 
 def _field(index: int, field: str) -> tuple[str, str, str, str]:

@@ -212,9 +212,16 @@ LEDGER = (
     Mutation(
         "the audit takes a placement back that its executor could not report yet",
         "router/store/scripts/report.lua",
-        "elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then",
-        "elseif not spared or NOW > request.placed_ms then",
+        "elseif not unmatched or NOW - request.placed_ms > AUDIT_GRACE_MS then",
+        "elseif not unmatched or NOW > request.placed_ms then",
         LEDGER_TESTS,
+    ),
+    Mutation(
+        "a request with a near deadline waits behind those whose places were read before it came",
+        "router/store/scripts/shared/states.lua",
+        "    tenant.heads[request.class] = nil\n",
+        "    head.is_whole = false\n",
+        ("tests/unit/test_kept_records.py", *LEDGER_TESTS),
     ),
     Mutation(
         "leases lapse while no router was there to take a report",

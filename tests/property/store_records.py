@@ -24,7 +24,7 @@ local function plain(value)
   return value
 end
 local unpacked = {
-  state = unpack_state, executors = unpack_executor, tenants = unpack_tenant, requests = named_request,
+  state = unpack_state, executors = named_executor, tenants = named_tenant, requests = named_request,
   lengths = cmsgpack.unpack, endings = unpack_ending,
 }
 local found = {}
@@ -42,7 +42,7 @@ for i, name in ipairs(ARGV) do
       if name == 'requests' then
         record.blamed = record.blamed ~= '' and cmsgpack.unpack(record.blamed) or {}
       elseif name == 'executors' then
-        record.pins = pins_of(record)
+        record.pins = record.pins ~= '' and cmsgpack.unpack(record.pins) or {}
       end
       content[flat[j]] = record
     end

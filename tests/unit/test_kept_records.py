@@ -71,3 +71,28 @@ async def test_lengths_that_are_kept_outlive_the_loss_of_their_key(store_pool: S
     assert (await router.place_demand(long)).blocks == 1 + 8 + 1  # prompt, 128 tokens, one in hand
     await router.store.settle([Ending("r", 1, 16, 128, by_itself=True)])
     assert await store_pool.redis.hlen(store_pool.keys.key("lengths")) == 2
+
+
+@pytest.mark.parametrize("num_behind", [1, 12], ids=["whole-queue", "more-than-is-kept"])
+async def test_requests_that_come_after_a_queue_was_read_get_seats_in_order(
+    store_pool: StorePool, num_behind: int
+) -> None:
+    router = store_pool.router("a")
+    await router.store.report(store_pool.next_report(sequences=1))
+    await router.place("running")
+    behind = [f"{number:02}" for number in range(num_behind)]
+    for one in ("first", *behind):
+        await router.store.submit(Demand(one, 2, blocks=1))
+    await router.store.settle([Attempt("running", 1)])  # reads the queue
+    assert await router.placed() == ["first"]
+
+    for late in (
+        Demand("last", 2, blocks=1),
+        Demand("due", 2, blocks=1, deadline_ms=50_000),
+        Demand("of a higher class", 1, blocks=1),
+    ):
+        await router.store.submit(late)
+    order = ["of a higher class", "due", *behind, "last"]
+    for before, after in zip(["first", *order], order, strict=False):
+        await router.store.settle([Attempt(before, 1)])
+        assert await router.placed() == [after]

@@ -81,7 +81,8 @@ local function wait_reason(request, ahead_in_tenant)
   if #newest == 0 or NOW - tonumber(newest[2]) > SILENT_MS then
     return 'EXECUTOR'
   end
-  if not load_tenant(request.tenant).active then
+  local tenant = load_tenant(request.tenant)
+  if not tenant.active then
     return 'TENANT_LIMIT'
   end
   for class = 1, request.class - 1 do

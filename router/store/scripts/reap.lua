@@ -47,13 +47,14 @@ local function reap_executor(id)
   if not empty then
     return false
   end
-  local claimant = load_executor(id).claim
+  local executor = load_executor(id)
+  local claimant = executor.claim
   local request = claimant ~= '' and load_request(claimant)
   if request then
     unclaim(request)
     save_request(claimant, request)
   end
-  if load_executor(id).num_adapter_slots > 0 then
+  if executor.num_adapter_slots > 0 then
     redis.call('HDEL', ADAPTERS, id)
   end
   redis.call('HDEL', EXECUTORS, id)

@@ -5,8 +5,9 @@
 --             sequences, 1 if it accepts new work, the quantile of outputs that it reserves for, 1 for their end,
 --             milliseconds of a step, prompt tokens per second, both 0 where not measured, 1 if it ends a placement at
 --             the end of its reservation, milliseconds since the report came to the caller, what it holds, packed: of
---             each a request id with its length, attempt and blocks (codec.py), adapter slots, the adapters that it
---             serves (adapters.lua), those of what it holds, separated by spaces, '-' for none, or '' for none at all
+--             each the member of `placements` that it should be, with its length, and blocks (codec.py), adapter slots,
+--             the adapters that it serves (adapters.lua), those of what it holds, separated by spaces, '-' for none, or ''
+--             for none at all
 -- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
 --             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}
 -- complexity  O(H + P + MAX_LOST · log N) for each report of H held and P placed on the executor, both bounded by its
@@ -30,22 +31,24 @@ local function is_old(executor)
   return seq < executor.seq or (seq == executor.seq and not executor.audit_due)
 end
 
--- Marks placements on the executor as lost: all of them, or all that are not in `spared`. Returns false if an owner
--- could not be notified, or more are left than one call handles.
-local function lose_placements(spared)
+-- Marks placements on the executor as lost: all of them, or all that are not among `unmatched`, which is left with what
+-- is not a placement. Returns false if an owner could not be notified, or more are left than one call handles.
+local function lose_placements(unmatched)
   local complete = true
   flush_writes(PLACEMENTS)
   for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, placements_of(id))) do
-    if not (spared and spared(member)) then
+    if unmatched and unmatched[member] then
+      unmatched[member] = nil
+    else
       local request_id = member:sub(#id + 2):match('^%d+%z(.*)')
       local request = load_request(request_id)
       if not request then
         redis.call('ZREM', PLACEMENTS, member)
-      elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then
+      elseif not unmatched or NOW - request.placed_ms > AUDIT_GRACE_MS then
         if num_lost == MAX_LOST then
           return false
         end
-        complete = lose(request_id, request, spared ~= nil) and complete
+        complete = lose(request_id, request, unmatched ~= nil) and complete
         may_board, num_lost = true, num_lost + 1
       end
     end
@@ -53,24 +56,14 @@ local function lose_placements(spared)
   return complete
 end
 
--- Returns what the executor holds: request id, attempt and blocks in turn.
-local function unpack_held()
-  local found, last, at = {}, 0, 1
-  while at <= #held do
-    found[last + 1], found[last + 2], found[last + 3], at = struct.unpack('<Hc0dd', held, at)
-    last = last + 3
-  end
-  return found
-end
-
--- Returns the adapter of what stands at `i` of what the executor holds, '' for none.
+-- Returns the adapter of the `i`-th sequence that the executor holds, '' for none.
 local function held_adapter(i)
-  local number, wanted = 0, (i - 1) / 3
+  local number = 0
   for adapter in held_adapters:gmatch('%S+') do
-    if number == wanted then
+    number = number + 1
+    if number == i then
       return adapter ~= '-' and adapter or ''
     end
-    number = number + 1
   end
   return ''
 end
@@ -101,26 +94,25 @@ end
 -- Compares the ledger with what the executor holds. Returns what is superseded, or false if an owner could not be
 -- notified.
 local function audit()
-  local unmatched, found = {}, unpack_held()
-  for i = 1, #found, 3 do
-    unmatched[placement_member(id, found[i + 1], found[i])] = true
+  local unmatched, member, blocks, at = {}, nil, nil, 1
+  while at <= #held do
+    member, blocks, at = struct.unpack('<Hc0d', held, at)
+    unmatched[member] = true
   end
-  local complete = lose_placements(function(member)
-    local holds = unmatched[member]
-    unmatched[member] = nil
-    return holds
-  end)
-  if not complete then
+  if not lose_placements(unmatched) then
     return false
   end
   list_tenants() -- tenants that lost placements may return before the floor follows
-  local superseded = {}
-  for i = 1, next(unmatched) and #found or 0, 3 do
-    local request_id, attempt, blocks = found[i], found[i + 1], found[i + 2]
-    local is_unmatched = unmatched[placement_member(id, attempt, request_id)]
-    if is_unmatched and account_for(request_id, attempt, blocks, held_adapter(i)) then
+  local superseded, i = {}, 0
+  at = next(unmatched) and 1 or #held + 1 -- in their order
+  while at <= #held do
+    member, blocks, at = struct.unpack('<Hc0d', held, at)
+    i = i + 1
+    local attempt, request_id = member:sub(#id + 2):match('^(%d+)%z(.*)')
+    local is_unmatched = unmatched[member]
+    if is_unmatched and account_for(request_id, tonumber(attempt), blocks, held_adapter(i)) then
       superseded[#superseded + 1] = request_id
-      superseded[#superseded + 1] = attempt
+      superseded[#superseded + 1] = tonumber(attempt)
     end
   end
   return superseded
@@ -163,9 +155,11 @@ local function apply(at)
     claim, num_slots, executor = executor.claim, executor.num_adapter_slots, nil
   end
   may_board = may_board or not executor or may_make_room(executor, at)
-  executor = executor or {
-    reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
-    claim = claim, last_report_ms = 0, prefilled_ms = 0, id = id, num_adapter_slots = num_slots, pins = '',
+  executor = executor or executor{
+    generation = generation, seq = seq, budget_blocks = 0, total_blocks = 0, budget_sequences = 0, reserved_blocks = 0,
+    reserved_sequences = 0, quantile = 1, last_report_ms = 0, audited_ms = 0, accepting = false, suspended = false,
+    audit_due = false, has_suspect = false, ends_at_reservation = false, claim = claim, prefill_speed = 0, prefilled_ms = 0,
+    num_adapter_slots = num_slots, pins = '', id = id, is_out = false,
   }
   executor.generation, executor.seq = generation, seq
   executor.budget_blocks, executor.total_blocks = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])

@@ -5,7 +5,6 @@
 -- it, or, if none can be, the queue waits for it. A request whose claimed executor has room goes first: requests that
 -- were enqueued again ahead of it could hold that executor, with no other place to go.
 local MAX_PASSED = 4
-local NUM_READ = 8          -- members of a tenant's queue read at a time, of which as many placements need no reading
 local MAX_AGED = 16         -- requests moved up a class by one call
 local MAX_VICTIMS = 8       -- placements looked at to find room for a higher class
 local PREEMPTION_MS = 2000  -- until a request may preempt others again
@@ -23,7 +22,8 @@ local function promote_aged()
     redis.call('ZREM', AGEING, id)
     local request = load_request(id)
     if request and request.state == 'WAITING' then
-      load_tenant(request.tenant).head = nil
+      local tenant = load_tenant(request.tenant)
+      tenant.heads = false
       redis.call('ZREM', KEYS[WAITING + request.class], queue_member(id, request))
       local left = request.class
       request.class = left - 1
@@ -49,7 +49,7 @@ end
 local function drop_entry(class, name, member)
   redis.call('ZREM', KEYS[WAITING + class], member)
   local tenant = load_tenant(name)
-  tenant.head = nil
+  tenant.heads = false
   tenant.waiting_by_class[class], tenant.waiting = math.max(0, tenant.waiting_by_class[class] - 1), math.max(0, tenant.waiting - 1)
   state.waiting, state.waiting_by_class[class] = math.max(0, state.waiting - 1), math.max(0, state.waiting_by_class[class] - 1)
   save_tenant(name, tenant)
@@ -59,8 +59,9 @@ end
 local function next_kept()
   for _, claim in ipairs(claims) do
     local request, executor = load_request(claim.id), load_executor(claim.executor_id)
+    local tenant = request and load_tenant(request.tenant)
     examined[claim.id] = true
-    if request and load_tenant(request.tenant).active and takes_work(executor) and room_for(request, executor) then
+    if request and tenant.active and takes_work(executor) and room_for(request, executor) then
       return claim.id, request
     end
   end
@@ -70,17 +71,18 @@ end
 -- Returns the first members of a tenant's queue, at least `count` if there are so many.
 local function first_members(class, name, count)
   local tenant = load_tenant(name)
-  local head = tenant.head
-  if not head or head.class ~= class or #head < count and not head.is_whole then
+  local head = tenant.heads and tenant.heads[class]
+  if not head or #head < count and not head.is_whole then
     flush_writes(KEYS[WAITING + class])
     local first, last = queue_range(name)
     head = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', NUM_READ)
-    head.class, head.is_whole = class, #head < NUM_READ
-    if not head.is_whole then
-      local order = head[NUM_READ]:sub(#name + 2, #name + 27)
+    head.is_whole, head.order_ms, head.arrival = #head < NUM_READ, 0, 0
+    if #head > 0 then
+      local order = head[#head]:sub(#name + 2, #name + 27)
       head.order_ms, head.arrival = tonumber(order:sub(1, 13)), tonumber(order:sub(14))
     end
-    tenant.head = head
+    tenant.heads = tenant.heads or {}
+    tenant.heads[class] = head
   end
   return head
 end

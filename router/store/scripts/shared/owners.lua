@@ -31,15 +31,18 @@ local function lives(owner)
   return kept.living[owner]
 end
 
-local mailboxes -- router -> key, of those passed
+local mailboxes = {} -- router -> key, false if it was not passed, of those looked up in this call
 local mail = {} -- of this call, by mailbox
 
 local function mailbox_of(owner)
-  if not mailboxes then
-    mailboxes = {}
-    local prefix = #EXECUTORS - #'executors' + #'mailbox:'
+  if mailboxes[owner] == nil then
+    local key = EXECUTORS:sub(1, -1 - #'executors') .. 'mailbox:' .. owner
+    mailboxes[owner] = false
     for i = NUM_POOL_KEYS + 1, #KEYS do
-      mailboxes[KEYS[i]:sub(prefix + 1)] = KEYS[i]
+      if KEYS[i] == key then
+        mailboxes[owner] = key
+        break
+      end
     end
   end
   return mailboxes[owner]

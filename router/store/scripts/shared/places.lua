@@ -91,7 +91,8 @@ local function roomiest(count)
         break
       end
       num_read = 2 * math.max(num_read, count, MAX_CANDIDATES)
-      room = redis.call('ZRANGE', ROOM, '0', string.format('%d', num_read - 1))
+      room = kept.is_room_empty and {} or redis.call('ZRANGE', ROOM, '0', string.format('%d', num_read - 1))
+      kept.is_room_empty = #room == 0
     end
     local id = room[at]
     if id and not dirty_executors[id] and is_heard(id) then
@@ -192,17 +193,14 @@ local function cheapest(request, best, best_blocks)
   end
   --@nest
   local names, tolerated_ms = split_prefixes(request.prefixes), tolerated_wait(request)
-  local most_loaded = load_of(load_executor(best)) + MAX_IMBALANCE
   local tokens = request.prompt + request.output
   local seen, chosen, reserved, most_cached, least_ms = {}, nil, nil, 0, math.huge
-  local function consider(id, cached)
-    seen[id] = true
-    local executor = load_executor(id)
-    if not executor or not takes_work(executor) or executor.claim ~= '' then
+  local function consider(id, executor, cached)
+    if not takes_work(executor) or executor.claim ~= '' then
       return
     end
     local wait_ms, speed, load = prefill_wait(executor), executor.prefill_speed, load_of(executor)
-    if speed == 0 and load > most_loaded then
+    if speed == 0 and load > load_of(load_executor(best)) + MAX_IMBALANCE then
       return
     end
     local blocks = id == best and best_blocks or room_for(request, executor)
@@ -220,13 +218,18 @@ local function cheapest(request, best, best_blocks)
     if found[i] and found[i] ~= found[i + 1] then
       for id, length in found[i]:gmatch(HOLDER) do
         if not seen[id] then
-          consider(id, cached_tokens(request, names, i, tonumber(length)))
+          seen[id] = true
+          local executor = load_executor(id)
+          -- Looked at first: while requests wait, most holders have no free sequence.
+          if executor and executor.budget_sequences - executor.reserved_sequences >= request.sequences then
+            consider(id, executor, cached_tokens(request, names, i, tonumber(length)))
+          end
         end
       end
     end
   end
   if not seen[best] then
-    consider(best, 0)
+    consider(best, load_executor(best), 0)
   end
   return chosen, reserved, most_cached
 end

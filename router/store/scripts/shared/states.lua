@@ -22,27 +22,31 @@ local function id_of_member(tenant, member)
   return member:sub(#tenant + 28)
 end
 
--- `tenant.head` has the first members of the tenant's queue of a class, as they are with the writes of this call: see
--- board.lua. One that comes behind them is not added.
-local function join_head(tenant, request)
-  local head = tenant.head
-  if head and head.class == request.class and (head.is_whole or request.order_ms < head.order_ms
-    or request.order_ms == head.order_ms and request.arrival < head.arrival) then
-    tenant.head = nil
+local NUM_READ = 8 -- members of a tenant's queue kept in its head: as many placements need no reading
+
+-- `tenant.heads[class]` has the first members of the tenant's queue of a class, as they are with the writes of this call,
+-- and the order of the last of them, or of one that was behind it and has left: see board.lua. A member that comes behind
+-- them is added if the head `is_whole`, that is, has all members, so a short queue is not read again. One that comes in
+-- between ends the head.
+local function join_head(tenant, request, member)
+  local head = tenant.heads and tenant.heads[request.class]
+  if not head then
+    return
+  elseif request.order_ms < head.order_ms or request.order_ms == head.order_ms and request.arrival < head.arrival then
+    tenant.heads[request.class] = nil
+  elseif head.is_whole and #head < NUM_READ then
+    head[#head + 1], head.order_ms, head.arrival = member, request.order_ms, request.arrival
+  else
+    head.is_whole = false
   end
 end
 
 local function leave_head(tenant, class, member)
-  local head = tenant.head
-  if head and head.class == class then
-    for i = 1, #head do
-      if head[i] == member then
-        table.remove(head, i)
-        break
-      end
-    end
-    if #head == 0 then
-      tenant.head = nil
+  local head = tenant.heads and tenant.heads[class]
+  for i = 1, head and #head or 0 do
+    if head[i] == member then
+      table.remove(head, i)
+      break
     end
   end
 end
@@ -109,8 +113,9 @@ end
 -- Enqueues the request by its original order key. The caller saves it.
 local function enqueue(id, request)
   request.state = 'WAITING'
-  write_later('ZADD', KEYS[WAITING + request.class], '0', queue_member(id, request))
-  join_head(load_tenant(request.tenant), request)
+  local member = queue_member(id, request)
+  write_later('ZADD', KEYS[WAITING + request.class], '0', member)
+  join_head(load_tenant(request.tenant), request, member)
   if request.class > 1 then
     write_later('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
     state.next_age_ms = math.min(state.next_age_ms, NOW + state.age_ms)
@@ -372,7 +377,8 @@ local function ended_ms(id)
 end
 
 local function num_ahead_in_tenant(id, request)
-  local num_queued = load_tenant(request.tenant).waiting_by_class[request.class]
+  local tenant = load_tenant(request.tenant)
+  local num_queued = tenant.waiting_by_class[request.class]
   if num_queued <= 1 then
     return 0
   elseif request.order_ms == NOW + PATIENCE_MS and request.arrival == state.arrivals then -- nothing can come behind it

@@ -27,12 +27,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import executor.attention.triton
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
 from executor.checkpoint.decoder_weights import DecoderShape, Rope
 from executor.gpu.adapters import AdapterSlots, Product
 from executor.gpu.idle import idle_processed_sampling
-from executor.gpu.layers import gated, residual_norm, rope_write, rounded_rows
+from executor.gpu.layers import Fp8Product, gated, gated_fp8, residual_norm, residual_norm_fp8, rope_write, rounded_rows
 from executor.gpu.processing import Processing, name_excluded
 from executor.gpu.row_groups import TILE_ROWS, RowGroups
 from executor.gpu.sampling import DrawRows, draw
@@ -122,6 +123,7 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
     # The assembler's report is written to stdout; it has none for what is taken from the cache.
     triton.knobs.nvidia.dump_ptxas_log = True
     JITFunction.run = compile_launch
+    vars(executor.attention.triton)["is_hopper"] = lambda device: capability == 90
     for variant in VARIANTS:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))
@@ -130,6 +132,10 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
         launch_attention(FP8_VARIANT, batch_of(BATCHES[-1]))
         for size in (4096, 14336):
             rounded_rows(empty(8, size, dtype=torch.bfloat16))
+        rows = empty(8, 4096, dtype=torch.bfloat16)
+        residual_norm_fp8(rows, rows, empty(4096, dtype=torch.bfloat16), 1e-5)
+        gated_fp8(empty(8, 2 * 14336, dtype=torch.bfloat16))
+        launch_scaled()
     launch_layers()
     for shape in (LLAMA_8B_SHAPE, SMOLLM2_SHAPE):
         launch_adapters(shape)
@@ -169,6 +175,20 @@ def specialised(kernel: Any, bound: dict[str, Any]) -> ASTSource:
             if isinstance(value, Tensor) or (is_specialised and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
+
+
+def launch_scaled() -> None:
+    """Launches the kernels that read products of FP8 numbers."""
+
+    def product(num_columns: int) -> Fp8Product:
+        scales = empty(8, 1, dtype=torch.float32), empty(1, num_columns, dtype=torch.float32)
+        return Fp8Product(empty(8, num_columns, dtype=torch.bfloat16), *scales)
+
+    kv = TritonAttention().allocate(LLAMA_8B.shape, 8, BLOCK_SIZE, torch.float8_e4m3fn, META)
+    words = empty(8, dtype=torch.int64)
+    rope_write(product(6144), None, words, words, empty(8192, 128, dtype=torch.float32), kv, 1e-5)
+    residual_norm_fp8(empty(8, 4096, dtype=torch.bfloat16), product(4096), empty(4096, dtype=torch.bfloat16), 1e-5)
+    gated_fp8(product(2 * 14336))
 
 
 def batch_of(lengths: list[int]) -> StepBatch:

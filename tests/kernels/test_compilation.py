@@ -45,7 +45,7 @@ def test_everything_that_is_launched_compiles_and_fits(
         pytest.skip(f"triton {triton.__version__} does not know sm_{capability}")
     assert result.returncode == 0, result.stderr
     compiled = [json.loads(line) for line in result.stdout.splitlines()]
-    fp8_kernels = {"round_rows_kernel"} if capability >= MIN_FP8_CAPABILITY else set()
+    fp8_kernels = {"round_rows_kernel", "gated_fp8_kernel"} if capability >= MIN_FP8_CAPABILITY else set()
     assert {kernel["kernel"] for kernel in compiled} == KERNELS | fp8_kernels
     assert not faults(compiled, capability)
     if is_pinned_version:

@@ -1,7 +1,7 @@
-"""Calls of one kind in batches: what waits while calls are under way goes out together in the next one.
+"""Batched calls of one kind: items that arrive while calls are in flight are sent together in the next call.
 
-There is no timer. An item that comes when fewer than `MAX_CALLS` are under way goes at once, alone; the more come, the
-more of them share a call, and with it a packet each way and the fixed cost of a script.
+There is no timer. An item that arrives while fewer than `MAX_CALLS` calls are in flight is sent at once. Under load
+more items share a call, which saves round trips and the fixed cost of a script.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from common.errors import RequestError
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
-# A call of so many items holds Redis for less than a millisecond or two.
+# A call with this many items occupies Redis for at most about 2 ms.
 MAX_ITEMS = 16
-# Two, so that one lost packet does not hold up everything.
+# Two calls, so that one lost packet does not delay all items.
 MAX_CALLS = 2
 
 
@@ -33,8 +33,11 @@ class _Waiter(Generic[Item, Outcome]):
 
 
 class Batches(Generic[Item, Outcome]):
-    """The calls of one kind. `call` returns the outcomes of items in their order; it runs in the context of the first
-    of them. `turn` is held during a call. `start` runs a task that outlives the caller's."""
+    """The batches of one kind of call.
+
+    `call` returns the outcomes in the order of the items. It runs in the `contextvars` context of the first item's
+    caller. `turn` is held during a call. `start` starts a task that may outlive the caller.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Batches(Generic[Item, Outcome]):
         self._num_calls = 0
 
     async def ask(self, item: Item) -> Outcome:
-        """Returns the item's outcome. Raises `RequestError` if its call fails, or gets no turn."""
+        """Returns the item's outcome. Raises `RequestError` if its call fails or gets no turn."""
         answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(item, answered)
         self._waiting.append(waiter)
@@ -67,7 +70,7 @@ class Batches(Generic[Item, Outcome]):
                         sending = [self._waiting.popleft() for _ in range(min(MAX_ITEMS, len(self._waiting)))]
                         if sending:
                             await asyncio.create_task(self._answer(sending), context=sending[0].context)
-                except RequestError as error:  # no turn: Redis is silent for longer than these have waited
+                except RequestError as error:  # no turn: fail the items that were waiting when it was requested
                     for waiter in [self._waiting.popleft() for _ in range(min(before, len(self._waiting)))]:
                         _fail(waiter, error)
         finally:

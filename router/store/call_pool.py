@@ -1,7 +1,7 @@
-"""The pool of connections for calls.
+"""The connection pool for calls.
 
-It distinguishes a call that was not sent from one without a reply. Once closed it leaves no connection open, even if
-calls are in progress.
+It distinguishes a call that was not sent from a call that got no reply. After it is closed no connection stays open,
+even if calls were in progress.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from redis.exceptions import RedisError
 
 
 class NotSentError(RedisConnectionError):
-    """No connection for a command: none was free in time, or none could be made. The text has the cause."""
+    """Raised if there is no connection for a command: none was free in time, or none could be opened. The text contains
+    the cause."""
 
 
 class CallPool(BlockingConnectionPool):
-    """redis-py's pool, with other exceptions, and with an end for calls in progress when it is closed."""
+    """redis-py's blocking pool. It raises `NotSentError` instead of redis-py's errors, and closing it ends calls in
+    progress."""
 
     _is_closed = False
 
@@ -30,7 +32,7 @@ class CallPool(BlockingConnectionPool):
         except (RedisError, OSError, TimeoutError) as error:
             raise NotSentError(f"{type(error).__name__}: {error}") from error
         try:
-            self._check_open()  # it was closed while the connection was made
+            self._check_open()  # the pool may have been closed while the connection was opened
         except NotSentError:
             await self.release(connection)
             raise
@@ -41,12 +43,12 @@ class CallPool(BlockingConnectionPool):
             raise NotSentError("the connections are closed")
 
     async def release(self, connection: Any) -> None:
-        """Takes a connection back."""
+        """Puts a connection back into the pool. Disconnects it if the pool is closed."""
         if self._is_closed:
             await connection.disconnect(nowait=True)
         await super().release(connection)
 
     async def aclose(self) -> None:
-        """Closes every connection; those in use end their calls."""
+        """Closes all connections. Calls in progress fail."""
         self._is_closed = True
         await super().aclose()

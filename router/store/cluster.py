@@ -1,8 +1,9 @@
-"""A client of a Redis Cluster: every call concerns one pool, and all keys of a pool are on one node.
+"""A client of a Redis Cluster. Every call concerns one pool, and all keys of a pool are in one hash slot, on one node.
 
-So it keeps no map of the cluster. A call goes to the node that answered the last call for these keys, at first to any
-node; a node without the keys names the one that has them (MOVED). redis-py's own cluster client sends more commands,
-refuses calls above its bound where this one lets them wait, and leaves connections open when nodes leave.
+The client therefore keeps no map of the cluster. A call goes to the node that answered the last call for the same slot.
+The first call goes to a seed node. A node that does not have the slot redirects to the node that has it (MOVED).
+redis-py's own cluster client is not used: it sends more commands, refuses calls beyond its connection limit instead of
+queueing them, and leaves connections open when nodes leave the cluster.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_HOPS = 16
 
 
 class ClusterClient:
-    """The client methods that the store calls. `open_node` makes a client of one node; `nodes` are the seed nodes."""
+    """The client methods that the store calls. `open_node` returns a client of one node. `nodes` are the seed nodes."""
 
     def __init__(self, nodes: Sequence[Node], open_node: Callable[[Node], Redis]) -> None:
         self.nodes = tuple(nodes)
@@ -37,32 +38,36 @@ class ClusterClient:
         self._homes: dict[int, Node] = {}
 
     async def execute_command(self, *args: Any) -> Any:
-        """Runs a script: the command, the script, the number of keys and the keys come first."""
+        """Runs a script. `args` begins with the command, the script, the number of keys and the keys."""
         return await self._call(str(args[3]), lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
 
     async def execute_at(self, key: str, *args: Any) -> Any:
-        """Runs a command without keys on the node that has the key, as far as is known."""
+        """Runs a command without keys on the node that is believed to have the key."""
         return await self._call(key, lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
 
     async def xread(self, streams: Mapping[str, str], **options: Any) -> Any:
-        """As redis-py's `xread`, for one stream."""
+        """Calls redis-py's `xread` for one stream."""
         (key,) = streams
         return await self._call(key, lambda node: node.xread({key: streams[key]}, **options))
 
     async def xrevrange(self, name: str, **options: Any) -> Any:
-        """As redis-py's method."""
+        """Calls redis-py's `xrevrange`."""
         return await self._call(name, lambda node: node.xrevrange(name, **options))
 
     async def aclose(self) -> None:
-        """Closes the connections, even if closing one fails."""
+        """Closes all connections. If some fail to close, raises the first failure after the others are closed."""
         closings = [client.aclose() for client in self._clients.values()]
         failures = [one for one in await asyncio.gather(*closings, return_exceptions=True) if one is not None]
         if failures:
             raise failures[0]
 
     async def _call(self, key: str, call: Callable[[Redis], Awaitable[T]]) -> T:
-        """Calls the node that has the key. A node that fails is not asked again within the call. If every node failed,
-        raises the failure of a node that was sent the call: it may have run it."""
+        """Calls the node that has the key.
+
+        A node that answered for this slot before is the only one asked, besides those that it redirects to. Otherwise
+        the seed nodes are asked in turn until one answers. If all fail, raises the error of a node that was sent the
+        call, if there is one, because that node may have run it.
+        """
         slot = key_slot(key.encode())
         home = self._homes.pop(slot, None)
         to_ask = deque(self.nodes if home is None else (home,))
@@ -74,7 +79,7 @@ class ClusterClient:
             except MovedError as moved:
                 to_ask.appendleft((moved.host or node[0], moved.port))
             except ResponseError as error:
-                if type(error) is ResponseError:  # not CLUSTERDOWN and the like: the node has the keys
+                if type(error) is ResponseError:  # subclasses (CLUSTERDOWN, …) do not show which node has the keys
                     self._homes[slot] = node
                 raise
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:

@@ -1,7 +1,7 @@
-"""Arguments of the scripts, and their results as types.
+"""Encoding of the scripts' arguments and parsing of their replies.
 
-Pure, so that a router, a simulation and a benchmark send the same. The arguments follow the header of each script, the
-results the table at the top of `scripts/shared/records.lua`.
+Pure, so that routers, simulations and benchmarks share one encoding. The header of each script specifies its arguments
+and its outcome. The header of `scripts/shared/records.lua` specifies the reply that contains the outcome.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
 def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argument]:
     """Returns the arguments of report.lua for one report.
 
-    With preemption by class the ledger counts seats only: a standby place would not help a request of a higher class.
+    With `preempt_for_priority` the ledger counts seats only. A standby place would not help a request of a higher
+    class.
     """
     num_sequences = report.budget_sequences
     if settings.preempt_for_priority and report.seats is not None:
@@ -129,7 +130,7 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
 
 
 def _packed(executor_id: str, held: HeldSequence) -> bytes:
-    """Returns the member of `placements` that the sequence should be, with its length, and its blocks."""
+    """Returns the length (uint16) of the sequence's member of `placements`, the member, and its blocks (double)."""
     member = f"{executor_id}\0{held.attempt}\0{held.request_id}".encode()
     return struct.pack(f"<H{len(member)}sd", len(member), member, held.blocks)
 
@@ -147,7 +148,8 @@ def parse_reports(reply: Reply) -> list[ReportOutcome]:
 
 
 def parse_overdue_reports(reply: Reply) -> list[tuple[str, float]]:
-    """Returns the silent executors of reap.lua, and for how many seconds each is silent."""
+    """Returns the executors whose report is overdue, as found by reap.lua, and the seconds since the last report of
+    each."""
     flat = reply.values[0] if reply.values else ()
     return [(executor_id, ms / 1000) for executor_id, ms in zip(flat[::2], flat[1::2], strict=True)]
 
@@ -196,7 +198,7 @@ def _request_numbers(demand: Demand) -> tuple[float, ...]:
 
 
 def _limit_numbers(limits: TenantLimits) -> tuple[float, ...]:
-    """Returns the milliseconds per unit of a rate; 0 is no limit."""
+    """Returns the numbers of a tenant's limits; infinity is no limit."""
     return (
         limits.weight,
         _limit(limits.max_running),
@@ -208,6 +210,7 @@ def _limit_numbers(limits: TenantLimits) -> tuple[float, ...]:
 
 
 def _rate_numbers(limits: TenantLimits) -> tuple[float, ...]:
+    """Returns, for requests and for tokens, the milliseconds per unit and the burst; 0 milliseconds is no limit."""
     return (
         0.0 if limits.requests_per_s is None else 1000 / limits.requests_per_s,
         limits.request_burst,
@@ -222,7 +225,8 @@ def _limit(value: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One script's reply. `status` and `values` are its outcome."""
+    """The reply of one script. `status` and `values` are its outcome. `scripts/shared/records.lua` describes the other
+    fields."""
 
     status: str
     values: tuple[Any, ...]
@@ -262,7 +266,7 @@ def _placement(fields: Mapping[str, Any]) -> Placement:
         int(fields["attempt"]),
         fields["executor_id"],
         int(fields["generation"]),
-        # Events of an older router of the same format may lack these.
+        # Events that an older router of the same format wrote may lack these fields.
         int(fields.get("blocks", 0)),
         fields.get("suspect") == "1",
         fields.get("adapter", ""),
@@ -338,7 +342,7 @@ def _refused(reply: Reply) -> Refused:
 
 
 def parse_hand_back(request_id: str, reply: Reply) -> Placement | Queued | HandBackRefusal:
-    """Returns the outcome of hand_back.lua; DROPPED comes as an event."""
+    """Returns the outcome of hand_back.lua. The caller handles DROPPED, for which there is an event."""
     if reply.status in ("PLACED", "QUEUED"):
         return parse_standing(request_id, reply)
     return HandBackRefusal(reply.status)

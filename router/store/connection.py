@@ -1,10 +1,10 @@
-"""Connections to Redis, the turns of calls at them, and the mapping of Redis' failures to errors of requests.
+"""Connections to Redis, turns of calls on them, and the mapping of Redis failures to request errors.
 
-Calls share a bounded pool, in which they take `Turns`; the mailbox reader blocks, so it has its own connection. Nothing
-is retried here: the scripts may be repeated, but a retry would double the time until a lost reply is noticed. A call
-that failed before it was sent (`NotSent`) has changed nothing in Redis, and its reply cannot be lost.
+Calls share a bounded connection pool and take `Turns` in it. The mailbox reader blocks, so it has its own connection.
+Nothing is retried here. Scripts are safe to repeat, but a retry would double the time until a lost reply is noticed. A
+call that failed before it was sent (`NotSent`) has changed nothing in Redis, and its reply cannot be lost.
 
-With Sentinels every new connection asks them for the master; a failover breaks the connections to the old master.
+With Sentinels, every new connection asks them for the master. A failover breaks the connections to the old master.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Closable(Protocol):
 
 
 def connect(url: str, settings: StoreSettings) -> Redis:
-    """Returns a client for a URL that `parse_redis_url` accepts. It connects at the first call. Close it with
-    `close`."""
+    """Returns a client for a URL that `parse_redis_url` accepts. The client connects at the first call. The caller
+    closes it with `close`."""
     address = parse_redis_url(url)
     options = dict(address.options) | _call_options(settings.call_timeout_ms)
     if address.kind is RedisKind.SENTINEL:
@@ -62,7 +62,7 @@ def connect(url: str, settings: StoreSettings) -> Redis:
 
 def connect_reader(redis: Redis, settings: StoreSettings) -> Redis:
     """Returns a client with one connection to the same Redis, for blocking reads."""
-    cluster: object = redis  # which it may be, whatever `_as_redis` says
+    cluster: object = redis  # may be a `ClusterClient`, cast by `_as_redis`
     if isinstance(cluster, ClusterClient):
         open_node = cluster.open_node
         return _as_redis(ClusterClient(cluster.nodes, lambda node: connect_reader(open_node(node), settings)))
@@ -73,7 +73,8 @@ def connect_reader(redis: Redis, settings: StoreSettings) -> Redis:
 
 
 class SentinelMaster:
-    """The address of the master, for new connections. redis-py's own pool does this, too, but does not wait."""
+    """The address of the master, for new connections. redis-py's own Sentinel pool is not used: it does not wait for a
+    free connection."""
 
     is_master = True
     check_connection = False
@@ -84,7 +85,7 @@ class SentinelMaster:
         self._options = {**address.sentinel_options, **_call_options(settings.call_timeout_ms), "ssl": address.has_tls}
 
     async def get_master_address(self) -> Node:
-        """Returns host and port. Raises redis-py's `ConnectionError` while no Sentinel knows a master."""
+        """Returns the master's host and port. Raises redis-py's `ConnectionError` while no Sentinel knows a master."""
         sentinel = Sentinel(self._address.nodes, sentinel_kwargs=self._options)  # type: ignore[no-untyped-call]
         try:
             host, port = await sentinel.discover_master(self._address.master)
@@ -106,10 +107,11 @@ async def _close(client: Closable) -> None:
 
 
 async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
-    """Returns the reply to a call. Raises `RequestError` if the store does not answer, `NotSent` if it was not asked.
+    """Returns the reply to a call. Raises `RequestError` if the store does not answer, `NotSent` if the call was not
+    sent.
 
-    Raises `CancelledError` also where redis-py has swallowed it: the `asyncio.wait_for` of Python 3.11, by which it
-    sends, drops a cancel that comes when the command has just been written. Without this a task that calls in a loop
+    Also raises `CancelledError` if redis-py has swallowed it. redis-py sends with `asyncio.wait_for`, which in Python
+    3.11 drops a cancel that arrives just after the command was written. Without this check, a task that calls in a loop
     would never end.
     """
     try:
@@ -124,8 +126,8 @@ async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
 
 
 def unavailable(settings: StoreSettings, cause: str, kind: type[RequestError] = RequestError) -> RequestError:
-    """Returns the error for a store that does not answer. The cause may contain an address, so clients do not get
-    it."""
+    """Returns the error for a store that does not answer. `cause` may contain an address, so it is not sent to
+    clients."""
     return kind(
         Reason.STORE_UNAVAILABLE,
         "the admission store does not answer",
@@ -141,20 +143,20 @@ class _Waiter:
 
 
 class Turns:
-    """Turns of the calls that requests cause: submits, cancels, hand-backs, queries. Shared by all pools of a Redis
-    client.
+    """Turns of the calls that requests cause: submits, cancels, hand-backs, queries. All pools of a Redis client share
+    them.
 
-    Half of the connections stay free for leases, reports and ends, at any number of calls. Kinds of calls alternate,
-    and calls of one kind go in order of arrival: a thousand cancels delay a submit by one cancel. A turn has no
-    deadline while Redis answers. After Redis was silent for the timeout of a call, the calls that have waited that long
-    are refused.
+    These calls use at most half of the connections. The other half stays free for leases, reports and settles. Kinds of
+    calls alternate, and calls of one kind are served in order of arrival, so a thousand cancels delay a submit by one
+    cancel. A turn has no deadline while Redis answers. If Redis has answered no call for the timeout of a call, the
+    calls that have waited at least that long are refused.
     """
 
     def __init__(self, settings: StoreSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
         self._num_free = max(1, settings.max_connections // 2)
-        # By kind; the first kind has the next turn. A cancelled caller stays until its turn comes.
+        # Waiters by kind. The first kind gets the next turn. A cancelled waiter stays until its turn comes.
         self._waiting: dict[str, deque[_Waiter]] = {}
         self._heard_s = clock()
 
@@ -172,7 +174,8 @@ class Turns:
         self._heard_s = self._clock()
 
     def missed(self) -> None:
-        """Records a failed call; if Redis is silent, refuses the calls that have waited for the timeout of a call."""
+        """Records a failed call. If Redis has answered no call for the timeout of a call, refuses the calls that have
+        waited at least that long."""
         silent_since_s = self._clock() - self._settings.call_timeout_ms / 1000
         if self._heard_s > silent_since_s:
             return
@@ -194,7 +197,7 @@ class Turns:
             await waiter.turn
         except asyncio.CancelledError:
             if waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-                self._pass_on()  # the turn came with the cancel
+                self._pass_on()  # the turn was granted before the cancel arrived
             raise
 
     def _pass_on(self) -> None:
@@ -231,5 +234,5 @@ def _pooled(options: dict[str, Any], settings: StoreSettings) -> Redis:
 
 
 def _as_redis(client: ClusterClient) -> Redis:
-    """Casts the type: redis-py has none for the four calls that the store makes of both clients."""
+    """Casts a cluster client to `Redis`. redis-py has no common type for the methods that the store calls on both."""
     return cast(Redis, client)

@@ -1,7 +1,7 @@
-"""A router's connection to Redis, and what goes over it: the store of every pool, and the secret that routers share.
+"""A router's connection to Redis, with the stores of all pools and the secret that all routers share.
 
-Where no secret is set, the first router makes it and leaves it in Redis. It belongs to no pool. Redis may lose it; then
-a router that knows it writes it again.
+If no secret is configured, the first router generates one and stores it in Redis, outside all pools. If Redis loses the
+secret, a router that knows it writes it again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SECRET_BYTES = 32
 
 
 async def shared_secret(redis: Redis, settings: StoreSettings) -> bytes:
-    """Returns the secret in Redis, and makes it if there is none."""
+    """Returns the secret in Redis. Generates one if there is none."""
     return await restore_secret(redis, settings, secrets.token_bytes(SECRET_BYTES))
 
 
 async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
-    """Writes the secret to Redis if there is none. Returns the one that is there.
+    """Writes the secret to Redis if there is none. Returns the secret that is then in Redis.
 
-    It differs from the caller's if Redis lost that one and another router has already made a new one.
+    The two differ if Redis lost the caller's secret and another router has already generated a new one.
     """
     await answered(redis.set(KEY, secret.hex(), nx=True), settings)
     found = await answered(redis.get(KEY), settings)
@@ -53,8 +53,10 @@ OnCall = Callable[[StoreCall], None]
 
 
 class Ledgers:
-    """Connects at the first call. `router_id` is new at every start of the router. `on_call` is called after every call
-    of a script."""
+    """The Redis client of one router. It connects at the first call.
+
+    `router_id` is new at every start of the router. `on_call` is called after every call of a script by a store.
+    """
 
     def __init__(self, url: str, router_id: str, settings: StoreSettings, on_call: OnCall = lambda call: None) -> None:
         self._redis = connect(url, settings)
@@ -70,11 +72,11 @@ class Ledgers:
         )
 
     def turn(self, kind: str) -> AbstractAsyncContextManager[None]:
-        """Returns a turn for calls of `run_source`. Waiting for it raises `RequestError` if Redis does not answer."""
+        """Returns a turn for calls of `run_source`. Entering it raises `RequestError` if Redis does not answer."""
         return self._turns.turn(kind)
 
     async def run_source(self, source: str, keys: Sequence[str], *args: str | int) -> Any:
-        """Runs a script that belongs to no pool, with keys of one hash tag. Raises `RequestError` if Redis does not
+        """Runs a script that belongs to no pool. Its keys share one hash tag. Raises `RequestError` if Redis does not
         answer."""
         return await answered(run_source(self._redis, source, keys, args), self._settings)
 

@@ -1,26 +1,28 @@
-"""The Lua scripts: composed once from their sources, as scripts for EVALSHA and as one library of Redis Functions.
+"""The Lua scripts. They are composed once from their sources: as scripts for EVALSHA and as one library of Redis
+Functions.
 
-A script is what it needs of the parts under `scripts/shared`, in the order of `SHARED`, and its own file.
+A script consists of the parts of `scripts/shared` that it needs, in the order of `SHARED`, and its own file.
 
-Redis runs a script from its first line at every call. Most of that cost is not the commands: it is making functions,
-each of which looks up every local that it uses, and turning records into tables. So a composed script has
+Redis executes a script from its first line at every call. The commands are the smaller part of the cost. Most of it is
+the creation of functions, each of which captures every local that it uses, and the conversion of records to tables. A
+composed script therefore contains
 
-- only the functions that it can reach, and those that only one with a line `--@nest` needs inside of that one, where
-  they are made when it is called;
-- constants and keys (`local NAME = number`, `KEYS[…]` or `ARGV[…]`) written into it as they are;
-- for each line `--@record name fields` functions `pack_name` and `unpack_name` made to measure: a field is a number,
-  `field?` a boolean, `field$` a string of at most 64 KiB, `field[n]` n numbers.
+- only the functions that it can reach. Functions that only one function needs are moved into that function if it has a
+  line `--@nest`; they are then created when it is called;
+- constants and keys (`local NAME = number`, `KEYS[…]` or `ARGV[…]`) inlined where they are used;
+- for each line `--@record name fields` generated functions `pack_name` and `unpack_name`: `field` is a number, `field?`
+  a boolean, `field$` a string of less than 64 KiB, `field[n]` n numbers.
 
-A line `--@array name as variables` makes that record an array: `variable.field` stands for `variable[number]`, and
-`variable{field = value, …}` for a table in the order of the fields. Such a table takes a quarter of the memory. Behind
-`with` such a line names fields that are not packed; unpacked, they are false.
+A line `--@array name as variables` makes the record an array. For these variables `variable.field` is replaced by
+`variable[number]`, and `variable{field = value, …}` by a table in the order of the fields. Such a table takes a quarter
+of the memory. The names after `with` are fields that are not packed; unpacking sets them to false.
 
-A library (`compose_library`) is loaded once and has a function per script. Its Lua functions are made at the load, the
-shared ones once for all scripts. Lua allows 200 local variables at a time, so functions that only one script needs, and
-those that only one other function needs, are in a block with it. What a script sets at its top level in
-front of its last function is read by Lua functions, so it is a variable of the library, which every call sets before it
-does anything else. A table that begins empty is emptied for the next call, unless its name begins with `kept_`. What
-stands behind the last function remains local to the call. A line `--@flags` names the function's flags.
+A library (`compose_library`) is loaded once and has one function per script. Its Lua functions are created when it is
+loaded, the shared ones once for all scripts. Lua allows 200 local variables at a time, so a function that only one
+script or only one other function needs is put into a block with it. Variables that a script sets at its top level
+before its last function are read by Lua functions, so they are variables of the library. Every call sets them first. A
+table that starts empty is emptied for the next call, unless its name begins with `kept_`. Code after the last function
+remains local to the call. A line `--@flags` lists the flags of the script's function.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ def compose(shared: str, own: str) -> str:
 
 
 def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
-    """Returns the library of these scripts. Its name, and those of its functions, contain the hash of its text, so that
-    routers of different versions can use one Redis."""
+    """Returns the library of these scripts. The names of the library and of its functions contain the hash of its text,
+    so that routers of different versions can use one Redis."""
     arrays = _arrays(shared)
     text = _without_comments(shared, arrays)
     constants = dict(_CONSTANT.findall(text))
@@ -90,7 +92,7 @@ def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
     return Library(digest, f"#!lua name={LIBRARY_PREFIX}{digest}\n" + body.replace("@digest@", digest))
 
 
-# Empties a table for the next call. A small one is used again, since most of a call's cost is making tables.
+# Empties a table for the next call. A small table is reused, because creating tables is most of the cost of a call.
 _CLEARED = """local function cleared(used)
 local count = 0
 for key in next, used or {} do
@@ -100,8 +102,9 @@ return used and count <= 32 and used or {}
 end
 """
 
-# Runs a call. One that fails half-way has not raised the version of the pool's state, by which functions know whether
-# the records that they keep are those in Redis. So the version, the last field, is raised here.
+# Runs a call. The library keeps records between calls. It compares the version in the pool's state to decide whether
+# they still equal the records in Redis. A call that fails half-way has not increased that version, so it is increased
+# here. The version is the last field of the state.
 _GUARDED = """local function guarded(run)
 local done, result = pcall(run)
 if done then
@@ -115,8 +118,8 @@ error(result, 0)
 end
 """
 
-# How long no function of the library was called. It is not known after a restart or
-# a failover: then it counts from the first question.
+# Returns the milliseconds since a function of the library was last called. The time of that call is unknown after a
+# restart or a failover; then it counts from the first query.
 _IDLE = """redis.register_function{function_name='inflight_idle_ms_@digest@', flags={'no-writes'}, callback=function()
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -143,8 +146,8 @@ def _registration(name: str, text: str, flags: Sequence[str], constants: Mapping
 
 
 def _parts(text: str) -> tuple[list[str], str, str, str]:
-    """Splits a text without constants: the variables that it declares in front of its last function, the code there
-    that sets them, its functions, and what follows them."""
+    """Splits a text without constants. Returns the names of the variables that it declares before its last function,
+    the code there that sets them, its functions, and the code after them."""
     functions = list(_FUNCTION.finditer(text))
     end = functions[-1].end() if functions else 0
     head = _FUNCTION.sub("", text[:end])
@@ -165,7 +168,7 @@ def _cleared(tables: Sequence[str]) -> str:
 
 
 def _arrays(shared: str) -> Mapping[str, Mapping[str, int]]:
-    """Returns, for each variable that holds a record as an array, the places of the record's fields. The variables of a
+    """Returns, for each variable that holds a record as an array, the array index of each field. The variables of a
     record include its name."""
     fields = {match[1]: [_name(one) for one in _fields(match[2])] for match in _RECORD.finditer(shared)}
     return {
@@ -197,7 +200,7 @@ def _without_comments(text: str, arrays: Mapping[str, Mapping[str, int]]) -> str
 
 
 def _in_order(entries: str, places: Mapping[str, int]) -> str:
-    """Returns the table that has the values of these entries, `field = value, …`, in their places."""
+    """Returns Lua code for a table with the values of the entries `field = value, …` at the indices of their fields."""
     pairs = (entry.split("=", 1) for entry in re.split(r",(?![^({]*[)}])", entries) if entry.strip())
     values = {field.strip(): value.strip() for field, value in pairs}
     assert values.keys() == places.keys(), "the constructor of an array has all fields"
@@ -205,7 +208,7 @@ def _in_order(entries: str, places: Mapping[str, int]) -> str:
 
 
 def _finished(text: str, constants: Mapping[str, str]) -> str:
-    """Returns the text with the constants written into it, without empty lines."""
+    """Returns the text with the constants inlined and without empty lines."""
     text = _STRING_OR_WORD.sub(lambda match: constants.get(match[0], match[0]), text.replace(_NEST_HERE, ""))
     return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
 
@@ -238,7 +241,7 @@ def _only(functions: str, names: Set[str]) -> str:
 
 
 def _scoped(text: str, users: str) -> str:
-    """Returns these functions, with each one in a block with those that only it needs. `users` is what else uses
+    """Returns these functions, each in a block with the functions that only it needs. `users` is other code that uses
     functions of the text."""
     for name in reversed(_functions(text)):
         text, body, nested = _separated(name, text, users)
@@ -248,7 +251,8 @@ def _scoped(text: str, users: str) -> str:
 
 
 def _separated(name: str, text: str, users: str) -> tuple[str, str, str]:
-    """Returns the text without the functions that only `name` needs, the function `name` or '', and those functions."""
+    """Returns three texts: `text` without the functions that only `name` needs, the function `name` or '', and the
+    functions that were removed."""
     functions = _functions(text)
     if name not in functions:
         return text, "", ""
@@ -260,8 +264,8 @@ def _separated(name: str, text: str, users: str) -> tuple[str, str, str]:
 
 
 def _record(name: str, fields: list[str], places: Mapping[str, int] | None) -> str:
-    """Returns Lua code that packs the record and unpacks it into a table created at its full size. For an array, which
-    has `places`, also `named_…`, which unpacks it into a table with its fields' names."""
+    """Returns Lua code that packs the record and unpacks it into a table created at its full size. `places` is set if
+    the record is an array. Then the code also has `named_…`, which unpacks it into a table with the fields' names."""
     parts = [_field(i, field) for i, field in enumerate(fields)]
     codes, values, variables, entries = (",".join(column) for column in zip(*parts, strict=True))
     in_order = ""
@@ -279,8 +283,8 @@ def _record(name: str, fields: list[str], places: Mapping[str, int] | None) -> s
 
 
 def _field(index: int, field: str) -> tuple[str, str, str, str]:
-    """Returns its format code for `struct`, the expression to pack, the variables to unpack into, and its table
-    entry."""
+    """Returns, for one field, the format code for `struct`, the expression to pack, the variables to unpack into, and
+    the table entry."""
     name, variable = field.rstrip("?$"), f"v{index}"
     if field.endswith("?"):
         return "b", f"record.{name} and 1 or 0", variable, f"{name}={variable}==1"
@@ -328,7 +332,7 @@ LIBRARY_PREFIX = "inflight_"
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library of Redis Functions. `digest` is part of its name and of those of its functions."""
+    """A library of Redis Functions. `digest` is part of its name and of the names of its functions."""
 
     digest: str
     source: str
@@ -341,7 +345,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One script: the hash under which Redis knows its source, and the library that has it as a function."""
+    """One script. `sha` is the SHA-1 by which EVALSHA names `source`. `library` has the script as a function."""
 
     name: str
     source: str
@@ -354,7 +358,7 @@ class Script:
         return f"inflight_{self.name}_{self.library.digest}"
 
     async def run(self, redis: ScriptCaller, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs the source; sends it only if Redis does not know it (first use, restart, failover)."""
+        """Runs the script by EVALSHA. Sends its source only if Redis does not know it (first use, restart, failover)."""
         try:
             return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
@@ -363,13 +367,13 @@ class Script:
 
 @functools.cache
 def load_scripts(clock: str | None = None) -> Mapping[str, Script]:
-    """Returns all scripts by name, composed once per process. A test that controls time passes its own source of
-    `now_ms` as `clock`."""
+    """Returns all scripts by name, composed once per process and clock. A test that controls time passes the Lua source
+    of its own `now_ms` as `clock`."""
     return compose_scripts(shared_source(clock))
 
 
 def compose_scripts(shared: str) -> Mapping[str, Script]:
-    """Returns all scripts by name, with this shared source. An experiment passes a changed one."""
+    """Returns all scripts by name, composed with this shared source. An experiment passes a modified source."""
     own = {name: _read(name) for name in NAMES}
     library = compose_library(shared, own)
     return MappingProxyType({name: _script(name, compose(shared, own[name]), library) for name in NAMES})

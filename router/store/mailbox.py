@@ -1,17 +1,19 @@
-"""Events of a router's requests: reading them from its mailbox, and dropping late ones.
+"""Events of a router's requests: a reader of the router's mailbox, and a filter of events that arrive too late.
 
-The mailbox is a stream into which other routers' calls write. It has one reader per router, on its own connection. The
-reader resumes after the last entry that it delivered, so each entry is delivered once while the reader lives, across
-reconnects too. If the stream was created again with older ids, the reader starts from its beginning: Redis names
-entries by its clock, which may have been set back while there was no mailbox.
+The mailbox is a Redis stream. Calls of other routers add entries to it. Each router has one reader, on its own
+connection. The reader resumes after the last entry that it delivered, so it delivers each entry once, also across
+reconnects. If the stream was created again with older ids, the reader starts from its beginning. Redis derives entry
+ids from its clock, which may have been set back while there was no mailbox.
 
-A mailbox keeps about 10,000 entries. A router that was stopped for longer than these take finds the oldest gone. It is
-told so by a `LeaseLapsed`, which is not certain: the ledger is asked how the waiting requests stand.
+A mailbox keeps about 10,000 entries. If a router is stopped for too long, the oldest entries are removed before it
+reads them. The reader then adds a `LeaseLapsed` that is not certain, so that the router asks the ledger for the state
+of its waiting requests.
 
-As the mailbox has its own connection, the event that another router has adopted a request may arrive after that router
-has returned it, and before this one knows that it owns it again. The same holds for the event of a cancel after a
-repeat has started under the same id. `OwnershipFilter` drops both. Times are milliseconds of the ledger's clock. It
-goes back only if Redis has lost the ledger or its newest part; then earlier times are worthless.
+The mailbox has its own connection, so its events are not ordered with the replies to calls. The event that another
+router has adopted a request may arrive when this router already owns the request again. The event of a cancel may
+arrive when a repeat has already started under the same id. `OwnershipFilter` drops both. Times are milliseconds of the
+ledger's clock. That clock goes back only if Redis has lost the ledger or its newest part; earlier times are then
+meaningless.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ from router.store.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
 
 START = "0-0"
 MAX_ENTRIES = 256
-# Longer than any event is in transit: a router that does not read its mailbox for so long is dead.
+# Longer than any event is in transit: a router that does not read its mailbox for this long is dead.
 KEPT_MS = 60_000
-# Longer than replies can overtake each other: an older time belongs to a ledger that has lost its newest part.
+# Replies can overtake each other by less than this. A time that is older by more than this comes from a ledger that has
+# lost its newest part.
 OVERTAKEN_MS = 5_000
 
 
@@ -67,28 +70,28 @@ class Mailbox:
                 on_event(event)
 
     async def read(self, block_ms: int | None = None) -> list[StoreEvent]:
-        """Returns the entries since the last read; if there are none, waits up to `block_ms` for the first. If entries
-        before them may have been lost, the last event says so."""
+        """Returns the events since the last read. If there are none, waits up to `block_ms` for the first one. If
+        entries before them may have been lost, the last event is an uncertain `LeaseLapsed`."""
         call = self._redis.xread({self._key: self._cursor}, count=MAX_ENTRIES, block=block_ms)
         streams: Any = await answered(call, self._settings)
         entries = [entry for _, entries in streams for entry in entries]
         events = [parse_event(fields) for _, fields in entries]
-        if len(entries) == MAX_ENTRIES and not await self._has_read_entry():  # else too few for a mailbox that is full
+        if len(entries) == MAX_ENTRIES and not await self._has_read_entry():  # a full mailbox fills every read
             events.append(LeaseLapsed(is_certain=False))
         if entries:
             self._cursor = entries[-1][0]
         return events
 
     async def _has_read_entry(self) -> bool:
-        """Returns whether the last entry that was read is still there. Then none behind it has been removed."""
+        """Returns whether the entry at the cursor is still in the stream. If so, no later entry has been removed."""
         if self._cursor == START:
             return True
         call = self._redis.xrevrange(self._key, max=self._cursor, min=self._cursor, count=1)
         return bool(await answered(call, self._settings))
 
     async def rewind_if_reset(self) -> None:
-        """Starts from the beginning if the stream is a new one: Redis lost the previous one, or its clock was set
-        back."""
+        """Restarts from the beginning if the stream is a new one. Redis may have lost the previous stream, or its clock
+        may have been set back."""
         newest: Any = await answered(self._redis.xrevrange(self._key, count=1), self._settings)
         if not newest or _order(newest[0][0]) < _order(self._cursor):
             self._cursor = START
@@ -99,18 +102,20 @@ class Mailbox:
 
 
 class OwnershipFilter:
-    """Passes events to `on_event`, except those that a request is gone from before this router owned it (again)."""
+    """Passes events to `on_event`. Drops `TakenOver` and `Cancelled` events that are older than this router's current
+    ownership of the request."""
 
     def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:
         self._on_event = on_event
-        # Ordered by time.
+        # The time since when this router owns each request, in order of time.
         self._since_ms: OrderedDict[str, int] = OrderedDict()
         self._open_calls: Counter[str] = Counter()
         self._held: defaultdict[str, list[TakenOver | Cancelled]] = defaultdict(list)
 
     @contextmanager
     def during_call(self, request_id: str) -> Iterator[None]:
-        """Covers a call for the request: events that arrive meanwhile are judged by its result."""
+        """Holds back `TakenOver` and `Cancelled` events of the request during a call. They are filtered after the call,
+        when its result is known."""
         self._open_calls[request_id] += 1
         try:
             yield
@@ -131,7 +136,7 @@ class OwnershipFilter:
             self._since_ms.popitem(last=False)
 
     def receive(self, event: StoreEvent) -> None:
-        """Takes an event from the mailbox."""
+        """Passes on, holds back or drops an event from the mailbox."""
         if not isinstance(event, TakenOver | Cancelled):
             self._on_event(event)
         elif event.request_id in self._open_calls:
@@ -147,12 +152,12 @@ class StoreClock:
         self._ahead_ms: float | None = None
 
     def observe(self, now_ms: int) -> None:
-        """Takes the time of a reply that has just arrived."""
+        """Records the time of a reply that has just arrived."""
         self._ahead_ms = now_ms - time.monotonic() * 1000
 
     def in_ms(self, duration_ms: int) -> int | None:
-        """Returns the time after so long; never too late if both clocks run at the same rate. None before the first
-        reply."""
+        """Returns the ledger's time in `duration_ms`. The estimate is never too late if both clocks run at the same
+        rate. None before the first reply."""
         return None if self._ahead_ms is None else int(time.monotonic() * 1000 + self._ahead_ms) + duration_ms
 
 

@@ -6,14 +6,14 @@ import logging
 import time
 from collections.abc import Callable
 
-# A success between failures, of reads while writes are refused for example, is no recovery. Longer than the interval of
-# the store's periodic calls.
+# An outage is over after this time without a failed call. A success between failures is no recovery: Redis may answer
+# reads while it refuses writes. Longer than the interval of the store's periodic calls.
 QUIET_S = 3.0
 REMINDER_S = 60.0
 
 
 class Outage:
-    """Follows the calls of one pool's store. Failed calls are counted here, so their callers need not log them."""
+    """Tracks the calls of one pool's store. It counts failed calls, so their callers need not log them."""
 
     def __init__(self, pool: str, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool

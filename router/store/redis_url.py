@@ -40,9 +40,12 @@ class RedisKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """`options` are those of a connection, by redis-py's names; for a single server they include its address. `nodes`
-    are Sentinels or nodes of a cluster; `master` is its name at the Sentinels; `sentinel_options` are for connections
-    to Sentinels."""
+    """A parsed URL.
+
+    `options` are connection options by redis-py's names. For a single server they include its address. `nodes` are the
+    Sentinels or the nodes of the cluster. `master` is the name of the master in the Sentinels' configuration.
+    `sentinel_options` are the options of connections to Sentinels.
+    """
 
     kind: RedisKind
     options: Mapping[str, Any]
@@ -53,7 +56,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Parses the URL. Raises `ValueError`, whose text repeats no part of the URL: it may contain a password."""
+    """Parses the URL. Raises `ValueError`. Its text repeats no part of the URL, which may contain a password."""
     if not url.startswith(SCHEMES):
         raise ValueError(f"must begin with {' or '.join(SCHEMES)}")
     scheme, _, suffix = urlsplit(url).scheme.partition("+")
@@ -92,7 +95,7 @@ def _master(path: list[str]) -> str:
 
 
 def _node(text: str, default_port: int) -> tuple[str, int]:
-    """`host`, `host:port` or `[v6]:port`."""
+    """Parses `host`, `host:port` or `[v6]:port`."""
     parts = urlsplit(f"//{text}")
     try:
         port = parts.port or default_port

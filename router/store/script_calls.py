@@ -1,13 +1,13 @@
-"""Calls of scripts: by FCALL where the server has Redis Functions (Redis 7, Valkey 7.2), else by EVALSHA.
+"""Calls of scripts: by FCALL if the server has Redis Functions (Redis 7, Valkey 7.2), else by EVALSHA.
 
-The library is loaded where a call does not find it: at the first use of its version, after a restart or a failover that
-lost it, and on each primary of a cluster that comes to have a pool. Redis replicates and stores libraries with the
-data. Both ways run the same source on the same records, so routers may use different ones.
+A call that does not find the library loads it. This happens at the first use of a library version, after a restart or
+failover that lost it, and on a cluster's primary that has no pool with this library yet. Redis replicates and persists
+libraries with the data. FCALL and EVALSHA run the same source on the same records, so routers may use either.
 
-A server without functions, and one whose user may not call or load them, gets EVALSHA until the router starts again.
+If the server has no functions, or the user may not call or load them, the router uses EVALSHA until it restarts.
 
-Routers of another version have another library. A router that loads one removes those that no call has used for
-`UNUSED_MS`; a library that is removed too early is loaded again by the next call.
+Routers of another version have another library. A router that loads its library removes the libraries that no call has
+used for `UNUSED_MS`. If a removed library is still needed, the next call of a router that uses it loads it again.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ScriptCalls:
 
 
 class _NoFunctionsError(Exception):
-    """The server has no functions for this user. Its cause is the server's reply."""
+    """Raised if the server has no functions or refuses them to this user. Its cause is the server's reply."""
 
 
 def _is_refused(error: ResponseError) -> bool:
@@ -112,13 +112,13 @@ def _is_refused(error: ResponseError) -> bool:
 
 
 def _has_no_code(error: ResponseError) -> bool:
-    """Whether the reply is a plain error, which redis-py returns without its ERR: the library itself is refused. Other
-    codes (READONLY, OOM, MISCONF, …) are states of the server."""
+    """Returns whether the reply has the error code ERR, which redis-py removes. Then the server refuses the library
+    itself. Other codes (READONLY, OOM, MISCONF, …) are states of the server."""
     return type(error) is ResponseError and not str(error).partition(" ")[0].isupper()
 
 
 async def run_source(redis: ScriptCaller, source: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-    """Runs a script that needs nothing but its keys and arguments."""
+    """Runs a script that needs only its keys and arguments, by EVALSHA or, if Redis does not know it, by EVAL."""
     try:
         return await redis.execute_command("EVALSHA", _sha(source), len(keys), *keys, *args)
     except NoScriptError:

@@ -1,10 +1,10 @@
 """The admission store: a pool's queues and its ledger of reservations in Redis, shared by all routers.
 
-The scripts (`scripts/*.lua`) decide, atomically. This module calls them, repeats a call that stopped at a bound
-(`scripts/shared/records.lua` says when) and delivers their results. It keeps no copy of the ledger.
+The scripts (`scripts/*.lua`) make all decisions, atomically. This module calls them and delivers their results. It
+repeats a call that stopped at a bound (`scripts/shared/records.lua` says when). It keeps no copy of the ledger.
 
-Every operation runs in its own shielded task: a gRPC handler may be cancelled at any moment, and the reply, which can
-hold other requests' placements, must neither be lost nor reach another caller.
+Every operation runs in its own shielded task. A gRPC handler may be cancelled at any moment, and a reply can contain
+placements of other requests. Such a reply must not be lost, and must not reach another caller.
 """
 
 from __future__ import annotations
@@ -84,15 +84,16 @@ MAX_ROUNDS = 64
 # A call with this many occupies Redis for about a millisecond.
 MAX_SETTLED_PER_CALL = 16
 
-# The mode of a cancel that removes a waiting request for another pool.
+# The mode of cancel.lua that takes a waiting request out of the queue, for another pool.
 TAKE_OUT = 2
 
-# Scripts that must not run late: by then the request may belong to another router, or be repeated. An argument says
-# until when the caller waits; in `submit` and `cancel` it precedes the requests.
-# `submit` and `adopt` may make the caller the owner of a request; `OWNED` has their outcomes in that case.
+# Scripts that must not run after their caller has stopped waiting: by then another router may own the request, or the
+# client may have repeated it. An argument says until when the caller waits. In `submit` and `cancel` it precedes the
+# requests.
 TIMELY = frozenset({"submit", "cancel", "adopt"})
+# The outcomes of `submit` and `adopt` that make the caller the owner of a request.
 OWNED = frozenset({"PLACED", "QUEUED", "ADOPTED"})
-# Scripts that do not belong to a request. Each has at most one call under way; all others take turns.
+# Scripts that no single request causes. Their calls take no turns: there is at most one call of each at a time.
 UNPROMPTED = frozenset({"settle", "report", "renew", "reap"})
 
 OwnEvent = Placement | Dropped
@@ -101,7 +102,7 @@ SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
 
 @dataclass(slots=True)
 class _Operation:
-    """One operation in progress: the mailboxes that it needed so far, and the events of its own requests."""
+    """One operation in progress: the mailboxes that its calls pass, and the events of its own requests."""
 
     mailboxes: set[str]
     own_ids: frozenset[str]
@@ -110,7 +111,7 @@ class _Operation:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a script that handles several requests is asked for one of them."""
+    """The arguments for one request of a script that handles several requests."""
 
     request_id: str
     args: Sequence[Argument]
@@ -122,10 +123,10 @@ _Answer = tuple[Reply, OwnEvent | None]
 class AdmissionStore:
     """One router's view of one pool.
 
-    `redis` comes from `connect`. `router_id` is new at every start of the router: its mailbox is read from the
-    beginning. `on_event` must not raise; it gets each event exactly once, possibly before the call that caused it
-    returns. The caller settles a `Placement` of a request that it no longer serves. `on_call` is called, in the
-    caller's context, after every call of a script. `turns` are shared by all users of `redis`.
+    `redis` comes from `connect`. `router_id` is new at every start of the router, because its mailbox is read from the
+    beginning. `on_event` must not raise. It gets each event exactly once, possibly before the call that caused the
+    event returns. The caller settles a `Placement` of a request that it no longer serves. `on_call` is called after
+    every call of a script, in the `contextvars` context of the caller. All users of `redis` share `turns`.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class AdmissionStore:
         self._hand_backs = self._batches("hand_back")
 
     async def run(self) -> None:
-        """Reads the mailbox, renews the lease and reaps, until cancelled. Continues after Redis was unavailable."""
+        """Reads the mailbox, renews the lease and reaps, until cancelled. Also continues while Redis is unavailable."""
         reader = connect_reader(self._redis, self._settings)
         mailbox = Mailbox(reader, self._keys.mailbox(self.router_id), self._settings)
         try:
@@ -180,13 +181,14 @@ class AdmissionStore:
     # Requests --------------------------------------------------------------------------------------------------
 
     async def submit(self, demand: Demand) -> SubmitOutcome:
-        """Enqueues a request, and places it at once if its turn has come. This router owns it.
+        """Enqueues a request, and places it at once if its turn has come. This router becomes its owner.
 
-        A known id with the same digest is a repeat: this router becomes the owner of the request in its current state.
-        An ended request is `Adopted` as such; if it was cancelled, or never placed, it starts again.
+        A submit with a known id and the same digest is a repeat. This router then becomes the owner of the request in
+        its current state. For an ended request the result is `Adopted` with `ended`; but a request that was cancelled
+        or never placed starts again.
 
-        Cancelling the call withdraws the request. After STORE_UNAVAILABLE the request may be in the queue all the same:
-        repeat the call, or settle the placement when it comes.
+        Cancelling the call withdraws the request. After STORE_UNAVAILABLE the request may be in the queue nevertheless.
+        The caller then repeats the call, or settles the placement when it arrives.
         """
         operation = self._start(self._submit(demand))
         try:
@@ -198,38 +200,38 @@ class AdmissionStore:
     async def check_rates(
         self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
     ) -> Refused | None:
-        """Returns why the tenant's rates refuse a request of so many tokens now, or None. Takes from the rates only if
-        `takes`. A submit that repeats the request of this id is not refused."""
+        """Returns why the tenant's rates refuse a request of `tokens` tokens now, or None. Consumes from the rates only
+        if `takes`. A repeat of the known request `request_id` is not refused."""
         args = rates_args(tenant, limits, tokens, request_id, takes)
         reply = await self._detached(self._operate("rates", *args))
         return parse_rates(reply)
 
     async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
-        """Ends placements and releases their reservations. Ignores stale ones. Returns how many it ended."""
+        """Ends placements and releases their reservations. Ignores stale placements. Returns how many it ended."""
         return await self._detached(self._settle(endings))
 
     async def cancel(self, request_id: str, *, is_own: bool = False) -> CancelOutcome:
-        """Ends a waiting request of any owner; asks the owner of a running one to cancel it.
+        """Ends a waiting request of any owner. Asks the owner of a placed request to cancel it.
 
-        The owner calls it, too, when its client disconnects: with `is_own` a request that another living router owns by
-        now, because the client went there, counts as unknown.
+        The owner calls this with `is_own` when its client disconnects. If another live router owns the request by then,
+        because the client reconnected there, the request counts as unknown.
         """
         reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, int(is_own)])))
         return parse_cancel(request_id, reply)
 
     async def take_out(self, request_id: str) -> CancelOutcome:
-        """Takes a request of this router out of the queue, for another pool. Only a WAITING one is taken; the pool does
-        not remember it."""
+        """Takes a WAITING request of this router out of the queue, for another pool. This pool then no longer knows the
+        request. A request in another state is not changed."""
         reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, TAKE_OUT])))
         return parse_cancel(request_id, reply)
 
     async def hand_back(
         self, request_id: str, attempt: int, max_attempts: int, **details: Unpack[HandBackDetails]
     ) -> Placement | Queued | Dropped | HandBackRefusal:
-        """Returns a failed placement; the request waits at its former position if attempts are left.
+        """Returns a failed placement to the ledger. If attempts are left, the request waits at its former position.
 
-        UNDECIDED: whether attempts are left depends on whether executors died, which is known within seconds; call
-        again.
+        UNDECIDED: whether attempts are left depends on whether executors died. This is known within seconds, so the
+        caller calls again.
         """
         args = hand_back_args(request_id, attempt, max_attempts, details)
         reply, event = await self._detached(self._hand_backs.ask(_Asked(request_id, args)))
@@ -240,22 +242,23 @@ class AdmissionStore:
     async def adopt(self, request_id: str) -> Adopted | LedgerState | None:
         """Makes this router the owner of a placed request, so that it can attach to its executor. None: unknown id.
 
-        A waiting or lost request is not changed: only a router with its prompt can continue it, by a submit. ENDED: it
-        has ended, and was never placed, or its executor is not known.
+        A WAITING or LOST request is not changed: only a router that has its prompt can continue it, by a submit. ENDED:
+        the request has ended, and it was never placed or its executor is not known.
         """
         reply = await self._detached(self._adopt(request_id))
         return parse_adopt(request_id, reply)
 
     async def absolve(self, request_id: str, attempt: int) -> None:
-        """Clears a suspect whose placement has produced a token: earlier losses no longer count."""
+        """Clears the suspicion of a request whose placement has produced a token. Its earlier losses no longer
+        count."""
         await self._detached(self._operate("absolve", request_id, attempt))
 
     async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
-        """Returns those of this router's waiting requests that the ledger does not have in its queue: submit them
-        again.
+        """Returns those of this router's waiting requests that the ledger does not have in its queue. The caller
+        submits them again.
 
-        `waiting` are at most 256, with the last attempt of each that the router knows of. `ANY_ATTEMPT` also names
-        those that were placed or lost meanwhile.
+        `waiting` has at most 256 requests, each with the last attempt that the router knows of. With `ANY_ATTEMPT` the
+        result includes a request that was placed or lost meanwhile.
         """
         reply = await self._detached(self._operate("verify", *verify_args(waiting)))
         return frozenset(reply.values[0])
@@ -268,7 +271,7 @@ class AdmissionStore:
     # Executors and leases --------------------------------------------------------------------------------------
 
     async def report(self, report: ExecutorReport) -> ReportOutcome:
-        """Relays an executor's report. Every router may do so, any number of times."""
+        """Relays an executor's report. Safe to repeat, from any router."""
         (outcome,) = await self.report_all([report])
         return outcome
 
@@ -279,11 +282,11 @@ class AdmissionStore:
         return parse_reports(reply)
 
     def listen(self, listener: PoolListener) -> None:
-        """Passes what the periodic calls tell of the pool to the listener."""
+        """Sets the listener for what the periodic calls report about the pool."""
         self._listener = listener
 
     async def renew(self) -> None:
-        """Renews this router's lease and learns the other living routers."""
+        """Renews this router's lease. Updates the list of other live routers and the pool's load."""
         reply = await self._detached(self._operate("renew"))
         peers = frozenset(reply.values[0]) - {self.router_id}
         has_changed, self._peers = peers != self._peers, peers
@@ -293,7 +296,8 @@ class AdmissionStore:
         self.load = PoolLoad(num_waiting, num_executors, num_with_room, len(peers) + 1)
 
     async def reap(self) -> None:
-        """Removes executors and routers whose lease has lapsed, a bounded number; the next call continues."""
+        """Removes executors and routers whose lease has lapsed. The number per call is bounded; the next call
+        continues."""
         await self._detached(self._reap())
 
     async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
@@ -324,7 +328,7 @@ class AdmissionStore:
             self._ownership.take(request_id, reply.now_ms)
 
     async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
-        """Undoes a submit whose caller was cancelled: nothing can have been sent to an executor."""
+        """Undoes a submit whose caller was cancelled. Nothing has been sent to an executor yet."""
         result = await submit
         placement = result if isinstance(result, Placement) else None
         if isinstance(result, Queued):
@@ -354,15 +358,18 @@ class AdmissionStore:
         await self._board(operation, reply)
 
     def _batches(self, name: str) -> Batches[_Asked, _Answer]:
-        """Returns the calls of a script that handles several requests."""
+        """Returns the batches of a script that handles several requests per call."""
         return Batches(partial(self._ask_all, name), partial(self._turns.turn, name), self._start)
 
     async def _ask_all(self, name: str, asked: Sequence[_Asked]) -> list[_Answer]:
-        """Calls a script for several requests until it is done with each, then boards until nothing more fits.
+        """Calls a script for several requests until it is done with each. Then continues boarding until nothing more
+        fits.
 
-        Delivers events as they come, except the placements and drops of these requests: they are part of the results.
+        Delivers events as they arrive. The placements and drops of these requests are returned with the replies
+        instead.
         """
-        # A submit rarely boards: it places other requests only if there is room for its own.
+        # A submit rarely boards other requests: it tries only if there is room for its own. So other routers' mailboxes
+        # are added to the call only when the script asks for them.
         mailboxes = set[str]() if name == "submit" else set(self._peers)
         operation = _Operation(mailboxes, frozenset(one.request_id for one in asked))
         outcomes: dict[int, Reply] = {}
@@ -379,7 +386,8 @@ class AdmissionStore:
         raise self._endless(name)
 
     async def _operate(self, name: str, *args: Argument) -> Reply:
-        """Calls a script, in its turn, until it is done, then boards until nothing more fits."""
+        """Calls a script until it is done, then continues boarding until nothing more fits. Takes a turn, unless the
+        script is `UNPROMPTED`."""
         if name in UNPROMPTED:
             return await self._operate_now(name, *args)
         async with self._turns.turn(name):
@@ -400,14 +408,15 @@ class AdmissionStore:
         return endless
 
     def _waits_until(self, name: str) -> tuple[Argument, ...]:
-        """Returns an argument of scripts that must not run late: a time of Redis' clock."""
+        """Returns the argument of `TIMELY` scripts that says until when the caller waits, on the ledger's clock. The
+        argument is '' before the first reply. Returns no argument for other scripts."""
         if name not in TIMELY:
             return ()
         until_ms = self._clock.in_ms(self._settings.call_timeout_ms)
         return ("" if until_ms is None else until_ms,)
 
     async def _board(self, operation: _Operation, reply: Reply) -> None:
-        """Continues boarding where a script stopped. The next call of any router continues what is left."""
+        """Continues boarding where a script stopped. If this fails, the next call of any router continues."""
         try:
             for _ in range(MAX_ROUNDS):
                 if reply.is_complete:
@@ -425,7 +434,7 @@ class AdmissionStore:
             succeeded = True
         except RequestError as error:
             if not isinstance(error, NotSent):
-                self._missed_reply = True  # with placements, it may be, or the word that the lease has lapsed
+                self._missed_reply = True  # the reply may have had placements, or said that the lease has lapsed
             self._turns.missed()
             self._outage.failed(error.cause)
             raise

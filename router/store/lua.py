@@ -358,7 +358,7 @@ class Script:
         return f"inflight_{self.name}_{self.library.digest}"
 
     async def run(self, redis: ScriptCaller, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs the script by EVALSHA. Sends its source only if Redis does not know it (first use, restart, failover)."""
+        """Runs the script by EVALSHA. Sends the source if Redis does not know it (first use, restart, failover)."""
         try:
             return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:

@@ -22,8 +22,8 @@ class StoreSettings:
     preempt_for_priority: bool = False
     """Whether running requests of a lower class are preempted for a waiting request that does not fit."""
     tolerated_ttft_ms: int = 2_000
-    """A request keeps waiting for the executor that holds its prefix while the prompts ahead of it there take at most
-    this long."""
+    """A request prefers the executor that holds its prefix while the prompts ahead of it there take at most this long
+    to compute."""
     remember_ended_ms: int = 75_000
     """How long the id of an ended request is remembered: longer than any report is in transit, and 15 s longer than its
     output can be resumed."""

@@ -1,7 +1,7 @@
 """Arguments, results and events of the store, and snapshots of a pool. Plain data.
 
-A *placement* is one attempt of a request on one executor; `attempt` fences it, `generation` names the start of the
-executor. Results answer a call, events come by themselves; both use the same types.
+A *placement* is one attempt of a request on one executor. `attempt` fences it. `generation` identifies the start of the
+executor. A result answers a call. An event arrives without a call. Some types are used for both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.errors import Reason
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStanding:
-    """An executor's state in the ledger. `live`: it reported within the last 2 s."""
+    """An executor's state in the ledger. `live`: its last report is at most 2 s old."""
 
     executor_id: str
     generation: int
@@ -30,7 +30,7 @@ class ExecutorStanding:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """The load of a pool: waiting requests, executors, those with an open seat, and live routers."""
+    """The load of a pool: waiting requests, executors, executors with an open seat, and live routers."""
 
     num_waiting: int
     num_executors: int
@@ -59,7 +59,7 @@ class TenantQueue:
 
 @dataclass(frozen=True, slots=True)
 class EstimateAccuracy:
-    """The quality of wait estimates: the mean relative error, and the correction factor of raw estimates."""
+    """The quality of wait estimates: their mean relative error, and the factor that corrects raw estimates."""
 
     num_estimates: int
     mean_error: float
@@ -68,8 +68,11 @@ class EstimateAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The pool at one moment: executors by id, waiting requests by class (first class first), and, if asked for, by
-    class and tenant, in this order."""
+    """The state of a pool at one moment.
+
+    `executors` are ordered by id, `queues` by class, the first class first. `tenant_queues`, if requested, are ordered
+    by class and tenant.
+    """
 
     executors: tuple[ExecutorStanding, ...]
     queues: tuple[ClassQueue, ...]
@@ -88,7 +91,7 @@ class LedgerState(Enum):
     WAITING = "WAITING"
     PLACED = "PLACED"
     LOST = "LOST"
-    """Taken back from its executor; its owner hands it back or settles it."""
+    """Taken back from its executor. Its owner must hand it back or settle it."""
     ENDED = "ENDED"
 
 
@@ -97,10 +100,10 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """A tenant's limits in a pool; None is no limit. Rates count tokens of prompt and output.
+    """A tenant's limits in a pool; None is no limit. Token rates count tokens of prompt and output.
 
-    Of two tenants with waiting requests, the one with twice the `weight` is served twice the tokens. A burst may come
-    at once after a pause; one request of any size always fits a full burst.
+    Tenants with waiting requests are served tokens in proportion to their `weight`. The bursts may arrive at once after
+    a pause. One request of any size always fits into a full burst.
     """
 
     weight: float = 1.0
@@ -115,7 +118,7 @@ class TenantLimits:
 
     @property
     def has_rates(self) -> bool:
-        """Whether the ledger keeps rates of the tenant."""
+        """Whether the tenant has a rate limit."""
         return self.requests_per_s is not None or self.tokens_per_s is not None
 
 
@@ -124,20 +127,25 @@ NO_LIMITS = TenantLimits()
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The demand of a request on the pool. `priority_class` 1 goes first, 3 last.
+    """The demand of a request on the pool.
 
-    `blocks` hold prompt and `max_tokens`; an executor that reserves a quantile reserves fewer, of `block_size` tokens
-    each. With `reservation_tokens` a placement reserves no more output than this beyond the output so far, on executors
-    that end it there; `placement_blocks` are those of the next placement then. `digest` is the hash of the whole
-    request: a submit with the same id and digest is a repeat, from any router; empty: only its owner can repeat it.
-    `is_served`: the submit comes not from a client but from the router that already serves the request; it takes over
-    nothing from another living router and starts no cancelled request again: that is a `Duplicate`. `deadline_ms`
-    counts from the submit, for the first token; after it the request is dropped, not placed. `last_attempt` and
-    `output_tokens` are the last that its owner knows, for a pool that has lost the request. `num_bytes` is the router
-    memory that its prompt takes while it waits. `prefix_hashes` name prefixes of the prompt of increasing length, as
-    `router.request.ids` chooses them. `num_choices` are the choices that this submit admits: the first choice of a
-    request admits all of them, and the others, with 0, are within all bounds and rates then. `adapter` is the content
-    hash of its adapter; empty: the base model.
+    - `priority_class`: 1 is served first, 3 last.
+    - `blocks` hold the prompt and `max_tokens` tokens, `block_size` tokens each. An executor that reserves a quantile
+      of the output length reserves fewer.
+    - `deadline_ms` is the time from the submit until which the request must be placed, for its first token. After it
+      the request is dropped.
+    - `last_attempt` and `output_tokens` are the last values that the owner knows, for a pool that has lost the request.
+    - `reservation_tokens` limits the output that one placement reserves beyond the output so far, on executors that end
+      a placement at its reservation. `placement_blocks` are then the blocks of the next placement.
+    - `num_bytes` is the router memory that the prompt takes while the request waits.
+    - `prefix_hashes` identify prefixes of the prompt, of increasing length, chosen by `router.request.ids`.
+    - `digest` is the hash of the whole request. A submit with the same id and digest, from any router, is a repeat. If
+      the digest is empty, only the owner can repeat the request.
+    - `is_served`: the submit comes from the router that already serves the request, not from a client. It neither takes
+      a request over from another live router nor restarts a cancelled request: the result is then a `Duplicate`.
+    - `num_choices` is the number of choices that this submit admits. The first choice of a request admits all of them.
+      The others are submitted with 0, and neither bounds nor rates refuse them.
+    - `adapter` is the content hash of the request's adapter; empty: the base model.
     """
 
     request_id: str
@@ -162,7 +170,7 @@ class Demand:
     adapter: str = ""
 
     def blocks_after(self, num_output_tokens: int) -> int:
-        """Returns the blocks of a placement that begins with so much output."""
+        """Returns the blocks of a placement that begins after `num_output_tokens` tokens of output."""
         if self.reservation_tokens is None:
             return self.blocks
         num_tokens = self.prompt_tokens + min(self.max_tokens, num_output_tokens + self.reservation_tokens)
@@ -171,7 +179,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One placement of a request, by number."""
+    """One placement of a request, identified by the number of its attempt."""
 
     request_id: str
     attempt: int
@@ -179,11 +187,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a placement and its usage: prompt tokens that were computed, not cached, and output tokens.
+    """The end of a placement and its usage, to which rates and fair shares are settled.
 
-    Rates and fair shares are settled to that; None if unknown. `by_itself`: it produced its end token or all of its
-    `max_tokens`, so that its length is a sample for estimates. `cancelled`: by its client, or because the client left;
-    a repeated submit starts it again.
+    `computed_tokens` are the prompt tokens that were computed, not cached; None: unknown. `output_tokens` None:
+    unknown. `by_itself`: the output ended with a stop or reached `max_tokens`, so its length is a sample for estimates.
+    `cancelled`: the client cancelled the request or left. A repeated submit then starts it again.
     """
 
     request_id: str
@@ -196,7 +204,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """A sequence that an executor reports to hold. `adapter` is the hash of its adapter; empty: none, or not known."""
+    """A sequence that an executor reports to hold. `adapter` is the hash of its adapter; empty: none or unknown."""
 
     request_id: str
     attempt: int
@@ -214,13 +222,12 @@ class ServedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorReport:
-    """An executor's report, as far as the ledger is concerned. `accepting` is false while it drains.
+    """The part of an executor's report that the ledger uses. `accepting` is false while the executor drains.
 
-    `reserve_quantile` below 1 reserves that quantile of the output length instead of `max_tokens`.
+    With a `reserve_quantile` below 1, a placement reserves that quantile of the output length instead of `max_tokens`.
     `ends_at_reservation`: a placement that has used its reservation ends as preempted, so it may reserve less than
-    `max_tokens`.
-    `seats` are those of `budget_sequences` that can compute at once; None: all of them. Of the `adapters`,
-    `num_adapter_slots` can be resident at once.
+    `max_tokens`. `seats` is how many of the `budget_sequences` can compute at once; None: all of them.
+    `num_adapter_slots` of the `adapters` can be resident at once.
     """
 
     executor_id: str
@@ -237,7 +244,7 @@ class ExecutorReport:
     seats: int | None = None
     ends_at_reservation: bool = False
     age_ms: int = 0
-    """How long ago it came to the router that relays it."""
+    """How long ago the report arrived at the router that relays it."""
     num_adapter_slots: int = 0
     adapters: tuple[ServedAdapter, ...] = ()
 
@@ -247,11 +254,12 @@ class ExecutorReport:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The request has blocks and a sequence reserved on the executor; its owner submits it there.
+    """The request has blocks and a sequence reserved on the executor. Its owner submits it there.
 
-    `blocks` are those reserved. `suspect`: an executor was lost while it ran this request, before the first token; the
-    owner calls `absolve` at the first token. `adapter` is the hash of the adapter that is pinned there: that of the
-    request's admission, whichever router repeats it. None of the three takes part in comparing placements.
+    `blocks` is the number of reserved blocks. `suspect`: an executor was lost while it ran this request, before the
+    first token. The owner calls `absolve` at the first token. `adapter` is the hash of the adapter that is pinned on
+    the executor. It is chosen when the request is admitted, and a repeat does not change it. Comparisons of placements
+    ignore these three fields.
     """
 
     request_id: str
@@ -265,10 +273,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits, with about so many ahead of it: exact within its tenant, estimated for other tenants.
-
-    `estimated_wait_ms` is None if nothing was measured yet.
-    """
+    """The request waits. `position` is the number of requests ahead of it: exact for its own tenant, estimated for
+    other tenants. `estimated_wait_ms` is None if nothing was measured yet."""
 
     position: int
     estimated_wait_ms: int | None = None
@@ -278,7 +284,7 @@ class Queued:
 class Refused:
     """The request was refused: QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE, NEVER_FITS or NO_EXECUTOR.
 
-    `limit` names the limit that is reached (`max_queue_tokens`, `tenant max_queue_requests`, …); a retry makes sense
+    `limit` names the limit that was reached (`max_queue_tokens`, `tenant max_queue_requests`, …). A retry may succeed
     after `retry_after_ms`.
     """
 
@@ -305,8 +311,9 @@ class WaitReason(Enum):
 class PrefixHolder:
     """The executor that last got a waiting request's longest known prefix.
 
-    The request stays with it while the prompts in front of it there take at most `tolerated_ms`, which is no more than
-    the prefix saves, less a price if this executor is fuller than the roomiest one; now they take `prefill_ms`.
+    The request prefers this executor while the prompts ahead of it there take at most `tolerated_ms` to compute. They
+    take `prefill_ms` now. `tolerated_ms` is at most the time that the prefix saves. It is smaller if this executor has
+    less room than the executor with the most room.
     """
 
     executor_id: str
@@ -316,9 +323,10 @@ class PrefixHolder:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The state of a request. Fields about waiting are set while it is WAITING, `executor_id` while it is PLACED.
+    """The state of a request. The fields about waiting are set while it is WAITING, `executor_id` while it is PLACED.
 
-    `available_blocks` is the most that any executor has available now.
+    `available_blocks` is the highest number of blocks that any executor has available now. `times_passed` is how often
+    other requests have bypassed it.
     """
 
     state: LedgerState
@@ -337,16 +345,17 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """Another request has the id, or had it recently."""
+    """The id is in use or was used recently, and the submit is not a repeat that this router may serve."""
 
     state: LedgerState
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The request has this placement, `ended` or not, and the caller owns it from now on.
+    """The request has this placement, and the caller owns it from now on. `ended`: the placement has ended.
 
-    The caller attaches to it. If the executor does not hold it, it was not submitted yet: submit the same attempt.
+    The caller attaches to the placement. If the executor does not hold it, it was not submitted yet, and the caller
+    submits the same attempt.
     """
 
     placement: Placement
@@ -364,7 +373,7 @@ class DropReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The request left the queue for good. `adapter` is the hash of its adapter."""
+    """The request left the queue and is not placed. `adapter` is the hash of its adapter."""
 
     request_id: str
     reason: DropReason
@@ -372,42 +381,43 @@ class Dropped:
 
 
 class HandBackDetails(TypedDict, total=False):
-    """Why a placement is handed back, and what it did. Without a reason its executor was lost."""
+    """Why a placement is handed back, and what it has produced. Without a reason, its executor was lost."""
 
     rejected: bool
-    """The executor did not accept it: the attempt does not count, and the executor gets nothing new before its next
+    """The executor did not accept it. The attempt does not count. The executor gets no new placement before its next
     report."""
     preempted: bool
-    """The request gave up its seat: the attempt does not count, and the executor keeps getting work."""
+    """The request gave up its seat. The attempt does not count. The executor continues to get placements."""
     stood_still: bool
-    """The executor reports a stalled engine: the attempt counts although the executor lives."""
+    """The executor reports a stalled engine. The attempt counts although the executor is alive."""
     output_tokens: int
-    """Tokens so far, 0 if left out. With any, the request waits without its first-token deadline, which was met."""
+    """Output tokens so far; 0 if omitted. If there are any, the first-token deadline was met and no longer applies."""
     progressed: bool
-    """This placement produced tokens, so the request did not cause the loss: the count of losses starts again."""
+    """This placement produced tokens, so the request did not cause the loss. The count of losses starts again."""
     placement_blocks: int | None
     """Blocks of the next placement; None: as many as before."""
 
 
 class HandBackRefusal(Enum):
-    """Why a request that was handed back is not in the queue again."""
+    """Why a request that was handed back did not return to the queue."""
 
     EXHAUSTED = "EXHAUSTED"
-    """Its attempts are used up; the ledger has removed it."""
+    """Its attempts are used up. The ledger has removed it."""
     UNDECIDED = "UNDECIDED"
-    """Its attempts are used up if the lost executors died, which is not known yet: hand it back again soon."""
+    """Its attempts are used up if the lost executors died. This is not known yet, so the caller hands it back again
+    soon."""
     STALE = "STALE"
-    """It ended, has a newer attempt, or another router has adopted it; nothing was changed."""
+    """It ended, has a newer attempt, or another router has adopted it. Nothing was changed."""
     UNKNOWN = "UNKNOWN"
-    """The ledger has lost it: submit it again with its `last_attempt`."""
+    """The ledger has lost it. The caller submits it again with its `last_attempt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelOutcome:
-    """The result of a cancel. `state` None: the id is unknown.
+    """The result of a cancel. `state` is the state before it; None: the id is unknown.
 
-    WAITING and LOST requests are removed by it. For a PLACED one `owner_notified` is true if its owner, another router,
-    was asked to cancel it; otherwise the caller cancels `placement` on the executor.
+    A cancel removes a WAITING or LOST request. For a PLACED request, `owner_notified` is true if another live router
+    owns it and was asked to cancel it. Otherwise the caller cancels `placement` on the executor.
     """
 
     state: LedgerState | None
@@ -418,7 +428,8 @@ class CancelOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ReportOutcome:
-    """The result of a report: whether it was new, and what the executor holds that the caller must cancel there."""
+    """The result of a report. `taken`: the report was new. `superseded` are sequences that the executor holds and that
+    the caller must cancel there."""
 
     taken: bool
     superseded: tuple[Attempt, ...] = ()
@@ -426,7 +437,8 @@ class ReportOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The placement is lost: the executor is dead, restarted, or does not hold it. Hand it back or settle it."""
+    """The placement is lost: the executor is dead, has restarted, or does not hold it. The owner hands it back or
+    settles it."""
 
     request_id: str
     attempt: int
@@ -436,7 +448,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
-    """Another router was asked to cancel this placement."""
+    """A client asked another router to cancel this placement. The owner cancels it on the executor."""
 
     request_id: str
     attempt: int
@@ -444,7 +456,7 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True)
 class PreemptRequested:
-    """The placement is preempted by a higher class: end it on its executor and hand it back as preempted."""
+    """A higher class preempts the placement. The owner ends it on its executor and hands it back as preempted."""
 
     request_id: str
     attempt: int
@@ -454,7 +466,7 @@ class PreemptRequested:
 class Cancelled:
     """Another router cancelled the request, which had no executor.
 
-    `at_ms` is when, by Redis' clock; None from a router of an earlier version.
+    `at_ms` is the time of the cancel on the ledger's clock; None from a router of an earlier version.
     """
 
     request_id: str
@@ -463,9 +475,9 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """Another router has adopted the request: its stream here ends, and this router no longer owns it.
+    """Another router has adopted the request. This router no longer owns it, and its stream here ends.
 
-    `at_ms` is when, by Redis' clock.
+    `at_ms` is the time of the adoption on the ledger's clock.
     """
 
     request_id: str
@@ -473,28 +485,28 @@ class TakenOver:
 
 
 ANY_ATTEMPT = 1 << 52
-"""More than any number of an attempt."""
+"""Greater than the number of any attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLapsed:
-    """The pool may have lost this router's waiting requests: ask it which, and submit those again.
+    """The pool may have lost this router's waiting requests. The router asks which ones, and submits those again.
 
-    Also sent after a lost reply, which may have held this event or a placement: then it is not certain, and a submit
-    returns that placement.
+    Also sent after a lost reply, with `is_certain` false: the reply may have contained this event or a placement. A
+    submit of the request returns that placement.
     """
 
     is_certain: bool = field(default=True, compare=False)
 
 
 class PoolListener(Protocol):
-    """Receives what a router's periodic calls tell of the pool besides events of its requests."""
+    """Receives what a router's periodic calls report about the pool, besides events of its requests."""
 
     def on_routers(self, peers: frozenset[str]) -> None:
-        """The other live routers have changed."""
+        """Called when the set of other live routers has changed."""
 
     def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
-        """The ledger has had no report of the executor for so long."""
+        """Called while the ledger has had no report of the executor, for `silent_s` seconds so far."""
 
 
 StoreEvent = Placement | Lost | CancelRequested | PreemptRequested | Cancelled | Dropped | TakenOver | LeaseLapsed
@@ -502,7 +514,7 @@ StoreEvent = Placement | Lost | CancelRequested | PreemptRequested | Cancelled |
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """A call of a script that is over; `ended` is on `time.monotonic`'s clock, `command` what it was sent as."""
+    """A finished call of a script. `ended` is a time of `time.monotonic`. `command` is FCALL or EVALSHA."""
 
     script: str
     ended: float

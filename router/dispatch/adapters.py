@@ -1,7 +1,7 @@
-"""The LoRA adapters of a model: the names that clients use, and the content that each stands for now.
+"""The LoRA adapters of a model: the names that clients use, and the content that each name currently means.
 
-Executors report the name and the content hash of each adapter that they can serve. While adapters are rolled out they
-may report different contents for one name. A request gets one of them at its admission and keeps it.
+Executors report the name and the content hash of each adapter that they can serve. During a rollout, executors may
+report different contents for one name. A request gets one of these contents when it is admitted, and keeps it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MAX_LISTED_NAMES = 32
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The content that new requests for a name get. `num_executors` serve it, `num_resident` of them have it in a
-    slot."""
+    """The content that new requests for a name get. `num_executors` executors serve it. `num_resident` of them have it
+    in a slot."""
 
     name: str
     hash: str
@@ -28,10 +28,11 @@ class Adapter:
 
 
 def adapters_of(reports: Iterable[executor_pb2.Report]) -> dict[str, Adapter]:
-    """Returns the adapters by name, in order of name.
+    """Returns the adapters by name, ordered by name.
 
-    Of several contents it is the one that most executors serve, those that drain left out unless all do. Ties go to
-    the larger hash, so that every router with the same reports makes the same choice.
+    If a name has several contents, the one that most executors serve without draining is chosen. Ties are decided by
+    the number of all executors that serve the content, then by the larger hash, so that routers with the same reports
+    make the same choice.
     """
     found: dict[str, dict[str, list[tuple[bool, executor_pb2.AdapterStatus]]]] = {}
     for report in reports:

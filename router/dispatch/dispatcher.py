@@ -1,11 +1,11 @@
-"""The dispatcher of one model, which connects its requests with the service, the executors and the ledger.
+"""The dispatcher of one model. It connects requests with the service, the executors and the ledger.
 
-`LiveRequests` decides about requests. The dispatcher passes it events and executes the effects that it returns: calls
-of the ledger, messages on links, notices for readers. It owns the calls that are under way, the links that are up and
-the requests that ended recently. The `LedgerWriter` writes ends and reports, the `QueueWatch` reports places in the
-queue, and the `WaitingAudit` finds waiting requests that the ledger has lost.
+`LiveRequests` makes the decisions about requests. The dispatcher passes events to it and executes the effects that it
+returns: calls of the ledger, messages on links, notices for readers. The dispatcher owns the calls in progress, the
+links that are up and the requests that ended recently. The `LedgerWriter` writes ends and reports, the `QueueWatch`
+reports positions in the queue, and the `WaitingAudit` finds waiting requests that the ledger has lost.
 
-While Redis is away, running streams continue; ends and hand-backs wait until it is back.
+While Redis is unavailable, running streams continue. Ends and hand-backs wait until it is available again.
 """
 
 from __future__ import annotations
@@ -104,20 +104,20 @@ from router.subpools.store import SubPoolStore
 
 Outcome = TypeVar("Outcome")
 
-# As many as fit into the calls that are under way at a time (`router.store.batches`). A new request that has no turn
-# after `SUBMIT_TURN_S` is refused: its client can ask another router, or ask later.
+# The number of requests that fit into the concurrent calls of submit.lua (`router.store.batches`). A new request that
+# gets no turn within `SUBMIT_TURN_S` is refused. Its client can try another router, or try again later.
 MAX_CONCURRENT_SUBMITS = 32
 SUBMIT_TURN_S = 2.0
 
 
 class SubmitTurns:
-    """Turns of the requests of one pool to be submitted; a bound on concurrent submits."""
+    """Turns of one pool's new requests. They bound the number of concurrent submits."""
 
     def __init__(self) -> None:
         self._turns = asyncio.Semaphore(MAX_CONCURRENT_SUBMITS)
 
     async def take(self, submit: Callable[[], Awaitable[Outcome]]) -> Outcome | RequestError:
-        """Submits when it is its turn. Returns a refusal if that takes too long."""
+        """Waits for a turn and calls `submit`. Returns an error if there is no turn within `SUBMIT_TURN_S`."""
         try:
             async with asyncio.timeout(SUBMIT_TURN_S):
                 await self._turns.acquire()
@@ -135,14 +135,17 @@ MAX_BYTES = 64 * 1024 * 1024
 
 
 class EndedStreams:
-    """The ended requests of one pool, kept for a while so that clients can read them again. Bounded by count and bytes;
-    the oldest are dropped first, and executors keep them too. All times are seconds of one monotonic clock."""
+    """The ended requests of one pool, kept for a while so that clients can read them again.
+
+    Count and bytes are bounded, and the oldest requests are dropped first. Executors also keep the output of ended
+    requests. All times are seconds of one monotonic clock.
+    """
 
     def __init__(self, keep_s: float, max_streams: int = MAX_STREAMS, max_bytes: int = MAX_BYTES) -> None:
         self._keep_s = keep_s
         self._max_streams = max_streams
         self._max_bytes = max_bytes
-        # With the time to drop each and its bytes, in the order in which they ended.
+        # By id: the stream, the time to drop it and its bytes, in the order in which the requests ended.
         self._kept: OrderedDict[str, tuple[RequestStream, float, int]] = OrderedDict()
         self._num_bytes = 0
 
@@ -150,7 +153,7 @@ class EndedStreams:
         return len(self._kept)
 
     def keep(self, stream: RequestStream, now: float) -> None:
-        """Keeps a request that has ended. It replaces an older one of the same id."""
+        """Keeps a request that has ended. It replaces an older request with the same id."""
         self._drop(stream.request_id)
         reading = stream.reading
         asked_s = None if reading is None else reading.kept_s
@@ -162,7 +165,7 @@ class EndedStreams:
             self._drop(next(iter(self._kept)))
 
     def find(self, ledger_id: str, now: float) -> RequestStream | None:
-        """Returns the request of this id if it is still kept."""
+        """Returns the request with this id if it is still kept."""
         stream, until, _ = self._kept.get(ledger_id, (None, now, 0))
         if stream is not None and until <= now:
             self._drop(ledger_id)
@@ -182,20 +185,20 @@ log = logging.getLogger(__name__)
 
 QUEUE_EVENT_INTERVAL_S = 1.0
 KEEP_ENDED_S = 60.0
-# Seconds for which an adopted request waits for its reader: longer than another choice of the request can take to be
-# adopted, for a reader waits for all choices.
+# Time for which an adopted request waits for its reader. A reader waits until all choices are adopted, so this time is
+# longer than the adoption of another choice can take.
 UNCLAIMED_S = 10.0
-# Seconds that a client that comes back waits for the end of its request, which is being cancelled.
+# Time for which a reconnecting client waits for the end of its request while the request is being cancelled.
 CANCEL_WAIT_S = 5.0
 # A router that has just started links its executors within a second.
 LINK_WAIT_S = 3.0
 # An executor answers between two steps, unless it hangs.
 ANSWER_WAIT_S = 5.0
 
-# Errors that are final, so a client that comes back gets them again.
+# Final errors. A reconnecting client gets them again.
 LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
-# Names of the reasons in metrics and traces.
+# Names of requeue reasons in metrics and traces.
 REQUEUE_REASON_NAMES = {
     RequeueReason.LOST: "executor_lost",
     RequeueReason.REJECTED: "rejected",
@@ -276,18 +279,18 @@ class Dispatcher:
             self._has_stopped = True
 
     async def close(self) -> None:
-        """Settles what has ended, as far as possible now."""
+        """Settles the placements that have ended, if the ledger answers now."""
         await self._ledger.settle_now()
         await self._store.aclose()
 
     # Calls of the service.
 
     async def submit(self, stream: RequestStream) -> Admitted:
-        """Admits a request: it is then placed or waits, or continues where it ran. Raises `RequestError` if it is
-        refused.
+        """Admits a request. It is then placed, waits, or continues on the executor where it ran. Raises `RequestError`
+        if it is refused.
 
-        The ledger's call outlives a cancelled caller: its reply must not reach the next caller, and a request that was
-        admitted after all must be withdrawn.
+        The call of the ledger continues if the caller is cancelled. Its reply must not reach another caller, and a
+        request that was admitted nevertheless must be withdrawn.
         """
         effects = self._requests.submit(stream.life)
         answered: asyncio.Future[Admitted | RequestError] = asyncio.get_running_loop().create_future()
@@ -305,7 +308,7 @@ class Dispatcher:
     async def check_rates(
         self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
     ) -> Refused | None:
-        """Raises `RequestError` if the ledger does not answer. Arguments as in `AdmissionStore.check_rates`."""
+        """Calls `AdmissionStore.check_rates`. Raises `RequestError` if the ledger does not answer."""
         return await self._store.check_rates(tenant, limits, tokens, request_id, takes=takes)
 
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
@@ -323,9 +326,11 @@ class Dispatcher:
         return known
 
     async def find(self, ledger_id: str) -> RequestStream | None:
-        """Returns a request that is served or kept here, for a client that comes back to it. One that ended here
-        because its client was gone may continue at another router; the ledger knows. Raises `RequestError` if its
-        cancellation takes too long."""
+        """Returns a request that is served or kept here, for a client that reconnects.
+
+        Returns None for a request that ended here because its client left. It may continue on another router, which
+        the ledger knows. Raises `RequestError` if the request is being cancelled and this takes too long.
+        """
         served = await self._find_wanted(ledger_id)
         if served is not None:
             return served
@@ -333,8 +338,8 @@ class Dispatcher:
         return None if kept is not None and kept.life.was_cancelled and not kept.life.is_cancelled else kept
 
     async def _find_wanted(self, ledger_id: str) -> RequestStream | None:
-        """Returns a request that is served here. Waits for the end of one that is being cancelled because its client is
-        gone: no other client may read that end."""
+        """Returns a request that is served here. If it is being cancelled because its client left, waits until it has
+        ended, so that no other client reads that end."""
         known = self.stream_of(ledger_id)
         if known is None or not _is_being_cancelled(known):
             return known
@@ -347,9 +352,10 @@ class Dispatcher:
         return known
 
     async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream:
-        """Continues a request that another router began. Raises `RequestError` if that is impossible.
+        """Continues a request that another router started. Raises `RequestError` if this is impossible.
 
-        Outlives a cancelled caller: an adopted request belongs to this router, with or without a reader.
+        The takeover continues if the caller is cancelled, because this router owns an adopted request even without a
+        reader.
         """
         resuming = self._resuming.get(ledger_id)
         if resuming is None:
@@ -363,13 +369,13 @@ class Dispatcher:
         outcome = await self._adopt(ledger_id, open_attached)
         del self._resuming[ledger_id]
         if isinstance(outcome, RequestStream):
-            # If it has no reader by then, its client is gone.
+            # If it has no reader by then, its client has left.
             asyncio.get_running_loop().call_later(UNCLAIMED_S, self.leave, outcome, 0)
         return outcome
 
     def leave(self, stream: RequestStream, reader: int, grace_s: float = 0.0) -> None:
-        """Handles the loss of a reader: the request ends, or continues for as long as its client asked or for `grace_s`
-        seconds, whichever is longer. No effect if another call reads it."""
+        """Handles the loss of a reader. The request ends, or continues for as long as its client requested or for
+        `grace_s` seconds, whichever is longer. No effect if another call reads the request."""
         if reader != stream.reader:
             return
         self._queue_watch.unwatch(stream)
@@ -393,12 +399,13 @@ class Dispatcher:
             self.release(stream)
 
     def release(self, stream: RequestStream) -> None:
-        """Ends the request wherever it is, because its client is gone. Safe to repeat, also after its end."""
+        """Ends the request in any state, because its client has left. Safe to repeat, also after its end."""
         self._queue_watch.unwatch(stream)
         self._execute(self._requests.release(stream.life))
 
     def drain_waiting(self) -> None:
-        """Ends what waits, because this router drains. A request that can be repeated keeps its place in the queue."""
+        """Ends the waiting requests, because this router drains. A request that can be repeated keeps its position in
+        the queue."""
         self._execute(self._requests.drain_waiting(draining("the router is draining")))
 
     async def wait_until_empty(self) -> None:
@@ -407,16 +414,16 @@ class Dispatcher:
             await stream_of(next(iter(self._requests.served.values()))).forgotten.wait()
 
     def leave_running(self) -> None:
-        """Leaves all requests to the routers where their clients resume them."""
+        """Stops serving all requests. Their clients resume them on other routers."""
         error = draining("the router has drained; resume on another", is_resumable=True)
         self._execute(self._requests.leave_all(error))
 
     def watch_queue(self, stream: RequestStream, told: Queued) -> None:
-        """Reports the place of a waiting request to its client whenever it differs from `told`."""
+        """Reports the position of a waiting request to its client when it changes. The client already knows `told`."""
         self._queue_watch.watch(stream, told)
 
     async def cancel(self, request_id: str) -> LedgerState | None:
-        """Ends a request of any router. Returns where it was; None if there is no such request."""
+        """Ends a request of any router. Returns its state before; None if there is no such request."""
         outcome = await self._store.cancel(request_id)
         if outcome.state is None:
             return None
@@ -445,21 +452,21 @@ class Dispatcher:
     # Callbacks of links.
 
     def on_linked(self, link: ExecutorLink) -> None:
-        """Registers an executor that can be used."""
+        """Registers the link to an executor that can be used."""
         self._links[link.executor_id] = link
         self._linked.set()
         self._linked = asyncio.Event()
 
     def on_request(self, stream: RequestStream, event: LinkEvent) -> None:
-        """Passes on an event of a placement that went over a link."""
+        """Applies an event of a placement that was sent over a link."""
         self._apply(stream.life, event)
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
-        """Passes on a report of an executor. Only the newest report counts."""
+        """Queues a report of an executor for the ledger. Only the newest report counts."""
         self._ledger.report(ledger_report(link, report))
 
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
-        """Returns the requests of a lost executor to the queue, with their output so far."""
+        """Hands the requests of a lost executor back to the queue, with their output so far."""
         if self._links.get(link.executor_id) is link:
             del self._links[link.executor_id]
             self._ledger.forget(link.executor_id)
@@ -501,7 +508,7 @@ class Dispatcher:
         return self._is_served(stream) and stream.life.is_in_queue
 
     def resubmit_forgotten(self, stream: RequestStream) -> None:
-        """Submits a request again that the ledger does not have in its queue, although it waits here."""
+        """Submits a request again that waits here but is not in the ledger's queue."""
         self._apply(stream.life, Forgotten())
 
     # Execution of effects.
@@ -535,16 +542,16 @@ class Dispatcher:
         }
 
     def _start_submit(self, effect: SubmitToLedger) -> None:
-        if not effect.is_served:  # else the queue of resubmissions waits for the answer
+        if not effect.is_served:  # a served request is submitted by `_resubmissions`
             self._tasks.create_task(self._submit_first(effect.life))
 
     def _answer(self, effect: Answer) -> None:
         answered = self._submitting.pop(effect.life)
-        if not answered.done():  # its caller may be gone
+        if not answered.done():  # the caller may have been cancelled
             answered.set_result(effect.outcome)
 
     def _schedule_resubmit(self, effect: ScheduleResubmit) -> None:
-        if not effect.is_retry:  # else it stays in its queue
+        if not effect.is_retry:  # a retry stays in the queue
             self._resubmissions.add(effect.life)
 
     def _schedule_withdraw(self, effect: ScheduleWithdraw) -> None:
@@ -588,7 +595,7 @@ class Dispatcher:
 
     async def _submit_first(self, life: Lifecycle) -> None:
         async def submit_unless_abandoned() -> SubmitOutcome:
-            if life.is_abandoned:  # while it waited for its turn: the answer would not be read
+            if life.is_abandoned:  # the client left while the request waited for its turn
                 return draining("the client is gone")
             return await self._submit_to_ledger(life)
 
@@ -596,8 +603,8 @@ class Dispatcher:
         self._execute(self._requests.submit_answered(life, outcome))
 
     async def _try_to_submit(self, life: Lifecycle) -> bool:
-        """Tries to submit a request whose placement or place in the queue the ledger has lost. Returns whether this is
-        done. It is not while Redis is away, as for any request in the queue."""
+        """Tries to submit a request again whose placement or queue entry the ledger has lost. Returns whether this is
+        done. While Redis is unavailable, the request stays in the queue of resubmissions."""
         if not self._requests.resubmit_due(life):
             return True
         outcome = await self._submit_to_ledger(life, is_served=True)
@@ -630,7 +637,7 @@ class Dispatcher:
     async def _hand_back_to_ledger(self, effect: HandBack) -> HandBackOutcome:
         stream, placement, why = stream_of(effect.life), effect.placement, effect.why
         while True:
-            with suppress(RequestError):  # the ledger is away
+            with suppress(RequestError):  # the ledger does not answer
                 outcome = await self._store.hand_back(
                     placement.request_id,
                     placement.attempt,
@@ -652,17 +659,18 @@ class Dispatcher:
         except RequestError as error:
             log.debug("%s stays under suspicion: %s", effect.life.request_id, error)
 
-    # Takeover of requests of other routers.
+    # Takeover of other routers' requests.
 
     async def _attach(self, effect: Attach) -> None:
-        """Asks for the output of a request that a client of this router repeats."""
+        """Attaches to the placement of a request that a client of this router repeats."""
         life, adopted, is_first = effect.life, effect.adopted, effect.is_first
 
         def on_answer(answer: LinkAnswer) -> RequestStream | None:
             if not isinstance(answer, executor_pb2.SequenceAttached):
                 return None
             if not stream_of(life).is_repeat_of(answer):
-                # The ledger had forgotten its owner. It continues for the client that asked for it.
+                # The executor holds another request with this id, which the ledger had forgotten. It continues for its
+                # own client.
                 self._apply(life, AttachAnswered(adopted, AttachResult.MISMATCH, is_first))
                 return unread_stream(answer.request_id)
             self._apply(
@@ -678,7 +686,8 @@ class Dispatcher:
             self._apply(life, AttachAnswered(adopted, NOT_ATTACHED[answer], is_first))
 
     async def _adopt(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
-        """Returns the stream of a request of which only the id is known, or why there is none."""
+        """Adopts a request of which only the id is known. Returns its stream, or the error if it cannot be
+        continued."""
         try:
             adopted = await self._store.adopt(ledger_id)
         except RequestError as error:
@@ -705,22 +714,22 @@ class Dispatcher:
             log.info("%s continues on this router", ledger_id)
             return opened[0]
         if answer is NotAttached.NOT_HELD and not adopted.ended:
-            # Its prompt is lost, so its reservation is released.
+            # The prompt is lost, so the request cannot run. Its reservation is released.
             self._ledger.settle(Ending(ledger_id, adopted.placement.attempt, cancelled=True))
         return output_lost("its executor does not hold the request any more, or cannot be reached")
 
     async def _ask_executor(self, placement: Placement, on_answer: OnAnswer) -> LinkAnswer:
-        """Asks the executor of a placement for its output from the first token on. `on_answer` is called for an answer
-        in time, before any frame that names its slot."""
+        """Asks the executor of a placement for its output from the first token on. `on_answer` is called if the answer
+        arrives in time, before any frame that names the sequence's slot is applied."""
         link = await self._link_to(placement)
         if link is None:
-            # An executor that has started again holds no earlier request.
+            # The executor is linked with another generation: it has restarted and holds no earlier request.
             is_another = placement.executor_id in self._links
             return NotAttached.NOT_HELD if is_another else NotAttached.LINK_LOST
         answered: asyncio.Future[LinkAnswer] = asyncio.get_running_loop().create_future()
 
         def answer_once(answer: LinkAnswer) -> RequestStream | None:
-            if answered.done():  # too late
+            if answered.done():  # the wait has timed out
                 return None
             stream = on_answer(answer)
             answered.set_result(answer)
@@ -734,7 +743,8 @@ class Dispatcher:
             return NotAttached.LINK_LOST
 
     async def _link_to(self, placement: Placement) -> ExecutorLink | None:
-        """Returns the link to the executor of a placement; waits for it to come up."""
+        """Returns the link to the executor of a placement; None if the executor has restarted. Waits up to
+        `LINK_WAIT_S` for the link to come up; None if it does not."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINK_WAIT_S):
                 while True:
@@ -748,7 +758,7 @@ class Dispatcher:
         return self._requests.served.get(stream.request_id) is stream.life
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._has_stopped:  # the rest is left to the next router
+        if self._has_stopped:  # other routers continue the remaining work
             work.close()
             return
         self._tasks.create_task(work)
@@ -763,5 +773,5 @@ def stream_of(life: Lifecycle) -> RequestStream:
 
 
 def _is_being_cancelled(stream: RequestStream) -> bool:
-    """Returns whether its client is gone and its end has not come yet."""
+    """Returns whether the client has left and the request has not ended yet."""
     return stream.life.is_abandoned and not stream.has_ended

@@ -1,8 +1,7 @@
-"""Background writes of a router to the ledger: ends and reports.
+"""Background writes of a router to the ledger: ends of placements and executors' reports.
 
-While one call is under way, further writes collect for the next. While Redis is away, ends wait here until it is back.
-Of an executor's reports only the newest counts, and not every router writes every report
-(`router.dispatch.report_pacer`).
+While a call is in progress, further writes collect for the next call. While Redis is unavailable, ends wait here. Of an
+executor's reports only the newest counts, and not every router writes every report (`router.dispatch.report_pacer`).
 """
 
 from __future__ import annotations
@@ -28,15 +27,19 @@ log = logging.getLogger(__name__)
 
 
 class LedgerWriter:
-    """Writes for one pool. `on_superseded(executor_id, attempt)` tells an executor to drop an attempt that the ledger
-    has placed again. Implements `router.store.types.PoolListener`."""
+    """The background writes for one pool. Implements `router.store.types.PoolListener`.
+
+    `on_superseded(executor_id, attempt)` is called for a sequence that an executor holds although the ledger no longer
+    counts its attempt. It must cancel the sequence on the executor.
+    """
 
     def __init__(self, store: AdmissionStore | SubPoolStore, on_superseded: Callable[[str, Attempt], None]) -> None:
         self._store = store
         self._on_superseded = on_superseded
         self._ended: list[Ending] = []
-        # How many ends of each request are queued or on their way, and the call that tells of the next ones.
+        # By request: the number of ends that the ledger does not know yet.
         self._num_unsettled: Counter[str] = Counter()
+        # Set by the next call of `settle_now`, to its error or None; None while no task waits for it.
         self._settling: asyncio.Future[RequestError | None] | None = None
         self._reports = ReportPacer(store.router_id)
         self._ended_wake = asyncio.Event()
@@ -50,9 +53,10 @@ class LedgerWriter:
         self._ended_wake.set()
 
     async def settled(self, request_id: str) -> None:
-        """Waits until the ledger knows every queued end of the request. Raises `RequestError` if it cannot be told now.
+        """Waits until the ledger knows every queued end of the request. Raises `RequestError` if the ledger does not
+        answer now.
 
-        A request that is submitted again before that could get the placement that is about to end.
+        If the request were submitted again before that, the ledger could return the placement that is about to end.
         """
         while request_id in self._num_unsettled:
             if self._settling is None:
@@ -67,12 +71,12 @@ class LedgerWriter:
             self._reports.offer(report, time.monotonic())
 
     def expect_report(self, executor_id: str) -> None:
-        """Sends the executor's next report at once, because the ledger waits for it."""
+        """Lets the executor's next report be sent at once, because the ledger waits for it."""
         with self._waking():
             self._reports.expect(executor_id)
 
     def start_over(self) -> None:
-        """Reports every executor once: the ledger may have lost them."""
+        """Relays one report of every executor, because the ledger may have lost them."""
         with self._waking():
             self._reports.start_over(time.monotonic())
 
@@ -82,13 +86,13 @@ class LedgerWriter:
             self._reports.follow(peers, time.monotonic())
 
     def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
-        """Relays for a router that does not."""
+        """Relays the executor's reports in place of a router that does not."""
         with self._waking():
             self._reports.report_overdue(executor_id, silent_s, time.monotonic())
 
     @contextmanager
     def _waking(self) -> Iterator[None]:
-        """Covers a change of the pacer: wakes the relaying task if a report is due earlier by it."""
+        """Wakes the relaying task if the change of the pacer in this context makes a report due earlier."""
         before = self._reports.next_due()
         yield
         due = self._reports.next_due()
@@ -106,7 +110,7 @@ class LedgerWriter:
             tasks.create_task(self._relay_reports(), name="reports")
 
     async def settle_now(self) -> bool:
-        """Settles all collected ends in one call. Returns False if they must wait for the store."""
+        """Settles all collected ends. Returns False if the store does not answer; the ends then stay queued."""
         ended, self._ended = self._ended, []
         failure: RequestError | None = None
         try:
@@ -154,7 +158,7 @@ class LedgerWriter:
 
 
 def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorReport:
-    """Returns what the ledger is told of a report."""
+    """Returns the part of a report that the ledger uses."""
     return ExecutorReport(
         executor_id=link.executor_id,
         generation=link.description.generation,
@@ -175,8 +179,12 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
 
 
 def _ends_at_reservation(description: executor_pb2.DescribeResponse) -> bool:
-    """Returns whether a placement may reserve less than its request can need, and ends there. With max_utilization the
-    likely output is reserved instead, and a request of a static batch would wait for the rest of it each time."""
+    """Returns whether a placement ends when its reservation is used up, so that it may reserve less than its request
+    can need.
+
+    This is not so with `max_utilization`, which reserves the likely output instead, nor with static batching, where a
+    request would wait for the rest of its batch at the end of each reservation.
+    """
     return (
         description.protocol_version >= RESERVATION_VERSION
         and description.batching != types_pb2.BATCHING_MODE_STATIC

@@ -1,14 +1,14 @@
 """Moves of waiting requests from a sub-pool with a queue to one that is idle.
 
-The ledger of a sub-pool serves its own queue in fair order and knows nothing of other queues. So a router looks at its
-own waiting requests every `INTERVAL_S`. While one sub-pool has a queue and another one has open seats and no queue, it
-moves requests there that have waited for `MIN_WAIT_S`: higher classes first, then those that have waited longest, and
-no more at a time than its share of the executors that have room there.
+The ledger of a sub-pool serves its own queue in fair order and does not know other queues. So each router checks its
+own waiting requests every `INTERVAL_S`. If one sub-pool has a queue and another one has open seats and no queue, the
+router moves requests there that have waited for at least `MIN_WAIT_S`: higher classes first, then longer waits first.
+At a time it moves at most its share of the executors that have room there.
 
-A request that is moved leaves the first ledger without a trace and is then submitted to the other one by the same way
-on which a request is submitted again that the ledger has lost. So whatever fails in between, it is submitted again, and
-it is in at most one ledger. It keeps its id, tenant and deadline. A request that has run is moved only if its sub-pool
-has no executor left: the ledger's account of executors that it has lost stays behind.
+A request that is moved is removed from the first ledger. Then it is submitted to the other ledger like a request that
+the ledger has lost. If a step in between fails, it is therefore submitted again, and it is in at most one ledger at any
+time. It keeps its id, tenant and deadline. A request that has run is moved only if its sub-pool has no executor left,
+because the ledger's record of the losses that it may have caused is not moved with it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Moves:
             await self.move_waiting()
 
     async def move_waiting(self) -> int:
-        """Moves what should move now. Returns how many."""
+        """Moves the requests that should move now. Returns how many were moved."""
         room = self._store.room_by_subpool()
         if not room:
             return 0

@@ -1,9 +1,9 @@
 """The models that this router serves, and their executors.
 
-A `ModelBackend` is one model: its tokenizer, its ledger and its live requests. `ModelRegistry` finds the backend that a
-request names, by the model's name or by a name that stands for several models. `VariantMeters` compares these models.
-The registry keeps a link to every executor address and passes the events of a link to the backend that its executor
-serves.
+A `ModelBackend` is one model: its tokenizer, its ledger and its live requests. `ModelRegistry` finds the backend of a
+request by the model's name, or by a name that stands for several models, its variants. `VariantMeters` measures the
+variants, so that they can be compared. The registry keeps a link to every executor address. It passes the events of a
+link to the backend whose model the executor serves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Variants = Mapping[str, tuple[Variant, ...]]
 
-# The newest values of each latency that are kept for a model under a name.
+# How many of the newest values of each latency are kept for a model under a name.
 NUM_KEPT_LATENCIES = 1000
 
 
@@ -47,24 +47,24 @@ class ModelBackend:
 
     @property
     def links(self) -> tuple[ExecutorLink, ...]:
-        """Its executors that can be used now, in order of id."""
+        """The links to executors that can be used now, ordered by executor id."""
         return tuple(sorted(self.dispatcher.links, key=lambda link: link.executor_id))
 
     @property
     def adapters(self) -> dict[str, Adapter]:
-        """Its adapters that new requests can use, by name."""
+        """The adapters that new requests can use, by name."""
         return adapters_of(link.report for link in self.links if link.report and link.description.num_adapter_slots)
 
     def adapter(self, name: str, allowed: Collection[str] | None = None) -> Adapter:
-        """Returns the adapter that a name stands for now, one of those that are allowed. Raises `RequestError`, which
-        does not tell whether there are others."""
+        """Returns the adapter that a name currently means, if it is in `allowed`; None allows all. Raises
+        `RequestError`, which does not reveal whether there are adapters that are not allowed."""
         adapters = {one: known for one, known in self.adapters.items() if allowed is None or one in allowed}
         if name not in adapters:
             raise unknown_adapter(self.name, name, adapters)
         return adapters[name]
 
     def describe(self) -> executor_pb2.DescribeResponse:
-        """Returns the description that its executors share. Raises `RequestError` while there is none."""
+        """Returns the description of one of its executors. Raises `RequestError` if no executor is reachable."""
         for link in self.links:
             return link.description
         raise no_executor(f"no executor of model {self.name} is reachable")
@@ -97,8 +97,9 @@ class ModelRegistry:
         return self._current_variants()
 
     def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> ModelBackend:
-        """Returns the pool of the named model, or the one that serves `key` if the name stands for several; without a
-        name, the only pool. Raises `RequestError`, whose text names only the models in `seen`; None: all."""
+        """Returns the pool of the named model. If the name stands for several models, `key` selects the variant. If
+        `model` is empty, returns the only pool. Raises `RequestError`; its text names only the models in `seen`, or all
+        if `seen` is None."""
         variants = self.variants.get(model)
         if variants:
             return self.by_name[choose_variant(variants, key).model]
@@ -124,25 +125,26 @@ class ModelRegistry:
         )
 
     def split_adapter(self, model: str) -> tuple[str, str]:
-        """Returns model and adapter of a name `MODEL:ADAPTER`. A name that a model has is not split."""
+        """Returns the model and the adapter of a name `MODEL:ADAPTER`. Does not split the name of a known model."""
         base, _, adapter = model.rpartition(":")
         known = {*self.by_name, *self.variants}
         return (base, adapter) if adapter and model not in known and base in known else (model, "")
 
     def names_seen_by(self, caller: Caller, model: str = "") -> list[str]:
-        """Returns the name that a caller gives, or all names that it may know of. Raises `RequestError`."""
+        """Returns the name that the caller gives or, if `model` is empty, all names that the caller may see. Raises
+        `RequestError`."""
         if model:
             return [model_of(caller, model)]
         return [name for name in (*self.by_name, *self.variants) if sees_model(caller, name)]
 
     def seen_by(self, caller: Caller, model: str = "") -> list[ModelBackend]:
-        """Returns the pools of those names, in order of name. Raises `RequestError`."""
+        """Returns the pools of `names_seen_by`, ordered by name. Raises `RequestError`."""
         names = self.names_seen_by(caller, model)
         pools = {pool.name: pool for name in names for pool in self.find_all(name, caller.models)}
         return [pool for _, pool in sorted(pools.items())]
 
     async def run(self, addresses: Sequence[str], resolve_interval_s: float) -> None:
-        """Serves the pools and links executors until cancelled."""
+        """Runs the dispatchers and links executors until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for pool in self.by_name.values():
                 tasks.create_task(pool.dispatcher.run(), name=f"pool {pool.name}")
@@ -150,7 +152,7 @@ class ModelRegistry:
                 self._follow(current, tasks)
 
     def _follow(self, addresses: frozenset[str], tasks: asyncio.TaskGroup) -> None:
-        """Links new addresses. An address that is no longer named is dropped once its link is down."""
+        """Links new addresses. The link of an address that is no longer resolved is dropped once it is down."""
         self._wanted = addresses
         for address in addresses - self._links.keys():
             link = ExecutorLink(address, self._router_id, self, self._channels)
@@ -164,13 +166,13 @@ class ModelRegistry:
         task.cancel()
 
     async def readiness_changed(self) -> bool:
-        """Waits until links came or went; returns whether any model has an executor."""
+        """Waits until a link comes up or breaks. Returns whether any model has an executor."""
         await self._links_changed.wait()
         self._links_changed.clear()
         return any(pool.links for pool in self.by_name.values())
 
     async def close(self) -> None:
-        """Settles what has ended, as far as possible now."""
+        """Settles the placements that have ended, if the ledger answers now."""
         for pool in self.by_name.values():
             await pool.dispatcher.close()
 
@@ -193,7 +195,7 @@ class ModelRegistry:
 
 
 def _warn_of_differences(pool: ModelBackend, link: ExecutorLink) -> None:
-    """Logs in what an executor differs from another one of its model, if tokens depend on it."""
+    """Logs differences of settings that affect tokens between an executor and another one of the same model."""
     other = next(iter(pool.links), None)
     if other is None:
         return
@@ -221,7 +223,7 @@ def _token_settings(description: executor_pb2.DescribeResponse) -> dict[str, str
 
 @dataclass(frozen=True, slots=True)
 class _PoolLinks:
-    """What the links of one pool tell its dispatcher and the event log. Implements `LinkEvents`."""
+    """Passes the events of one pool's links to its dispatcher and the event log. Implements `LinkEvents`."""
 
     pool: ModelBackend
     events: EventLog
@@ -245,7 +247,7 @@ class _PoolLinks:
 
 
 class VariantMeter:
-    """One model under one name."""
+    """Measurements of one model under one name."""
 
     def __init__(self) -> None:
         self._num_requests = 0
@@ -264,7 +266,7 @@ class VariantMeter:
         self._num_refused += 1
 
     def end(self, stream: RequestStream, *others: RequestStream) -> None:
-        """Records the end of a request. Its latencies are those of the first choice."""
+        """Records the end of a request. `stream` is its first choice, whose latencies are recorded."""
         clock, num_tokens = stream.clock, len(stream.output_ids)
         self._num_ended += 1
         self._output_tokens += num_tokens + sum(len(other.output_ids) for other in others)
@@ -275,7 +277,7 @@ class VariantMeter:
             self._inter_token_ms.append((clock.last_token - clock.first_token) * 1000 / (num_tokens - 1))
 
     def to_proto(self, model: str, variant: Variant, share: float) -> inference_pb2.VariantCapacity:
-        """Returns the figures."""
+        """Returns the measurements as a message."""
         capacity = inference_pb2.VariantCapacity(
             model=model,
             variant=variant.model,
@@ -295,7 +297,8 @@ class VariantMeter:
 
 
 class VariantMeters:
-    """The meters of all requested names; their number is bounded by the models that this router serves."""
+    """The meters by requested name and model. Only names that the router serves get a meter, so their number is
+    bounded."""
 
     def __init__(self) -> None:
         self._meters: dict[tuple[str, str], VariantMeter] = {}
@@ -305,12 +308,12 @@ class VariantMeters:
         return self._meters.setdefault((model, variant), VariantMeter())
 
     def to_proto(self, model: str, variants: tuple[Variant, ...]) -> Iterable[inference_pb2.VariantCapacity]:
-        """Returns the figures of a name's models."""
+        """Yields the measurements of a name's models."""
         for variant in variants:
             yield self.meter(model, variant.model).to_proto(model, variant, share_of(variant, variants))
 
 
 def percentile(values: Iterable[float], fraction: float) -> float:
-    """Returns the smallest value that the given fraction of all values does not exceed."""
+    """Returns the smallest value that is not exceeded by at least `fraction` of all values."""
     ordered = sorted(values)
     return ordered[max(0, -int(-len(ordered) * fraction // 1) - 1)]

@@ -1,7 +1,7 @@
-"""Updates on a request's place in the queue, for clients that ask for them.
+"""Updates of requests' positions in the queue, for clients that ask for them.
 
-A pool has one task and makes one read of the ledger at a time. With many watched requests each is updated less often,
-and the load on the ledger stays the same. Requests without updates cost nothing.
+A pool has one task, which makes one read of the ledger at a time. With many watched requests each one is updated less
+often, and the load on the ledger stays the same. Requests that are not watched cost nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class QueueWatch:
         self._wake = asyncio.Event()
 
     def watch(self, stream: RequestStream, told: Queued) -> None:
-        """Watches the request until it is placed. Its client knows `told` already."""
+        """Watches the request until it is placed. Its client already knows `told`."""
         self._told[stream] = told
         self._wake.set()
 
@@ -46,14 +46,14 @@ class QueueWatch:
     async def look(self) -> None:
         """Asks the ledger once for each watched request."""
         for stream in tuple(self._told):
-            if stream.life.attempt:  # it has been placed, or is on its way back from there
+            if stream.life.attempt:  # it has been placed at least once
                 self.unwatch(stream)
-            if stream not in self._told:  # since the round began
+            if stream not in self._told:  # may have been removed since the round began
                 continue
             try:
                 explanation = await self._explain(stream.request_id)
             except RequestError:
-                return  # the ledger is away; calls that need it report that
+                return  # the ledger does not answer; the store logs the outage
             if explanation is not None and explanation.state is LedgerState.WAITING:
                 self._update(stream, Queued(explanation.position, explanation.estimated_wait_ms))
 

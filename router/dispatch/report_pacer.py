@@ -1,21 +1,23 @@
 """The pacing of executors' reports to the ledger.
 
-Pure: the clock's readings are arguments. An executor reports up to 20 times a second to every router. The ledger needs
-to know at once what it can promise; otherwise it only needs to know that the executor lives and what it holds. A report
-therefore goes at once if it changes what may be promised or if the ledger waits for it, and else half a second after
-the one before. Of several that wait only the newest counts. Those that would be due within a tenth of a second go along
-in the same call: one report in a call costs Redis several times as much as one of eight.
+Pure: times are arguments. An executor sends up to 20 reports a second to every router. The ledger must learn at once if
+the resources that it may reserve change. Otherwise it only needs to know that the executor is alive and which sequences
+it holds. A report is therefore sent at once if it changes those resources or if the ledger waits for it. Any other
+report is sent half a second after the previous one. Of several waiting reports of an executor only the newest counts.
+Reports that would be due within a tenth of a second are sent in the same call, because a call with one report costs
+Redis several times as much per report as a call with eight.
 
-An executor keeps the phase of its reports: after a report that is late or goes at once, the next one is due when it
-would have been otherwise. The first phase follows from the executor's id. Without that all reports that a pause of
-Redis or the start of a router holds up would be due together from then on, and other calls would wait behind them twice
-a second.
+An executor keeps the phase of its reports. After a report that is sent late or at once, the next one is due when it
+would have been due otherwise. The first phase is derived from the executor's id. Without phases, all reports that a
+pause of Redis or the start of a router delays would be due together from then on, and other calls would wait behind
+them twice a second.
 
-One router relays the reports of an executor: of the live ones the first in the executor's order, which follows from
-their ids (rendezvous hashing), so that a router that comes or goes changes only its own share. The next in the order
-relays if the ledger has heard nothing of the executor for a second, all others after two seconds; the
-ledger says so with every reap. Such a router relays until a dead router is known to be dead. The ledger says so only of
-executors that it knows. So each router relays the first report of an executor, and one more after the ledger was lost.
+One router relays the reports of an executor: the first live router in the executor's order. The order is derived from
+the ids by rendezvous hashing, so that a router that joins or leaves changes only its own share. If the ledger has had
+no report of the executor for one second, the second router in the order also relays; after two seconds all others do.
+The ledger reports such executors with every reap. A router that stands in relays until all routers know that a dead
+router is dead. The ledger reports only executors that it knows. So each router relays the first report of an executor,
+and one more after the ledger may have been lost.
 """
 
 from __future__ import annotations
@@ -29,35 +31,36 @@ from router.store.types import ExecutorReport
 
 # An executor counts as live for 2 s after a report.
 INTERVAL_S = 0.5
-# Seconds of silence after which the next router relays. The one after it, and all behind that one, relay after twice as
-# long: the executor's lease is 5 s, and several routers may have died one after the other.
+# Seconds without a report after which the router of rank 1 relays. All routers of higher rank relay after twice as
+# long, because the executor's lease is 5 s and several routers may have died one after the other.
 SILENCE_S = 1.0
 LAST_RANK = 2
-# Longer than until all routers know that one is dead: its lease, a reap and a renewal.
+# Longer than it takes until all routers know that a router is dead: its lease, a reap and a renewal.
 STAND_IN_S = 8.0
-# A call of the ledger applies so many reports in less than a millisecond.
+# One call of report.lua applies this many reports in less than a millisecond.
 MAX_PER_CALL = 8
-# Reports that go in one call are due together the next time, too, so their interval stays half a second.
+# A report may be sent this much early, with others. Reports of one call are due together the next time, too, so their
+# interval stays half a second.
 EARLY_S = 0.1
 
 
 @dataclass(slots=True)
 class _Pace:
-    """One executor: the report that waits and when it came, and what was relayed last."""
+    """One executor: its waiting report, when that arrived, and the report that was relayed last."""
 
     waiting: ExecutorReport | None = None
     waiting_since: float = 0.0
     relayed: ExecutorReport | None = None
     counts_from: float = 0.0
-    """The interval until the next report counts from then."""
+    """The time at which the interval until the next report starts."""
     is_expected: bool = False
     stands_in_until: float = 0.0
-    """This router relays until then although another is first in the order."""
+    """Until this time this router relays although another router is first in the order."""
     due: float | None = None
-    """The entry in the heap."""
+    """The time of the executor's valid entry in the heap."""
 
     def due_at(self) -> float:
-        """When the waiting report of an executor that this router relays is to go."""
+        """Returns when to send the waiting report, if this router relays for the executor."""
         assert self.waiting is not None
         if self.relayed is None or self.is_expected or _promise(self.waiting) != _promise(self.relayed):
             return self.counts_from
@@ -74,11 +77,11 @@ class ReportPacer:
         self._peer_keys: tuple[int, ...] = ()
         self._ranks: dict[str, int] = {}
         self._paces: dict[str, _Pace] = {}
-        # When reports are due, by executor. An entry counts if it is its executor's `due`.
+        # A heap of the times at which reports are due. An entry is valid if it equals its executor's `due`.
         self._due: list[tuple[float, str]] = []
 
     def follow(self, peers: Set[str], now: float) -> None:
-        """Takes the other live routers, which share the executors."""
+        """Sets the other live routers, among which the executors are divided."""
         if peers == self.peers:
             return
         self.peers = peers
@@ -88,18 +91,19 @@ class ReportPacer:
             self._schedule(executor_id, pace, now)
 
     def offer(self, report: ExecutorReport, now: float) -> None:
-        """Takes a report of an executor."""
+        """Queues a report of an executor."""
         pace = self._paces.get(report.executor_id)
         if pace is None:
-            # Before any time of the clock, so that the first report goes at once.
+            # At or before any time of the clock, so that the first report is sent at once.
             phase_s = INTERVAL_S * _key(report.executor_id) / (1 << 64)
             pace = self._paces[report.executor_id] = _Pace(counts_from=phase_s - INTERVAL_S)
         pace.waiting, pace.waiting_since = report, now
         self._schedule(report.executor_id, pace, now)
 
     def expect(self, executor_id: str) -> None:
-        """Lets the executor's next report go at once, from any router: the ledger places nothing there before
-        it. One that waits here goes, too, if it is for this router to relay."""
+        """Lets this router send the executor's next report at once, whatever its rank. The ledger places nothing on the
+        executor before that report. A report that already waits is sent at once if this router is first in the
+        order."""
         pace = self._paces.get(executor_id)
         if pace is None:
             return
@@ -108,38 +112,39 @@ class ReportPacer:
             self._schedule(executor_id, pace, pace.waiting_since)
 
     def wants(self, executor_id: str, now: float) -> bool:
-        """Returns whether this router could relay the executor's next report. One that is last in the order needs only
-        the first, until the ledger hears nothing."""
+        """Returns whether this router may have to relay the executor's next report. A router of the last rank needs
+        only the first report, unless the ledger gets none."""
         pace = self._paces.get(executor_id)
         if pace is None or self._relays(executor_id, pace, now):
             return True
         return self.rank(executor_id) < LAST_RANK
 
     def report_overdue(self, executor_id: str, silent_s: float, now: float) -> None:
-        """Relays for the routers before this one in the executor's order if the ledger has heard nothing of it for too
-        long."""
+        """Lets this router stand in for the routers before it in the executor's order, if the ledger has had no report
+        of the executor for too long."""
         pace = self._paces.get(executor_id)
         if pace is not None and silent_s >= SILENCE_S * self.rank(executor_id):
             pace.stands_in_until, pace.relayed = now + STAND_IN_S, None
             self._schedule(executor_id, pace, now)
 
     def start_over(self, now: float) -> None:
-        """Relays one report of every executor from this router: the ledger may have lost them."""
+        """Lets this router relay one report of every executor, because the ledger may have lost them."""
         for executor_id, pace in self._paces.items():
             pace.relayed = None
             self._schedule(executor_id, pace, now)
 
     def fail(self, executor_id: str) -> None:
-        """Lets the next report go at once: the last one did not reach the ledger."""
+        """Lets the next report be sent at once, because the last one may not have reached the ledger."""
         if executor_id in self._paces:
             self._paces[executor_id].relayed = None
 
     def forget(self, executor_id: str) -> None:
-        """Drops an executor that is gone."""
+        """Drops the state of an executor that is no longer linked."""
         self._paces.pop(executor_id, None)
 
     def take_due(self, now: float, most: int = MAX_PER_CALL) -> list[ExecutorReport]:
-        """Returns reports to relay now, which then count as relayed, with their age. None unless one is due."""
+        """Returns at most `most` reports to relay now, with their age. They then count as relayed. The list is empty
+        unless at least one report is due."""
         due: list[ExecutorReport] = []
         until = now
         while len(due) < most and (due_at := self.next_due()) is not None and due_at <= until:
@@ -153,7 +158,7 @@ class ReportPacer:
         return due
 
     def next_due(self) -> float | None:
-        """Returns when the next report is to go; None if none waits."""
+        """Returns when the next report is due; None if no report is to be sent."""
         while self._due:
             due_at, executor_id = self._due[0]
             pace = self._paces.get(executor_id)
@@ -163,7 +168,7 @@ class ReportPacer:
         return None
 
     def rank(self, executor_id: str) -> int:
-        """Returns this router's place in the executor's order, 0 for the first, at most `LAST_RANK`."""
+        """Returns this router's rank in the executor's order: 0 for the first, at most `LAST_RANK`."""
         rank = self._ranks.get(executor_id)
         if rank is None:
             executor_key = _key(executor_id)
@@ -176,7 +181,7 @@ class ReportPacer:
         return pace.relayed is None or pace.is_expected or now < pace.stands_in_until or self.rank(executor_id) == 0
 
     def _schedule(self, executor_id: str, pace: _Pace, now: float) -> None:
-        """Sets when the waiting report is to go."""
+        """Sets when the waiting report is due."""
         due: float | None = None
         if pace.waiting is not None and self._relays(executor_id, pace, now):
             due = pace.due_at()
@@ -187,13 +192,16 @@ class ReportPacer:
 
 
 def counts_from(due: float, now: float) -> float:
-    """Returns when the interval starts after a report that was due at one time and goes now: of an early one now, so
-    that it stays with those in its call, and of a late one when it, or the last one since, should have gone."""
+    """Returns the start of the next interval, after a report that was due at `due` and is sent at `now`.
+
+    After an early report the interval starts now, so that the report stays with the others of its call. After a late
+    report it starts at the latest time, up to now, at which a report would have been due.
+    """
     return now - max(0.0, now - due) % INTERVAL_S
 
 
 def _promise(report: ExecutorReport) -> tuple[object, ...]:
-    """Returns the part of a report that decides what the ledger may promise."""
+    """Returns the part of a report that decides what the ledger may reserve."""
     return (
         report.generation,
         report.budget_blocks,
@@ -213,6 +221,6 @@ def _key(name: str) -> int:
 
 
 def _score(executor_key: int, router_key: int) -> int:
-    """Returns a number that is as good as random, the same for the same two on every router."""
+    """Returns a pseudorandom 64-bit number that depends only on the two keys, so that all routers compute the same."""
     mixed = (executor_key ^ router_key) * _FACTOR & _BITS
     return (mixed ^ mixed >> 32) * _FACTOR & _BITS

@@ -8,14 +8,17 @@ from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# As many as go out in the calls that are under way (`router.store.batches`).
+# The number of items that fit into the concurrent calls of a batched script (`router.store.batches`).
 MAX_CONCURRENT_ATTEMPTS = 32
 STORE_RETRY_S = 0.5
 
 
 class RetryQueue(Generic[Item]):
-    """Items in order of arrival, each once. `attempt(item)` returns whether the item is done. An item that is not goes
-    to the end of the queue, and the next attempt begins after a pause. `spawn` runs the attempts."""
+    """Distinct items in order of arrival.
+
+    `attempt(item)` returns whether the item is done. An item that is not done goes to the end of the queue, and its
+    worker pauses before the next attempt. `spawn` starts a worker in a task.
+    """
 
     def __init__(
         self,
@@ -41,14 +44,14 @@ class RetryQueue(Generic[Item]):
         return iter(tuple(self._items))
 
     def add(self, item: Item) -> None:
-        """Queues the item. No effect if it waits already."""
+        """Queues the item. No effect if it already waits."""
         self._items.setdefault(item)
         if self._num_workers < min(MAX_CONCURRENT_ATTEMPTS, len(self._items)):
             self._num_workers += 1
             self._spawn(self._work())
 
     def remove(self, item: Item) -> None:
-        """Removes the item, so that it is not attempted any more."""
+        """Removes the item if it waits for an attempt."""
         self._items.pop(item, None)
 
     async def _work(self) -> None:

@@ -1,16 +1,18 @@
-"""Anti-entropy for waiting requests: finds those that the ledger has lost although no call failed.
+"""Anti-entropy for waiting requests: finds requests that the ledger has lost although no call failed.
 
-Redis can lose its newest writes: a replica that was behind takes over, or an older snapshot is loaded, while a proxy
+Redis can lose its newest writes: a replica that lags behind takes over, or an older snapshot is loaded, while a proxy
 keeps the connections open. Then no call fails and no lease lapses, and a request that was submitted or handed back in
-the lost interval would wait forever. So the router asks the ledger for its waiting requests, a bounded number at a
-time, and submits again those that are not there. It asks twice before it does: news of the request's end or placement
-may still be on its way from the mailbox when the first answer comes.
+the lost interval would wait forever. So the router asks the ledger about its waiting requests, a bounded number at a
+time, and submits the missing ones again. It asks twice before it submits, because the event of a request's end or
+placement may still be in the mailbox when the first reply arrives.
 
-After a lapsed lease or a lost reply it asks for all of them at once, and only once. Then a request that was placed
-meanwhile is submitted again, too, which returns the placement: the event of it may have been in the lost reply.
+After a lapsed lease or a lost reply, the router asks about all waiting requests at once, and only once. A request that
+was placed meanwhile is then submitted again, too. This returns the placement, whose event may have been in the lost
+reply.
 
-The order is random, so that each check is a sample of all that wait: of 10,000 requests of which 2 % are lost the first
-check of 256 finds one with 99 %, and then the others are checked at once. A single lost one is found within a minute.
+The order is random, so that each check is a sample of all waiting requests. If 2 % of 10,000 requests are lost, the
+first check of 256 finds a lost one with a probability of 99 %, and the others are then checked at once. A single lost
+request among 10,000 is found within a minute.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ class WaitingRequests(Protocol):
     """The waiting requests of a router, implemented by `router.dispatch.dispatcher.Dispatcher`."""
 
     def waiting(self) -> list[RequestStream]:
-        """Returns the requests that are in the queue, as far as this router knows."""
+        """Returns the requests that this router believes to be in the queue."""
 
     def waits(self, stream: RequestStream) -> bool:
-        """Returns whether this request is in the queue."""
+        """Returns whether this router believes the request to be in the queue."""
 
     def resubmit_forgotten(self, stream: RequestStream) -> None:
         """Submits the request again."""
@@ -73,11 +75,11 @@ class WaitingAudit:
                 log.debug("waiting requests cannot be verified: %s", error)
 
     def lapsed(self) -> None:
-        """Records that the ledger may have lost requests, or this router a reply."""
+        """Records that the ledger may have lost requests, or that this router has missed a reply."""
         self._lapsed.set()
 
     async def run_after_lapses(self) -> None:
-        """Checks all after each lapse, until cancelled. Repeats it until Redis answers."""
+        """Checks all waiting requests after each lapse, until cancelled. Repeats the check until Redis answers."""
         while True:
             await self._lapsed.wait()
             self._lapsed.clear()
@@ -89,7 +91,7 @@ class WaitingAudit:
                 await self._pause(STORE_RETRY_S)
 
     async def check_all(self) -> None:
-        """Submits again, of all that wait, what the ledger does not have in its queue."""
+        """Submits all waiting requests again that the ledger does not have in its queue."""
         streams, num_forgotten = self._requests.waiting(), 0
         for start in range(0, len(streams), MAX_PER_CHECK):
             waiting = [stream for stream in streams[start : start + MAX_PER_CHECK] if self._requests.waits(stream)]
@@ -103,7 +105,8 @@ class WaitingAudit:
             log.warning("%d of %d waiting requests are submitted again", num_forgotten, len(streams))
 
     async def check_next(self) -> None:
-        """Checks the next requests of the round, or of a new one. Raises `RequestError` while Redis does not answer."""
+        """Checks the next requests of the current round, or starts a new round. Raises `RequestError` while Redis does
+        not answer."""
         if not self._round:
             waiting = self._requests.waiting()
             random.shuffle(waiting)
@@ -118,7 +121,7 @@ class WaitingAudit:
         return [self._round.popleft() for _ in range(min(MAX_PER_CHECK, len(self._round)))]
 
     async def _find_suspected(self, streams: Sequence[RequestStream]) -> list[RequestStream]:
-        """Returns the requests that wait here and not in the ledger. Asks for at most `MAX_PER_CHECK`."""
+        """Returns the requests that wait here but not in the ledger. `streams` has at most `MAX_PER_CHECK`."""
         waiting = [stream for stream in streams if self._requests.waits(stream)]
         if not waiting:
             return []
@@ -126,7 +129,7 @@ class WaitingAudit:
         return [stream for stream in waiting if stream.request_id in ids and self._requests.waits(stream)]
 
     async def _resubmit_forgotten(self, suspected: Sequence[RequestStream]) -> int:
-        """Submits again those that are still missing a moment later. Returns how many."""
+        """Submits the requests again that are still missing after `CONFIRM_S`. Returns how many."""
         if not suspected:
             return 0
         await self._pause(CONFIRM_S)

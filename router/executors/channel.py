@@ -1,6 +1,6 @@
-"""gRPC channels from a router to executors: in the clear, or with certificates on both sides.
+"""gRPC channels from a router to executors: without TLS, or with mutual TLS.
 
-A channel is opened with the certificates in force then. An open channel keeps its own.
+A channel is opened with the certificates that are current then. It keeps them while it is open.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from router.settings import RouterSettings
 
 
 class ExecutorChannels:
-    """Opens channels to executors. `name` is the name that their certificates must have; empty: the host of their
-    address."""
+    """Opens channels to executors. `tls` None: no TLS. `name` is the name that the executors' certificates must have;
+    empty: the host of the executor's address."""
 
     def __init__(self, tls: TlsFiles | None = None, name: str = "") -> None:
         self.tls = tls

@@ -1,8 +1,8 @@
-"""Checks of what an executor sends: the limits within which a description or a frame can be true.
+"""Checks of the descriptions and frames that an executor sends.
 
-Pure. A router applies nothing of a frame that breaks the limits: the link breaks, its requests continue elsewhere, and
-the streams of other executors are unaffected. The checks cover what could do harm: numbers that the ledger counts with,
-numbers that are used as a key or an index, and lists that must have the same length.
+Pure. A router applies no part of a frame that fails a check. The link then breaks and its requests continue elsewhere.
+The streams of other executors are not affected. The checks cover values that could do harm: numbers that the ledger
+computes with, numbers that are used as a key or an index, and lists that must have the same length.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from inflight.v1 import executor_pb2, types_pb2
 from router.request.executor_context import FrameError
 from router.request.sampling import sampling_violations
 
-# The ledger's scripts count in doubles, which are exact up to here.
+# The ledger's scripts compute with doubles, which represent integers exactly up to this number.
 MAX_COUNT = 2**53
 MAX_NAME_CHARACTERS = 512
-# More than an executor takes in between two steps. One script audits a report.
+# More sequences than an executor holds. One call of a script audits a whole report.
 MAX_HELD = 16_384
-# Each report that reaches the ledger names them all.
+# Each report that reaches the ledger contains all adapters.
 MAX_ADAPTERS = 4096
-# The ledger searches for it in a text, so it must have no other characters.
+# The ledger searches a text for the hash, so it must have no other characters.
 ADAPTER_HASH = re.compile("[0-9a-f]{64}")
-# The most that an executor puts into one frame: answers to submits and attaches, tokens.
+# More rejections than an executor puts into one frame.
 MAX_ANSWERS = 2**16
 # More sequences than can board between two frames.
 MAX_STARTED = 2**17
@@ -36,7 +36,7 @@ Placements = Collection[tuple[str, int]]
 
 
 def check_description(description: executor_pb2.DescribeResponse) -> None:
-    """Raises `FrameError` if the ledger could place no request by the description."""
+    """Raises `FrameError` if the ledger cannot place requests with this description."""
     _check_name("executor_id", description.executor_id)
     for name in ("generation", "block_size", "total_blocks", "max_num_sequences", "context_length", "vocabulary_size"):
         value = getattr(description, name)
@@ -54,8 +54,11 @@ def check_frame(
     seated: Collection[int],
     asked: Placements = (),
 ) -> None:
-    """Raises `FrameError` if a frame does not belong on this stream. `offered` are the placements that wait for an
-    answer, `asked` those whose attachment does, `seated` the slots that hold a sequence now."""
+    """Raises `FrameError` if a frame is not valid on this stream.
+
+    `offered` are the submitted placements without an answer. `asked` are the placements whose attach has no answer yet.
+    `seated` are the slots that hold a sequence now.
+    """
     if response.generation != description.generation:
         raise FrameError(f"its generation is {response.generation}, not {description.generation}")
     if len(response.rejected) > MAX_ANSWERS:
@@ -69,7 +72,7 @@ def check_frame(
 
 
 def check_report(report: executor_pb2.Report, description: executor_pb2.DescribeResponse) -> None:
-    """Raises `FrameError` if the ledger must not count with the report."""
+    """Raises `FrameError` if the ledger must not use the report."""
     if report.total_blocks != description.total_blocks:
         raise FrameError(f"total_blocks is {report.total_blocks}, in its description {description.total_blocks}")
     if report.budget_blocks > report.total_blocks:
@@ -117,7 +120,8 @@ def _slots_after(
     expected: Placements,
     seated: Collection[int],
 ) -> Collection[int]:
-    """Returns the slots that the rest of the frame may name."""
+    """Returns the slots that the rest of the frame may name. Raises `FrameError` if a sequence of `taken_in` was not
+    expected or has a slot that is in use."""
     taken: set[int] = set()
     answered: set[tuple[str, int]] = set()
     for one in taken_in:
@@ -164,7 +168,7 @@ def _check_step(step: executor_pb2.StepFrame, slots: Collection[int], vocabulary
 
 
 def _check_step_counts(step: executor_pb2.StepFrame, num_slots: int) -> None:
-    """Checks the lengths of lists before any list is read."""
+    """Checks the lengths of the lists, before their entries are checked."""
     counts = {
         "tokens": (len(step.token_ids), MAX_FRAME_TOKENS),
         "log probabilities": (len(step.logprobs), len(step.token_ids)),

@@ -1,8 +1,8 @@
 """The router's `Serve` stream to one executor: connect, describe, serve, and reconnect when it breaks.
 
-Owns the channel, the slots of the stream and the credits. Output goes to the request's stream. Events of the request's
-life cycle go to the pool (`LinkEvents`). A link that breaks reports this once, and all its placements are void: either
-the executor is dead, or a router that attaches to it takes over. If a token is missing, the link attaches to the
+Owns the channel, the slots of the stream and the acknowledgements of steps. Output goes to the request's stream. Events
+of the request's life cycle go to the pool (`LinkEvents`). A link that breaks reports this once. All its placements are
+then void: either the executor is dead, or a router attaches to them. If a token is missing, the link attaches to the
 placement again, from that token on. If that fails, the placement is given up and the request continues elsewhere. An
 inconsistent frame breaks the link.
 """
@@ -32,9 +32,12 @@ LATE_S = 1.0
 
 
 class LivenessTimer:
-    """The silence of one peer that should send a message every second, counted in checks one second apart. It is over
-    once no message has come for `max_silent_s` checks. A late check shows that this process stood still, not the peer:
-    its messages are still unread, so the count starts again."""
+    """Detects the silence of a peer that should send a message every second.
+
+    A check is made every second. `is_over` is set once no message has arrived for `max_silent_s` checks in a row. If a
+    check is late, this process was stopped rather than the peer, and messages of the peer may still be unread, so the
+    count starts again.
+    """
 
     def __init__(self, max_silent_s: int) -> None:
         self.is_over = False
@@ -43,11 +46,11 @@ class LivenessTimer:
         self._has_heard = False
 
     def record_message(self) -> None:
-        """Records a message of the peer."""
+        """Records that a message of the peer has arrived."""
         self._has_heard = True
 
     def check(self, late_s: float) -> bool:
-        """Counts a check that comes `late_s` seconds late. Returns whether the peer has been silent for too long."""
+        """Makes a check, which is `late_s` seconds late. Returns whether the peer has been silent for too long."""
         self._num_silent = 0 if self._has_heard or late_s > LATE_S else self._num_silent + 1
         self._has_heard = False
         self.is_over = self._num_silent >= self._max_silent
@@ -65,9 +68,10 @@ class LivenessTimer:
 
 log = logging.getLogger(__name__)
 
-# Stands for a sequence that another router reads: never current.
+# The attempt of a slot whose sequence is now read through another slot. No attempt has this number, so the slot is
+# never current.
 READ_ELSEWHERE = -1
-# A router that falls behind by so many steps gets the tokens of later ones together, in one frame.
+# If a router has not acknowledged this many steps, the executor sends the tokens of later steps together, in one frame.
 MAX_UNACKED_STEPS = 16
 ACK_EVERY_FRAMES = 4
 DESCRIBE_TIMEOUT_S = 5.0
@@ -76,7 +80,8 @@ MAX_SILENT_S = 4
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 
-# gRPC's own backoff grows to minutes while an executor loads its model; the reconnect loop below is enough.
+# gRPC's default backoff grows to minutes while an executor loads its model. The reconnect loop below has its own
+# backoff.
 _RECONNECT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
@@ -87,9 +92,9 @@ class NotAttached(Enum):
     """Why an attach failed."""
 
     NOT_HELD = auto()
-    """The executor does not know the placement, or not how to attach."""
+    """The executor does not hold the placement, or does not support attach."""
     LINK_LOST = auto()
-    """The stream broke before it answered."""
+    """The stream broke before the executor answered."""
 
 
 Answer = executor_pb2.SequenceAttached | NotAttached
@@ -100,7 +105,7 @@ class LinkEvents(Protocol):
     """Callbacks of a link, implemented by a pool."""
 
     def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
-        """Receives an event of a placement that went over the link."""
+        """Receives an event of a placement that was sent over the link."""
         ...
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
@@ -108,7 +113,8 @@ class LinkEvents(Protocol):
         ...
 
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
-        """The stream broke: the current placements of these requests are void. No further call follows."""
+        """Called once the stream has broken. The current placements of these requests are void. No call follows for
+        this connection."""
         ...
 
 
@@ -116,28 +122,30 @@ class LinkRegistry(Protocol):
     """Finds the pool that a link belongs to."""
 
     def on_linked(self, link: ExecutorLink) -> LinkEvents | str:
-        """Registers an executor that has described itself. Returns the receiver of its events, or why it cannot be
-        used."""
+        """Registers an executor that has described itself. Returns the receiver of its events, or the reason why the
+        executor cannot be used."""
         ...
 
 
 class StepOutput:
-    """New tokens of one link's streams, published together: once per step while the event loop keeps up.
+    """New tokens of one link's streams. They are published together, once per step while the event loop keeps up.
 
-    Publishing makes an event for every client, which is most of a router's work. So the loop is left to other work for
-    as long as it was busy with the last round, of this link and of all others: tokens of steps in that time leave
-    together. A loop that keeps up is busy for a fraction of a step, and delays nothing.
+    Publishing creates an event for every client, which is most of a router's work. After a round, the next one is
+    therefore delayed for as long as the loop was busy since the last round began, with this link and all other work.
+    Tokens of the steps in that time are published together. A loop that keeps up is busy for a fraction of a step, so
+    nothing is delayed.
     """
 
     def __init__(self) -> None:
-        # The streams with tokens that have not been published.
+        # Streams with tokens that have not been published.
         self._streams: dict[RequestStream, None] = {}
-        # The end of the pause after the last round.
+        # Time of the event loop at which the pause after the last round ends.
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, streams: Iterable[RequestStream]) -> None:
-        """Adds the streams of a step. A stream whose reader waits for its first token is told at once."""
+        """Adds the streams that got tokens in a step. A stream without an `on_output` callback is published at once:
+        its reader is a task that waits for news."""
         for stream in streams:
             if stream.on_output is None:
                 stream.publish_output()
@@ -152,7 +160,7 @@ class StepOutput:
             self._timer = loop.call_at(self._due_s, self.publish)
 
     def publish(self) -> None:
-        """Publishes all tokens now."""
+        """Publishes the tokens of all added streams now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -166,7 +174,7 @@ class StepOutput:
         loop.call_soon(self._note_busy, began_s)
 
     def _note_busy(self, began_s: float) -> None:
-        """Runs once the loop has done everything that was due."""
+        """Sets the end of the pause. Runs after the callbacks that were due when the round was published."""
         now_s = asyncio.get_running_loop().time()
         self._due_s = now_s + (now_s - began_s)
 
@@ -190,22 +198,22 @@ class ExecutorLink:
         self._events: LinkEvents | None = None
         self._outbox = executor_pb2.ServeRequest()
         self._wake = asyncio.Event()
-        # Placements sent and not answered yet, and accepted ones by slot. The attempt fences both.
+        # Placements that were sent and have no answer yet, and accepted placements by slot. The attempt fences both.
         self._offered: dict[tuple[str, int], RequestStream] = {}
         self._seated: dict[int, tuple[RequestStream, int]] = {}
-        # Attaches that are not answered yet.
+        # Attaches without an answer.
         self._attaching: dict[tuple[str, int], OnAnswer] = {}
-        # Placements that were attached to once more because a token was missing.
+        # Placements that were attached again because a token was missing.
         self._mended: set[tuple[str, int]] = set()
         self._output = StepOutput()
 
     @property
     def executor_id(self) -> str:
-        """The executor's own name; empty before its first description."""
+        """The id that the executor gives itself; empty before its first description."""
         return self.description.executor_id
 
     def refusal_of(self, submit: executor_pb2.Submit) -> str | None:
-        """Returns why the executor must not get a request: it would ignore a field of it."""
+        """Returns why the executor must not get a request: it would ignore a field of the request. None if it may."""
         if submit.adapter_hash and not self.description.num_adapter_slots:
             return f"executor {self.executor_id} serves no adapters"
         version = self.description.protocol_version
@@ -215,7 +223,7 @@ class ExecutorLink:
         return f"executor {self.executor_id} speaks protocol version {version}; {field} needs {LOGITS_VERSION}"
 
     def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
-        """Sends a placement. The answer goes to the stream or to the pool."""
+        """Sends a placement. An acceptance is reported to the stream, a rejection to the pool."""
         self._offered[submit.request_id, submit.attempt] = stream
         self._outbox.submits.append(submit)
         self._wake.set()
@@ -226,13 +234,13 @@ class ExecutorLink:
         attempt: int,
         reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_CANCELLED,
     ) -> None:
-        """Asks the executor to end a placement for this reason. The end arrives like any other."""
+        """Asks the executor to end a placement for this reason. The executor then reports the end as usual."""
         self._outbox.cancels.add(request_id=request_id, attempt=attempt, reason=types_pb2.FinishReason.Name(reason))
         self._wake.set()
 
     def attach(self, request_id: str, attempt: int, offset: int, on_answer: OnAnswer) -> None:
-        """Asks for the output of a sequence that this link does not read, from a token on. The stream that `on_answer`
-        returns gets its tokens; if it returns None they are dropped."""
+        """Asks for the output of a sequence from the token at `offset` on. The stream that `on_answer` returns gets the
+        tokens. If it returns None, the sequence is cancelled and its tokens are dropped."""
         if self.description.protocol_version < ATTACH_VERSION:
             on_answer(NotAttached.NOT_HELD)
             return
@@ -241,7 +249,8 @@ class ExecutorLink:
         self._wake.set()
 
     async def run(self) -> None:
-        """Keeps the link up until cancelled. Every try opens a channel, with the certificates in force then."""
+        """Keeps the link up until cancelled. Every attempt opens a new channel, with the certificates that are current
+        then."""
         backoff_s = MIN_BACKOFF_S
         while True:
             async with self._channels.open(self.address, _RECONNECT_OPTIONS) as channel:
@@ -283,7 +292,7 @@ class ExecutorLink:
         silence = LivenessTimer(MAX_SILENT_S)
         watch = asyncio.create_task(silence.watch(call.cancel), name=f"watch {self.address}")
         try:
-            # The first response is the report that the executor sends when a router joins.
+            # The first response is the report that the executor sends when a router connects.
             async for response in call:
                 silence.record_message()
                 if not self.is_up and not self._come_up():
@@ -291,7 +300,7 @@ class ExecutorLink:
                 check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())
                 self.receive(response)
         except asyncio.CancelledError:
-            # gRPC also raises it if the call is cancelled and not the task; both can happen at once.
+            # gRPC also raises it if the call is cancelled but not the task. Both can happen at once.
             if not silence.is_over or task_is_cancelled():
                 raise
             log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
@@ -319,7 +328,8 @@ class ExecutorLink:
         self._output.publish()
         self.is_up = False
         self.report = None
-        # Some may run elsewhere by now: a hung executor keeps its link while the ledger places its requests again.
+        # Some requests may already run elsewhere: a hung executor keeps its link while the ledger places its requests
+        # again.
         streams = [stream for (_, attempt), stream in self._offered.items() if stream.life.is_current(attempt)]
         streams += [stream for stream, attempt in self._seated.values() if stream.life.is_current(attempt)]
         self._offered.clear()
@@ -335,7 +345,7 @@ class ExecutorLink:
     async def _write(
         self, call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
     ) -> None:
-        """Sends what has been collected. While one write is under way, more is collected."""
+        """Sends the collected messages as one request. While a write is in progress, further messages collect."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -343,11 +353,11 @@ class ExecutorLink:
             try:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader sees the same break and reports it
+                return  # `_serve` sees the same break and reports it
 
     def receive(self, response: executor_pb2.ServeResponse) -> None:
-        """Applies a response of the executor. Its report comes first, because whether the executor drains decides what
-        ends mean."""
+        """Applies a response of the executor. The report is applied first, because it says whether the executor drains,
+        and the handling of ends depends on that."""
         if response.HasField("report"):
             self.report = response.report
             if self._events is not None:
@@ -366,7 +376,7 @@ class ExecutorLink:
             self._events.on_request(self, stream, event)
 
     def _current(self, slot: int) -> RequestStream | None:
-        """Returns the stream of the request in a slot; None if the slot's placement is no longer the current one."""
+        """Returns the stream of the request in a slot; None if the slot's placement is no longer current."""
         stream, attempt = self._seated[slot]
         return stream if stream.life.current_attempt == attempt else None
 
@@ -391,7 +401,7 @@ class ExecutorLink:
         on_answer = self._attaching.pop((attached.request_id, attached.attempt), None)
         stream = on_answer(attached) if on_answer is not None else None
         if stream is None:
-            # Frames name its slot until it is cancelled.
+            # Frames name its slot until the cancel takes effect.
             stream = unread_stream(attached.request_id)
             self.cancel(attached.request_id, attached.attempt)
         for slot, (one, _) in self._seated.items():
@@ -430,14 +440,14 @@ class ExecutorLink:
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
             self._finish(stream, attempt, finished)
-        # After everything else that the frame says of them.
+        # After everything else in the frame that concerns these streams.
         self._output.add(has_output)
         if step.frame % ACK_EVERY_FRAMES == 0:
             self._outbox.ack.frame = step.frame
             self._wake.set()
 
     def _mend(self, stream: RequestStream, attempt: int) -> None:
-        """Asks once for a token that is missing. Gives the placement up if that did not help."""
+        """Asks once for a missing token, by an attach. Gives the placement up if a token is missing again."""
         key = (stream.request_id, attempt)
         if key in self._attaching:
             return
@@ -470,7 +480,7 @@ class ExecutorLink:
                 self._mend(stream, attempt)
                 return
             if key in self._attaching:
-                return  # a token is missing: it will be sent again, followed by the end
+                return  # a token is missing: the executor sends it again, followed by the end
         self._mended.discard(key)
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         is_draining = self.report is not None and self.report.draining
@@ -492,7 +502,7 @@ def _field_since_logits(submit: executor_pb2.Submit) -> str | None:
 
 
 def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:
-    """Returns why no executor would take the request; None if this one only has no room now."""
+    """Returns why no executor would accept the request; None if another executor, or this one later, may accept it."""
     if rejected.reason not in (executor_pb2.REJECT_REASON_UNSUPPORTED, executor_pb2.REJECT_REASON_INVALID):
         return None
     reason = executor_pb2.RejectReason.Name(rejected.reason)

@@ -1,7 +1,8 @@
-"""Feeds of executors' steps: one `WatchSteps` call to an executor for all its watchers, and none without watchers.
+"""Feeds of executors' steps. All watchers of an executor share one `WatchSteps` call. Without watchers there is none.
 
-A feed belongs to one start of an executor. An executor that does not implement the call sends nothing. A feed that
-breaks, or whose options change, is opened again after the newest step that arrived, so that no watcher misses a step.
+A feed belongs to one start (generation) of an executor. An executor that does not implement the call sends nothing. If
+a feed breaks or its options change, the call is made again from the newest step that arrived, so that no watcher misses
+a step.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from router.executors.link import ExecutorLink
 log = logging.getLogger(__name__)
 
 MAX_ITERATIONS = 1000
-# More steps than any executor keeps. A longer list is cut.
+# More sequences than any executor holds. A longer list is truncated.
 MAX_SEQUENCES = 16_384
 REOPEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """The options of a watcher: its interval, and whether it needs sequences."""
+    """The options of a watcher: its interval in milliseconds, and whether it needs the list of sequences."""
 
     interval_ms: int
     sequences: bool
@@ -37,7 +38,7 @@ class Wants:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """A watcher of a feed, with the newest steps that it has not taken yet."""
+    """A watcher of a feed, with the newest steps that it has not taken, at most `MAX_ITERATIONS`."""
 
     wants: Wants
     iterations: deque[stats_pb2.IterationStats] = field(default_factory=lambda: deque(maxlen=MAX_ITERATIONS))
@@ -56,7 +57,7 @@ class StepFeed:
         self._link = link
         self.generation = link.description.generation
         self.sequences: Sequence[stats_pb2.SequenceStats] = ()
-        # Set once the feed has content, or never will have.
+        # Set once the feed has content, or will never have any.
         self.has_begun = asyncio.Event()
         self._readers: set[Reader] = set()
         self._newest_iter: int | None = None
@@ -76,12 +77,12 @@ class StepFeed:
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """Removes a watcher. The call ends with the last one."""
+        """Removes a watcher. The call ends when the last watcher leaves."""
         self._readers.discard(reader)
         self._ask()
 
     def _ask(self) -> None:
-        """Opens the call for what all watchers together need, if that differs from the open call."""
+        """Makes a new call if the combined options of all watchers differ from those of the open call."""
         wanted = self._wanted()
         if wanted == self._asked:
             return
@@ -125,7 +126,7 @@ class StepFeed:
             log.debug("steps of executor %s: %s %s", self._link.executor_id, error.code().name, error.details())
             return error.code() is not grpc.StatusCode.UNIMPLEMENTED
         except asyncio.CancelledError:
-            # gRPC also raises it if the link's channel was closed.
+            # gRPC also raises it if the link's channel is closed.
             if task_is_cancelled():
                 raise
         finally:
@@ -134,7 +135,7 @@ class StepFeed:
 
     def _receive(self, response: executor_pb2.WatchStepsResponse) -> None:
         if response.generation != self.generation:
-            return  # of another start, which has its own feed
+            return  # another start of the executor, which has its own feed
         self.sequences = response.sequences[:MAX_SEQUENCES]
         for iteration in response.iterations:
             if self._newest_iter is None or iteration.iter > self._newest_iter:
@@ -198,7 +199,7 @@ class Subscription:
                 wait.cancel()
 
     def of(self, link: ExecutorLink) -> tuple[list[stats_pb2.IterationStats], Sequence[stats_pb2.SequenceStats]]:
-        """Returns the steps of an executor since the last call, and the sequences that it holds."""
+        """Returns the steps of an executor since the last call of this method, and the sequences that it holds."""
         if link not in self._joined:
             return [], ()
         feed, reader = self._joined[link]

@@ -1,13 +1,13 @@
-"""The relay of a request with several choices: their streams, merged into one sequence of events.
+"""The relay of a request with several choices. It merges their streams into one sequence of events.
 
-Each choice is a request of its own in the ledger and on executors, with a `Relay` of its own. Of the events that a
-request has once, the first one is sent: Accepted, Started and the queue events of choice 0. One Done ends the sequence
-after every choice has finished; a choice that fails ends all with its error.
+Each choice is a separate request in the ledger and on executors, and has its own `Relay`. The first Accepted and the
+first Started of any choice are sent, and the queue events of choice 0. One Done ends the sequence after every choice
+has finished. A choice that fails ends the request with its error.
 
-Log probabilities of the prompt come from choice 0; the output of the others waits until these are sent.
+Log probabilities of the prompt are sent from choice 0. The output of the other choices waits until they are sent.
 
-If the client gets the best choices only, nothing of the output is sent before all choices have finished. The best ones
-are then read again from the beginning, and numbered by rank.
+If the client gets only the best choices, no output is sent before all choices have finished. The best choices are then
+read again from the beginning, and numbered by rank.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ OUTPUT = frozenset({"delta", "finished"})
 
 
 async def run_all(work: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Runs calls concurrently and returns their results, in order. Raises the error of the first that fails, after the
-    others were cancelled."""
+    """Runs calls concurrently and returns their results, in order. If one fails, cancels the others and raises the
+    first error."""
 
     async def run(one: Awaitable[Result]) -> Result:
         return await one
@@ -47,7 +47,8 @@ async def run_all(work: Iterable[Awaitable[Result]]) -> list[Result]:
 
 
 class ChoicesRelay:
-    """Writes the events of all choices to the client. `places` are its positions in the choices that it gets."""
+    """Writes the events of all choices to the client. `places` are the positions from which the client reads the
+    choices that it gets."""
 
     def __init__(self, streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition] = ()) -> None:
         reading = streams[0].reading
@@ -88,16 +89,17 @@ class ChoicesRelay:
 
     @property
     def summary(self) -> str:
-        """Counts and ends of the choices for the log; no text."""
+        """The number of choices and their finish reasons, for the log. Contains no output."""
         ends = ", ".join(f"{count} {name}" for name, count in sorted(self._reasons.items()))
         return f"with {len(self._streams)} choices ended: {ends or 'without an end'}"
 
     async def queued(self, queued: Queued) -> None:
-        """Sends the client the place of the first choice in the queue."""
+        """Sends the position of the first choice in the queue to the client."""
         await self._relays[0].queued(queued)
 
     async def run(self) -> None:
-        """Writes until the end of the request. Raises the `RequestError` of a choice that failed, or TAKEN_OVER."""
+        """Writes until the end of the request. Raises the `RequestError` of a choice that failed, or TAKEN_OVER if
+        another reader replaced this one."""
         await run_all([relay.run() for relay in self._relays])
         if self._holds_output:
             self._holds_output = False
@@ -110,7 +112,8 @@ class ChoicesRelay:
         await self._send(inference_pb2.StreamEvent(done=self._merged_done()))
 
     def _best(self) -> list[RequestStream]:
-        """Returns the choices with the highest mean log probability, the best first. Raises `RequestError`."""
+        """Returns the choices with the highest mean log probability, the best first. Raises `RequestError` if log
+        probabilities are no longer known."""
         scores: list[float] = []
         for relay in self._relays:
             score = relay.mean_logprob
@@ -121,7 +124,7 @@ class ChoicesRelay:
         return [self._streams[choice] for choice in ranks[: self._counts.sent]]
 
     async def _take(self, choice: int, event: inference_pb2.StreamEvent) -> None:
-        """Sends the event of a choice unless the request has it once and had it."""
+        """Sends the event of a choice. Drops an event that the request has only once and that was already sent."""
         kind = event.WhichOneof("event")
         if kind == "done":
             self._done.setdefault(choice, event.done)
@@ -164,8 +167,8 @@ class ChoicesRelay:
             await self._write(event)
 
     def _merged_done(self) -> inference_pb2.Done:
-        """Returns the end of the request: the prompt counts once, as cached as far as no choice computed it. Times are
-        those of the choice with the first token, decoding those of the slowest."""
+        """Returns the Done of the request. The prompt counts once; its cached tokens are the fewest of any choice.
+        Times are those of the choice with the earliest first token, and the decode time is the longest of all."""
         dones = [self._done[choice] for choice in sorted(self._done)]
         usages = [done.usage for done in dones]
         timings = [done.timing for done in dones]
@@ -196,8 +199,8 @@ AnyRelay = Relay | ChoicesRelay
 
 
 def relay_of(streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition]) -> AnyRelay:
-    """Returns the relay of a request with these choices. Raises `RequestError` for more places than the client gets
-    choices."""
+    """Returns the relay of a request with these choices. Raises `RequestError` if there are more `places` than choices
+    that the client gets."""
     if len(streams) > 1:
         return ChoicesRelay(streams, write, places)
     return Relay(streams[0], write, *places)

@@ -1,8 +1,9 @@
-"""The outgoing side of a GenerateMany call: the updates of all its streams, in one message per wake-up.
+"""The outgoing side of a GenerateMany call. It sends the updates of all streams of the call in shared messages.
 
-`StreamWriter` takes the events of one stream, `Outbox` sends those of all. While a message is under way, updates
-collect for the next. Each stream has a few events in the outbox at most: its tokens collect in the stream, as behind a
-write of its own. Invariants: updates of a stream leave in order; a held stream delays no other.
+`StreamWriter` accepts the events of one stream. `Outbox` sends the updates of all streams. While a message is being
+written, updates collect for the next message. Each stream has at most a few events in the outbox. Further tokens
+collect in the `RequestStream`, as they do behind a write of a call with one stream. Invariants: updates of a stream are
+sent in order; a held stream delays no other stream.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from common.errors import RequestError
 from inflight.v1 import inference_pb2
 from router.stream.relay import OnWritten, TimedWriter, stalled
 
-# A message ends with the first update beyond this size. Far below what a client receives.
+# A message ends with the update that reaches this size. Far below the largest message that a client accepts.
 MAX_MESSAGE_BYTES = 1024 * 1024
-# Events of a stream that tasks write without waiting, such as the last ones of a request.
+# A task that writes an event waits if this many events of its stream have not been sent. Fewer, such as the last events
+# of a request, are written without a wait.
 MAX_UNSENT = 4
 
 # Tags of `GenerateManyResponse.updates` and the fields of `StreamUpdate`.
@@ -26,32 +28,33 @@ UPDATE_TAG, STREAM_TAG, EVENT_TAG, ENDED_TAG = b"\x0a", b"\x08", b"\x12", b"\x1a
 
 
 def varint(number: int) -> bytes:
-    """Returns the encoding of a number in protobuf."""
+    """Returns the protobuf varint encoding of a number."""
     if number < 0x80:
         return bytes((number,))
     return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)
 
 
 def update_of(number: int, tag: bytes, content: bytes) -> bytes:
-    """Returns a field of `GenerateManyResponse`: an update of a stream. The content is serialized once; messages around
-    it would copy it each time."""
+    """Returns an encoded entry of `GenerateManyResponse.updates`. `content` is already serialized, because message
+    objects around it would copy it several times."""
     head = STREAM_TAG + varint(number) + tag + varint(len(content))
     return UPDATE_TAG + varint(len(head) + len(content)) + head + content
 
 
 def ended_update(number: int, status: status_pb2.Status | None) -> bytes:
-    """Returns the last update of a stream; None: it is complete."""
+    """Returns the last update of a stream. `status` None: the stream is complete."""
     ended = inference_pb2.StreamEnded(status=b"" if status is None else status.SerializeToString())
     return update_of(number, ENDED_TAG, ended.SerializeToString())
 
 
 class Outbox:
-    """Sends the updates of a call. After an error of `write`, which `failed` then has, or `close` it drops them."""
+    """Sends the updates of a call. After an error of `write`, or after `close`, it drops updates. `failed` then has the
+    error if it is a `RequestError`."""
 
     def __init__(self, write: TimedWriter[bytes]) -> None:
         self._write = write
         self._waiting: deque[tuple[bytes, OnWritten | None]] = deque()
-        # To be told how the message ends that is under way.
+        # The `on_end` callbacks of the updates in the message that is being written.
         self._leaving: list[OnWritten] = []
         self._is_scheduled = False
         self._is_writing = False
@@ -62,15 +65,15 @@ class Outbox:
 
     @property
     def num_waiting(self) -> int:
-        """Updates that have not left."""
+        """The number of updates that are in no message yet."""
         return len(self._waiting)
 
     async def emptied(self) -> None:
-        """Waits until all updates have left."""
+        """Waits until all updates have been sent or dropped after an error."""
         await self._is_empty.wait()
 
     def add(self, update: bytes, on_end: OnWritten | None = None) -> None:
-        """Adds an update. `on_end` is called when it has left, or with the error of its message."""
+        """Adds an update. `on_end` is called once the update has been sent, with None or with the error."""
         if self._is_closed:
             return
         self._waiting.append((update, on_end))
@@ -78,14 +81,14 @@ class Outbox:
         self._schedule()
 
     def close(self) -> None:
-        """Drops all updates, without a call of their `on_end`."""
+        """Drops all updates. Their `on_end` is not called."""
         self._is_closed = True
         self._waiting.clear()
         self._leaving.clear()
         self._write.close()
 
     def _schedule(self) -> None:
-        """Sends after everything that is due now: callbacks and tasks that the same step woke."""
+        """Sends after the callbacks and tasks that are ready now, so that all streams of one step share a message."""
         if not (self._is_scheduled or self._is_writing):
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._send)
@@ -111,7 +114,7 @@ class Outbox:
             told += [on_end for _, on_end in self._waiting if on_end is not None]
             self._waiting.clear()
             self._is_closed = True
-            # Without a status of its own the connection is gone, and gRPC cancels the call.
+            # Any other error means that the connection has broken, and gRPC cancels the call.
             if isinstance(error, RequestError):
                 self.failed.set_result(error)
         for on_end in told:
@@ -123,8 +126,8 @@ class Outbox:
 
 
 class StreamWriter:
-    """The writer of one stream of a call, an `EventWriter`. While the stream is held its events stay here, at most for
-    `timeout_s`: then the write fails with `RequestError` STALLED."""
+    """The `EventWriter` of one stream of a call. While the client holds the stream, its events stay here. If it is held
+    for `timeout_s`, the write fails with `RequestError` STALLED."""
 
     needs_task = False
 
@@ -136,7 +139,7 @@ class StreamWriter:
         self._kept: list[tuple[bytes, OnWritten]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._on_end: OnWritten | None = None
-        # Of the events that tasks have written.
+        # The number of events that tasks have written and that have not been sent.
         self._num_unsent = 0
         self._has_sent_all = asyncio.Event()
         self._failure: BaseException | None = None
@@ -161,7 +164,7 @@ class StreamWriter:
         self._stop_timer()
 
     def hold(self, is_held: bool) -> None:
-        """Holds events back from now on, or sends them again."""
+        """Holds events back from now on or, with False, sends the held events and all later ones."""
         self._is_held = is_held
         if not is_held:
             self._stop_timer()

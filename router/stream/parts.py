@@ -1,4 +1,4 @@
-"""The parts of an output as clients get them, and the number of its tokens that are reasoning."""
+"""The parts of an output as messages for clients, and the count of its reasoning tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, C
 
 
 def wire_parts(parts: Iterable[Part], call_id: Callable[[int], str]) -> Iterator[inference_pb2.OutputPart]:
-    """Yields the parts as messages, neighbours of one kind as one. A call has its id in the first one."""
+    """Yields the parts as messages. Adjacent parts of one kind are merged. The first message of a tool call has its
+    id."""
     for part in merged(parts):
         match part:
             case Reasoning(text):
@@ -22,12 +23,12 @@ def wire_parts(parts: Iterable[Part], call_id: Callable[[int], str]) -> Iterator
             case Arguments(index, text):
                 yield inference_pb2.OutputPart(tool_call=inference_pb2.ToolCallPart(index=index, arguments=text))
             case CallEnds():
-                pass  # the next part, or the end of the choice, shows it
+                pass  # the client recognizes it by the next part or the end of the choice
 
 
 class ReasoningCount:
-    """The number of an output's first tokens that are reasoning, its tags included. Until it `is_over`, the output's
-    parser takes the tokens one by one."""
+    """Counts the tokens of an output from its beginning to the end of its reasoning, including the tags. Until
+    `is_over`, the output must be parsed one token at a time."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -37,11 +38,11 @@ class ReasoningCount:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens so far."""
+        """The number of reasoning tokens so far."""
         return self._num_taken if self._has_begun else 0
 
     def take(self, num_tokens: int) -> None:
-        """Counts a token whose text the parser has."""
+        """Counts tokens whose text the parser has already taken."""
         self._num_taken += num_tokens
         if self._parser.is_reasoning:
             self._has_begun = True

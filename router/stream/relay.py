@@ -1,9 +1,10 @@
-"""The relay of one request: from what executors send to what the client reads.
+"""The relay of one request. It turns the output that executors send into the events that the client reads.
 
-Detokenizes, matches stop strings and writes events. While one write is under way, tokens collect and leave together in
-the next event. A slow client therefore gets fewer, larger events and delays no other request. Nothing is written before
-the request has a seat, unless queue events are asked for. A client that already has part of the output gets only the
-rest. The whole output passes through the text again, so the text is the same as if it had been read at once.
+It detokenizes, matches stop strings and writes events. While a write is in progress, tokens collect and are sent
+together in the next event. A slow client therefore gets fewer, larger events and delays no other request. Nothing is
+written before an executor has accepted the request, except queue events if the client asks for them. A client that
+already has part of the output gets only the rest. The whole output is detokenized again for that, so the text is the
+same as if it had been read without interruption.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from router.tools.parser import Part
 Event = TypeVar("Event")
 OnWritten = Callable[[BaseException | None], None]
 
-# Long enough for a client that reads again to see how its call ended, and to resume.
+# Long enough for a stalled client that reads again to see the error of its call, and to resume.
 STALLED_GRACE_S = 10.0
 
 
 @runtime_checkable
 class EventWriter(Protocol):
-    """A writer of events. A task writes by `await writer(event)`, a callback by `begin`, unless `needs_task`. `on_end`
-    is called once, with the error of the write or None. There is one write at a time."""
+    """A writer of events.
+
+    A task writes with `await writer(event)`. A callback writes with `begin`, which must not be used if `needs_task`.
+    `on_end` is called once, with the error of the write or None. There is one write at a time.
+    """
 
     needs_task: bool
 
@@ -45,16 +49,17 @@ class EventWriter(Protocol):
     def begin(self, event: inference_pb2.StreamEvent, on_end: OnWritten) -> None: ...
 
     def close(self) -> None:
-        """Forgets the write that was begun, if any."""
+        """Drops the callback of the write in progress, if any."""
         ...
 
 
 class TimedWriter(Generic[Event]):
-    """The writer of one call. A write that takes longer than `timeout_s` fails with `RequestError` STALLED. Meanwhile
-    gRPC holds one event and the router the ids of the tokens since. Only the client's own call waits.
+    """The writer of one call. A write that takes longer than `timeout_s` fails with `RequestError` STALLED. During a
+    write, gRPC holds one event and the router holds the ids of later tokens. Only the client's own call waits.
 
-    A task writes by `await writer(event)`. A callback begins a write by `begin`, unless `needs_task`: without a task,
-    `write` must wait for nothing but futures of the event loop, as gRPC's does. There is one write at a time.
+    A task writes with `await writer(event)`. A callback starts a write with `begin`, which must not be used if
+    `needs_task`. `begin` runs `write` without a task, so `write` may only await futures of the event loop, as gRPC's
+    does. There is one write at a time.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class TimedWriter(Generic[Event]):
         self.needs_task = needs_task
         self._timeout_s = timeout_s
         self._on_end: OnWritten | None = None
-        # One timer for all writes that are begun: it is set again only when it fires.
+        # One timer for all writes that `begin` starts. It is scheduled again only when it fires.
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
 
@@ -76,7 +81,7 @@ class TimedWriter(Generic[Event]):
             raise stalled(self._timeout_s) from error
 
     def begin(self, event: Event, on_end: OnWritten) -> None:
-        """Begins a write. `on_end` is called once, with its error or None, possibly before this returns."""
+        """Starts a write. `on_end` is called once, with its error or None, possibly before this method returns."""
         assert self._on_end is None, "one write at a time"
         self._on_end = on_end
         loop = asyncio.get_running_loop()
@@ -86,22 +91,22 @@ class TimedWriter(Generic[Event]):
         self._advance(self._write(event))
 
     def close(self) -> None:
-        """Forgets the write that is under way, if any."""
+        """Drops the callback of the write in progress, if any, and its timer."""
         self._on_end = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _advance(self, writing: Coroutine[Any, Any, None]) -> None:
-        """Runs a write to its next wait or its end, as a task would."""
+        """Runs a write until it awaits a future or ends, as a task would."""
         try:
             future = writing.send(None)
         except StopIteration:
             self._end(None)
-        except (Exception, asyncio.CancelledError) as error:  # gRPC raises the latter for a call that is over
+        except (Exception, asyncio.CancelledError) as error:  # gRPC raises CancelledError if the call has ended
             self._end(error)
         else:
-            future._asyncio_future_blocking = False  # what a task does with a future that it is given to wait for
+            future._asyncio_future_blocking = False  # as a task does with a future that its coroutine awaits
             future.add_done_callback(lambda _: self._advance(writing))
 
     def _end(self, error: BaseException | None) -> None:
@@ -121,20 +126,22 @@ class TimedWriter(Generic[Event]):
 
 
 def stalled(timeout_s: float) -> RequestError:
-    """Returns the error for a stream that its client has not read for so long."""
+    """Returns the error for a stream that its client has not read for `timeout_s` seconds."""
     text = f"the stream was not read for {timeout_s:g} s; resume it from the next offset"
     return RequestError(Reason.STALLED, text)
 
 
 def grace_after(error: RequestError) -> float:
-    """Returns the seconds for which a request continues after its call ended with an error, without its client asking
-    for it."""
+    """Returns the seconds for which a request continues after its call ended with this error, even if its client has
+    not requested that."""
     return STALLED_GRACE_S if error.reason is Reason.STALLED else 0.0
 
 
 def unattended_s(reading: Delivery | None, grace_s: float, most_s: float) -> float | None:
-    """Returns for how many seconds a request continues without a reader; None: to its end. A `resume_ttl` of 0 is
-    respected."""
+    """Returns for how many seconds a request continues without a reader; None: to its end.
+
+    A finite time is at least `grace_s` and at most `most_s`, unless the client set `resume_ttl` to 0.
+    """
     if reading is None:
         return 0.0
     if reading.unattended_s is None or reading.kept_s == 0:
@@ -142,15 +149,17 @@ def unattended_s(reading: Delivery | None, grace_s: float, most_s: float) -> flo
     return min(max(reading.unattended_s, grace_s), most_s)
 
 
-# Tokens of a prompt in one event: with 20 likeliest tokens each, or as text.
+# Most prompt tokens in one event with log probabilities, which may have 20 top tokens each.
 SCORES_PER_EVENT = 256
+# Most prompt tokens in one event with their text.
 ECHO_TOKENS = 1024
 
 Write = Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]
 
 
 class Relay:
-    """Writes the events of one request to its newest reader. Without `write` it drains the stream without a reader."""
+    """Writes the events of one request to its newest reader, from `place` on. Without `write`, it drains the stream and
+    writes nothing."""
 
     def __init__(self, stream: RequestStream, write: Write | None, place: ReadPosition = BEGINNING) -> None:
         assert stream.reading is not None
@@ -163,16 +172,16 @@ class Relay:
         self._write = write
         self._writer = write if isinstance(write, EventWriter) else None
         self._place = place
-        # Bytes of the text that the client has. None: unknown until all its tokens have passed through the text.
+        # Bytes of text that the client has. None: unknown until the tokens that it has are detokenized again.
         self._num_bytes_known = place.text_bytes if place.offset else place.text_bytes or 0
         self._num_text_bytes = 0
         self.reader = stream.reader
         self._seq = 0
-        # The first token that has not been sent, and text that has not been sent.
+        # The offset of the first token that has not been sent, and the text that has not been sent.
         self._next_offset = place.offset
         self._unsent_text = ""
-        # Writes that were begun for new tokens, without this relay's task: whether one may begin now, whether none is
-        # under way, its tokens, and the error of one that failed.
+        # State of writes that a callback starts for new tokens, without waking this relay's task: whether a write may
+        # start now, whether none is in progress, the offset and number of its tokens, and the error of a failed write.
         self._may_begin = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -194,12 +203,12 @@ class Relay:
 
     @property
     def mean_logprob(self) -> float | None:
-        """The mean log probability of the tokens that were relayed; None if one is not known."""
+        """The mean log probability of the relayed tokens; None if the log probability of a token is not known."""
         return self._stream.mean_logprob(self._text.num_tokens)
 
     @property
     def summary(self) -> str:
-        """Counts, times and the end of the request for the log; no text."""
+        """Token counts, times and the end of the request, for the log. Contains no output."""
         clock = self._stream.clock
         first_token_ms = "-" if clock.first_token is None else f"{(clock.first_token - clock.arrived) * 1000:.0f} ms"
         return (
@@ -208,7 +217,7 @@ class Relay:
         )
 
     async def queued(self, queued: Queued) -> None:
-        """Sends the client the request's place in the queue."""
+        """Sends the request's position in the queue to the client."""
         event = inference_pb2.Queued(position=queued.position)
         if not self._has_sent_queued:
             self._has_sent_queued = True
@@ -219,7 +228,8 @@ class Relay:
         await self._send(inference_pb2.StreamEvent(queued=event))
 
     async def run(self) -> None:
-        """Writes until the end of the request. Raises the `RequestError` that it failed with, or TAKEN_OVER."""
+        """Writes until the end of the request. Raises the `RequestError` that the request failed with, or TAKEN_OVER if
+        another reader replaced this one."""
         try:
             await self._run()
         finally:
@@ -250,10 +260,10 @@ class Relay:
                 return
 
     async def _wait(self) -> bool:
-        """Waits for news that this task has to handle. Returns False if a deadline passes first. Meanwhile tokens that
-        are all that is new are written as they come, without a wake-up of this task."""
+        """Waits for news that this task must handle. Returns False if a deadline passes first. Meanwhile, if only
+        tokens are new, `_on_output` writes them without waking this task."""
         stream = self._stream
-        # Not before the first token, whose deadline this task watches, nor with stop strings.
+        # Not before the first token, because this task checks its deadline, and not with stop strings.
         is_reading_on = self._has_sent_tokens and not self._text.has_stops
         stream.on_output = self._on_output if is_reading_on else None
         self._may_begin = is_reading_on and self._writer is not None and not self._writer.needs_task
@@ -277,7 +287,7 @@ class Relay:
         if remaining_s <= 0:
             return False
         try:
-            # `asyncio.wait_for` of Python 3.11 can drop a cancel that comes together with the news.
+            # Not `asyncio.wait_for`: in Python 3.11 it can drop a cancel that arrives together with the news.
             async with asyncio.timeout(remaining_s):
                 await stream.changed()
         except TimeoutError:
@@ -285,8 +295,8 @@ class Relay:
         return True
 
     def _on_output(self) -> None:
-        """Writes the tokens that have come once they are enough for an event, unless a write is under way: then they
-        leave with the next."""
+        """Writes the new tokens if they are enough for an event. While a write is in progress, they wait for the
+        next."""
         if len(self._stream.output_ids) - self._next_offset < self._reading.stream_interval:
             return
         if not self._may_begin:
@@ -341,8 +351,8 @@ class Relay:
         await self._send(inference_pb2.StreamEvent(notice=notice))
 
     async def _send_prompt(self, news: News) -> None:
-        """Sends what is known of the prompt's log probabilities, and before the output the text of the prompt. A client
-        that has output has had both."""
+        """Sends the known log probabilities of the prompt and, before the output, the text of the prompt. A client that
+        already has output has received the log probabilities."""
         reading, begins_output = self._reading, bool(news.token_ids) and not self._place.offset
         if reading.wants_prompt_logprobs and (news.prompt_logprobs or begins_output) and not self._place.offset:
             num_known = len(news.prompt_logprobs) + 1
@@ -359,7 +369,8 @@ class Relay:
                     await self._send(inference_pb2.StreamEvent(delta=delta))
 
     async def _send_prompt_logprobs(self, known: Sequence[types_pb2.PositionLogprobs]) -> None:
-        """Sends the next tokens of the prompt, of which those after the first have `known` log probabilities."""
+        """Sends the next tokens of the prompt. `known` are the log probabilities of the tokens after the first one of
+        the prompt, which has none."""
         first, prompt_ids = self._num_prompt_sent, self._reading.prompt_ids
         last = min(first + SCORES_PER_EVENT, len(known) + 1)
         event = inference_pb2.Prompt(offset=first, token_ids=prompt_ids[first:last])
@@ -385,7 +396,7 @@ class Relay:
         await self._send_output(news.end is not None or news.error is not None or self._text.matched is not None)
 
     async def _send_output(self, is_last: bool) -> None:
-        """Sends the tokens that have not been sent, if they are enough for an event."""
+        """Sends the unsent tokens and text if they are enough for an event or if `is_last`."""
         offset, num_tokens = self._next_offset, max(0, self._text.num_tokens - self._next_offset)
         if not (num_tokens or self._unsent_text):
             return
@@ -397,7 +408,7 @@ class Relay:
             self._record_sent(offset, num_tokens)
 
     def _unsent(self) -> inference_pb2.StreamEvent:
-        """Returns an event with all tokens and all text that have not been sent."""
+        """Returns an event with all unsent tokens and text, which then count as sent."""
         event = inference_pb2.StreamEvent()
         delta, reading, first = event.delta, self._reading, self._next_offset
         last = max(first, self._text.num_tokens)
@@ -426,7 +437,8 @@ class Relay:
                     self._reading.name_token(token)
 
     def _feed(self, offset: int, token_ids: list[int], is_stop_token: bool) -> None:
-        """Takes tokens. Those that may be reasoning are taken one by one, to count them."""
+        """Detokenizes tokens, the first of which is at `offset`. While tokens may be reasoning, they are taken one at a
+        time to count them."""
         num_taken, counts = 0, True
         while counts and num_taken < len(token_ids) and self._text.matched is None:
             counts = self._reasoning is not None and not self._reasoning.is_over
@@ -439,7 +451,7 @@ class Relay:
                 self._reasoning.take(step.num_tokens)
 
     def _unread(self, text: str) -> str:
-        """Returns the part of the next piece of text that the client does not have, and divides it into parts."""
+        """Returns the part of the next text that the client does not have, and adds its parts to the unsent parts."""
         unread = self._cut_known(text)
         if self._parser is not None:
             self._parser.feed(text[: len(text) - len(unread)])
@@ -459,8 +471,8 @@ class Relay:
         if self._place.offset > self._text.num_tokens:
             raise beyond_output(self._place.offset, self._text.num_tokens, choice_of(self._stream.request_id))
         if end.reason == types_pb2.FINISH_REASON_STOP_STRING:
-            # Another router stopped it there. Its text does not reach the stop string here: the executor holds only a
-            # part of it.
+            # Another router stopped the request there. The executor holds only a part of the output, so the text does
+            # not reach the stop string here.
             raise output_lost("the output that is left of the request ends before its stop text")
         finished = inference_pb2.Finished(reason=types_pb2.FinishReason.Name(end.reason))
         if end.stop_token_id is not None:
@@ -468,7 +480,8 @@ class Relay:
         await self._finish(finished, end.constraint_unfinished)
 
     async def _finish(self, finished: inference_pb2.Finished, constraint_unfinished: bool | None = None) -> None:
-        """Sends the end. Only the executor knows that a constraint is satisfied; None: it has not said so."""
+        """Sends Finished and Done. Only the executor knows whether a constraint is satisfied; None: it has not reported
+        it, so the constraint counts as unfinished."""
         finished.constraint_unfinished = self._reading.is_constrained and constraint_unfinished is not False
         self._end_name = types_pb2.FinishReason.Name(finished.reason)
         if self._parser is not None:

@@ -1,8 +1,8 @@
 """The output of one request, from its admission until some time after its end.
 
 `RequestStream` collects the tokens that executors send, by offset, and gives them to one reader, which writes to the
-client. A later reader gets all output from the beginning, and the reader before it fails with TAKEN_OVER. The life
-cycle (`router.lifecycle`) knows where the request is. A stream never uses Redis or gRPC. Invariants: `output_ids[i]` is
+client. A later reader gets all output from the beginning, and the previous reader fails with TAKEN_OVER. The life cycle
+(`router.lifecycle`) tracks the state of the request. A stream never uses Redis or gRPC. Invariants: `output_ids[i]` is
 the token at offset i and never changes; no output arrives after the end.
 """
 
@@ -28,24 +28,25 @@ from router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, Reque
 
 OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
 
-# Bytes of a token in a list of ints, and of the objects around the list.
+# Bytes of a token id in a list, and of the other objects of a request.
 BYTES_PER_TOKEN = 8
 FIXED_BYTES = 4096
-# Bytes of a token's log probabilities, and of each of the likeliest tokens in them.
+# Bytes of a token's log probabilities, and of each top token in them.
 FIXED_LOGPROBS_BYTES = 250
 TOP_LOGPROB_BYTES = 50
 
 
-# A prompt token with log probabilities costs its tenant as much as an output token, since it needs the same logits.
+# The weight of a prompt token with log probabilities in its tenant's usage. It costs as much as an output token,
+# because it needs the same logits.
 SCORED_WEIGHT = 2
 
-# Flags of what the reader has not been sent yet.
+# Flags of the changes that the reader has not taken yet.
 ACCEPTED, STARTED, PAUSED = 1, 2, 4
 UNKNOWN_LOGPROBS = types_pb2.PositionLogprobs()
 
 
 class Reached(IntEnum):
-    """The furthest state of a request on any executor so far."""
+    """The furthest state that a request has reached on any executor."""
 
     NONE = 0
     ACCEPTED = 1
@@ -59,13 +60,13 @@ class Seat(Enum):
     """Not yet."""
     HELD = auto()
     GIVEN_UP = auto()
-    """It had one and waits for another, there or elsewhere."""
+    """It had a seat and waits for another, on this or another executor."""
 
 
 @dataclass(slots=True)
 class News:
-    """What is new since the reader last asked. `token_ids` begin at `offset`; `prompt_logprobs` are all of the prompt's
-    tokens after the first that are known."""
+    """The changes since the reader last took news. `token_ids` begin at `offset`. `prompt_logprobs` are all known log
+    probabilities of the prompt, from its second token on."""
 
     accepted: bool
     started: bool
@@ -80,7 +81,7 @@ class News:
 
 @dataclass(slots=True)
 class Clock:
-    """Times of a request in seconds of `time.monotonic`; None: not yet."""
+    """Times of a request, in seconds of `time.monotonic`; None: not reached."""
 
     arrived: float
     boarded: float | None = None
@@ -89,9 +90,13 @@ class Clock:
 
 
 class RequestStream:
-    """The output of one request. Producers call `place`, `attach`, `accept`, `start`, `token`, `logprobs`, `pause`,
-    `extend`, `move`; the reader calls `next`. `deadline` is the latest end of the request, on the clock of `arrived`.
-    `prior_ids` is output that its client brought. Without a `reading` it cannot be read again."""
+    """The output of one request.
+
+    Producers call `place`, `attach`, `accept`, `start`, `token`, `logprobs`, `prompt_logprobs`, `pause`, `extend` and
+    `move`. The reader calls `next`, or `changed` and `take`. `deadline` is the time by which the request must end, on
+    the clock of `arrived`. `prior_ids` are output tokens that the client sent with the request. `reading` says how a
+    client reads the output; None: no client can read it.
+    """
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class RequestStream:
         self.life = Lifecycle(demand.request_id, self, deadline, is_repeatable=bool(self.digest))
         self.record = record or NO_OBSERVERS.follow(RequestFacts())
         self._demand = demand
-        # What an executor is told, except the attempt and the output so far.
+        # The message for an executor, without the attempt and the output so far.
         self._submit = submit
         self._max_tokens = submit.stopping.max_tokens or math.inf
         self.output_ids: list[int] = list(prior_ids)
@@ -119,10 +124,10 @@ class RequestStream:
         self.num_cached_tokens = 0
         self.num_migrations = 0
         self.clock = Clock(arrived)
-        # The request ran before this router had it. The time of its first token is unknown, and output that its client
-        # has may still be on its way here.
+        # The request already ran when this router adopted it. The time of its first token is unknown, and this router
+        # may not have received all output that the client already has.
         self.was_adopted = False
-        self.reader = 0  # the number of the reader that may call `next`; counts up
+        self.reader = 0  # the number of the reader that may call `next`; increases with every reader
         self._reached = Reached.NONE
         self._seat = Seat.NONE
         self._num_placements = 0
@@ -133,14 +138,15 @@ class RequestStream:
         self._queued: Queued | None = None
         self._num_taken = 0
         self._changed = asyncio.Event()
-        # Called for new tokens while nothing else is new, instead of waking the reader. Set while the reader waits.
+        # If set, called for new tokens instead of waking the reader, unless there is other news. Set while the reader
+        # waits.
         self.on_output: Callable[[], None] | None = None
-        # Set when this router no longer serves it.
+        # Set when this router no longer serves the request.
         self.forgotten = asyncio.Event()
 
     @property
     def digest(self) -> bytes:
-        """The digest of a request that may be repeated; empty for any other."""
+        """The digest of the request; empty if the request cannot be repeated."""
         return b"" if self.reading is None else self.reading.digest
 
     @property
@@ -155,7 +161,7 @@ class RequestStream:
 
     @property
     def error(self) -> RequestError | None:
-        """The error that it failed with."""
+        """The error with which the request failed; None if it has not failed."""
         return self.life.error
 
     @property
@@ -165,7 +171,7 @@ class RequestStream:
 
     @property
     def stands_by(self) -> bool:
-        """Whether it is on an executor and has no seat there."""
+        """Whether it is placed on an executor and has no seat there."""
         return self.life.placement is not None and self._seat is not Seat.HELD
 
     @property
@@ -175,27 +181,27 @@ class RequestStream:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether the current placement has brought a token."""
+        """Whether the current placement has produced a token."""
         return len(self.output_ids) > self._num_before_placement
 
     @property
     def is_short(self) -> bool:
-        """Whether fewer tokens have come than an end by length requires."""
+        """Whether it has fewer tokens than an end by length requires, so that a token is missing."""
         return len(self.output_ids) < self._max_tokens < math.inf
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has the most tokens that it may have."""
+        """Whether the output has reached `max_tokens`."""
         return len(self.output_ids) >= self._max_tokens
 
     @property
     def placement_blocks(self) -> int:
-        """Blocks of the next placement, where it ends at the end of its reservation."""
+        """Blocks of the next placement, on an executor that ends it when its reservation is used up."""
         return self._demand.blocks_after(len(self.output_ids))
 
     @property
     def has_used_reservation(self) -> bool:
-        """Whether the output fills the reservation of the current placement, and another one follows."""
+        """Whether the output fills the reservation of the current placement, so that another placement follows."""
         demand, placement = self._demand, self.life.placement
         if placement is None or demand.reservation_tokens is None:
             return False
@@ -203,7 +209,7 @@ class RequestStream:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of the request."""
+        """Approximate memory of the request, in bytes."""
         logprobs_bytes = len(self._logprobs) * (
             FIXED_LOGPROBS_BYTES + TOP_LOGPROB_BYTES * self._submit.num_top_logprobs
         )
@@ -214,9 +220,12 @@ class RequestStream:
         return self._submit.ByteSize() + ids_bytes + logprobs_bytes + scores_bytes + FIXED_BYTES
 
     def demand(self, *, is_served: bool = False) -> Demand:
-        """Returns the demand for the ledger. After earlier placements it has the last known attempt; after the first
-        token it has no deadline for that token. Output that the client brought does not count as earlier progress.
-        `is_served`: the deadline counts from now."""
+        """Returns the demand for the ledger.
+
+        After a placement it has the last known attempt. After the first token it has no first-token deadline. Output
+        that the client sent with the request does not count as output of an earlier placement. With `is_served` the
+        first-token deadline is the time that is left of it now.
+        """
         has_run = self.life.attempt > 0
         deadline_ms = self._demand.deadline_ms
         if has_run and self.output_ids:
@@ -233,7 +242,7 @@ class RequestStream:
         )
 
     def ending(self, attempt: int) -> Ending:
-        """Returns the end of one of its placements, with the tokens that it used."""
+        """Returns the end of one of its placements, with the usage of the request."""
         life = self.life
         return Ending(
             self.request_id,
@@ -252,7 +261,8 @@ class RequestStream:
         return SCORED_WEIGHT * num_computed if self._submit.HasField("num_prompt_logprobs") else num_computed
 
     def is_repeat_of(self, attached: executor_pb2.SequenceAttached) -> bool:
-        """Returns whether an executor holds the same request, as far as its digest shows. Raises `FrameError`."""
+        """Returns whether the sequence on the executor has the digest of this request. True if this request has no
+        digest. Raises `FrameError` if the context that the executor returned is invalid."""
         return not self.digest or context_of(attached).digest == self.digest
 
     def place(self, placement: Placement) -> executor_pb2.Submit:
@@ -274,13 +284,15 @@ class RequestStream:
         return submit
 
     def _keep_adapter(self, placement: Placement) -> None:
-        """Takes over the adapter of the request's admission, which another router may have resolved earlier."""
+        """Uses the adapter that the request got when it was admitted. Another router may have admitted it and chosen
+        another content for the adapter's name."""
         if placement.adapter and placement.adapter != self._submit.adapter_hash:
             self._submit.adapter_hash = placement.adapter
             self._demand = dataclasses.replace(self._demand, adapter=placement.adapter)
 
     def attach(self, *, has_started: bool, num_cached_tokens: int) -> None:
-        """Attaches to the current placement, which already ran on the executor. It sends from the first token on."""
+        """Prepares for the output of the current placement, which already ran on the executor. The executor sends it
+        from the first token on."""
         if self.life.placement is not None:
             self._keep_adapter(self.life.placement)
         self._leave_seat(0)
@@ -301,7 +313,7 @@ class RequestStream:
             self._seat = Seat.NONE
 
     def attend(self) -> int:
-        """Adds a reader, which gets everything from the beginning and replaces the one before it. Returns its number
+        """Adds a reader, which gets all news from the beginning and replaces the previous reader. Returns its number
         for `next`."""
         self.reader += 1
         self.on_output = None
@@ -330,8 +342,9 @@ class RequestStream:
         self._changed.set()
 
     def token(self, offset: int, token_id: int) -> bool:
-        """Takes a token; drops one that is known or comes after the end. Returns False if one before it is missing.
-        Raises `FrameError` for a token beyond the maximum, which a repeat cannot correct."""
+        """Adds a token. Drops it if it is already known or if the request has ended. Returns False if a token before it
+        is missing. Raises `FrameError` for a token beyond `max_tokens`, because sending it again cannot correct
+        that."""
         if self.life.has_ended:
             return True
         if offset >= self._max_tokens:
@@ -349,7 +362,7 @@ class RequestStream:
         return True
 
     def publish_output(self) -> None:
-        """Publishes the tokens that have come, once for all of a frame."""
+        """Tells the reader that there are new tokens. Called once for all tokens of a frame."""
         if self._num_taken >= len(self.output_ids):
             return
         if self.on_output is None or self._changed.is_set():
@@ -363,25 +376,26 @@ class RequestStream:
         return offset, self.output_ids[offset:]
 
     def logprobs_of(self, first: int, last: int) -> list[types_pb2.PositionLogprobs]:
-        """Returns the log probabilities of the tokens `[first, last)`, empty ones for those that are not known."""
+        """Returns the log probabilities of the tokens `[first, last)`; an empty message for each unknown one."""
         return [self._logprobs.get(offset, UNKNOWN_LOGPROBS) for offset in range(first, last)]
 
     def logprobs(self, offset: int, values: types_pb2.PositionLogprobs) -> None:
-        """Takes the log probabilities of a token that came before."""
+        """Adds the log probabilities of a token that is already known."""
         if offset < len(self.output_ids):
             self._logprobs.setdefault(offset, values)
 
     def mean_logprob(self, num_tokens: int) -> float | None:
-        """Returns the mean log probability of the first tokens; None if one is not known, minus infinity for no
-        token."""
+        """Returns the mean log probability of the first `num_tokens` tokens. None if one of them is unknown, minus
+        infinity if there are no tokens."""
         known = [self._logprobs[offset].chosen.logprob for offset in range(num_tokens) if offset in self._logprobs]
         if len(known) < num_tokens:
             return None
         return sum(known) / num_tokens if num_tokens else -math.inf
 
     def prompt_logprobs(self, position: int, values: Sequence[types_pb2.PositionLogprobs]) -> None:
-        """Takes the log probabilities of the prompt's tokens from a position on; drops those that are known, as after a
-        failure. Raises `FrameError` where one before them is missing, or where they belong to another prompt."""
+        """Adds the log probabilities of the prompt's tokens from `position` on. Drops those that are already known,
+        which an executor sends again after a failure. Raises `FrameError` if earlier ones are missing, if they belong
+        to another prompt, or if they were not requested."""
         prompt_ids, first = self._submit.prompt_ids, len(self._prompt_logprobs) + 1
         is_own = [one.chosen.token_id for one in values] == list(prompt_ids[position : position + len(values)])
         if not 1 <= position <= first or not is_own or not self._submit.HasField("num_prompt_logprobs"):
@@ -390,33 +404,35 @@ class RequestStream:
         self._changed.set()
 
     def pause(self) -> None:
-        """Records that it gave up its seat and waits for another. Without a seat there is nothing to report."""
+        """Records that the request gave up its seat and waits for another. No effect before an executor has accepted
+        it."""
         if self.has_been_accepted and self._seat is not Seat.GIVEN_UP:
             self._seat = Seat.GIVEN_UP
             self._unreported |= PAUSED
             self._changed.set()
 
     def extend(self) -> None:
-        """Records that its placement has used its reservation. Its reader is told only if it continues elsewhere."""
+        """Records that the placement has used its reservation. The reader is told only if the request continues on
+        another executor."""
         self._extended_on = self.life.executor_id
         self.record.extended()
 
     def move(self, queued: Queued) -> None:
-        """Records its new place in the queue."""
+        """Records the new position in the queue."""
         self._queued = queued
         self._changed.set()
 
     def stop(self) -> None:
-        """Ends it at a stop string, which executors do not see."""
+        """Ends the request at a stop string. Executors do not match stop strings."""
         self.finish(End(types_pb2.FINISH_REASON_STOP_STRING, None))
 
     def finish(self, end: End) -> None:
-        """Ends it for its reader. No effect after an end."""
+        """Ends the request because its reader has determined this end. No effect if it has already ended."""
         if self.life.handle(ReaderEnded(end)):
             self.publish_end()
 
     def publish_end(self) -> None:
-        """Publishes its end or error, which is known."""
+        """Tells the reader that the end or the error of the request is known, and records it."""
         self._changed.set()
         if self.life.end is not None:
             self._record_end(outcome_of(self.life.end.reason))
@@ -426,7 +442,7 @@ class RequestStream:
             self._record_end(self.life.error.reason.value, is_error=True)
 
     def forget(self) -> None:
-        """Records that this router no longer serves it. Without an end, its client gave it up while it waited."""
+        """Records that this router no longer serves the request. If it has no end, its client left while it waited."""
         self.forgotten.set()
         if not self.has_ended:
             self._record_end(CANCELLED)
@@ -437,7 +453,7 @@ class RequestStream:
         self.record.ended(outcome, len(self.output_ids), decode_s, is_error=is_error)
 
     async def next(self, reader: int = 0) -> News:
-        """Waits for news and takes all of it. Raises `RequestError` TAKEN_OVER if another reader came."""
+        """Waits for news and takes all of it. Raises `RequestError` TAKEN_OVER if another reader replaced this one."""
         await self.changed()
         return self.take(reader)
 
@@ -446,11 +462,11 @@ class RequestStream:
         await self._changed.wait()
 
     def wake(self) -> None:
-        """Ends the wait for news."""
+        """Wakes the reader."""
         self._changed.set()
 
     def take(self, reader: int) -> News:
-        """Takes all news. Raises `RequestError` TAKEN_OVER if another reader came."""
+        """Takes all news. Raises `RequestError` TAKEN_OVER if another reader replaced this one."""
         if reader != self.reader:
             raise taken_over()
         self._changed.clear()
@@ -472,7 +488,7 @@ class RequestStream:
 
 
 def unread_stream(request_id: str) -> RequestStream:
-    """Returns a stand-in for a request that is not read here, so that frames can name it."""
+    """Returns a placeholder for a request that no client reads here, so that frames can name its slot."""
     stream = RequestStream(Demand(request_id, 1, 1), executor_pb2.Submit(), 0.0)
     stream.life.handle(Submit())
     stream.life.handle(TakenOver(request_id))

@@ -1,6 +1,6 @@
 """The Python client of inflight: `from inflight import Client, AsyncClient`.
 
-A name is loaded when it is first used, so importing the generated messages (`inflight.v1`) loads nothing else.
+A name is loaded when it is first used, so importing the generated messages (`inflight.v1`) does not load the client.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ __all__ = [
     "VariantCapacity",
 ]
 
-# In an order that loads no more than a name needs.
+# Searched in this order, so that no module is loaded that a name does not need.
 _MODULES = (
     "errors",
     "access",

@@ -1,13 +1,13 @@
 """Access to the routers: targets, channel options, TLS and credentials. Shared by both clients and the command line.
 
-gRPC's own retries cover everything before the first event of a stream: the router sends no headers before a request has
-a seat, so a router that goes away or has no executor yet is retried transparently, on another router if there is one.
-Unary calls are safe to repeat and are retried, too. Nothing is hedged: the router would end one of two streams of a
-request, and a second request would cost a second seat. `service_config.json` is this policy, for any gRPC client: see
+gRPC's own retries cover a stream until its first event. A router sends no headers before a request has a seat, so a
+call to a router that stops or has no executor yet is retried transparently, on another router if there is one. Unary
+calls are safe to repeat and are retried, too. No call is hedged: the router would end one of two streams of a request,
+and a second request would need a second seat. `service_config.json` contains this policy, for any gRPC client: see
 docs/client.md.
 
-A key or token is sent with each call as `authorization: Bearer …`, over TLS or on loopback, never unencrypted to
-another machine. It is part of no text that this library produces.
+A key or token is sent with each call as `authorization: Bearer …`, over TLS or on this machine, never unencrypted to
+another machine. No error or log of this library contains it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ import grpc
 from common.rpc.addresses import is_loopback
 from common.rpc.options import channel_options
 
-# For unary calls, which a router answers from memory. `Generate` has only the caller's deadline.
+# The default timeout of unary calls, which a router answers without an executor. `Generate` has only the caller's
+# timeout.
 UNARY_TIMEOUT_S = 10.0
 
-# The schemes of gRPC's targets, which are passed on unchanged. Others, such as http, would be taken for a host name.
+# Schemes of gRPC targets, which are passed to gRPC unchanged. gRPC would take another scheme, such as http, for a host
+# name.
 _SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
 MAX_PORT = 65_535
 
@@ -51,10 +53,10 @@ def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, 
 
 
 def channel_target(targets: Sequence[str]) -> str:
-    """gRPC's target for the routers at `targets`, each `host:port`.
+    """Returns the gRPC target for the routers at `targets`, each `host:port`. Raises `ValueError`.
 
-    A single target is passed on unchanged, so that gRPC schemes (`dns:///name:port`, `unix:/path`) work. The host names
-    of several are resolved here, once: gRPC takes a list of addresses, not of names.
+    A single target is returned unchanged, so that gRPC schemes (`dns:///name:port`, `unix:/path`) work. The host names
+    of several targets are resolved here, once, because gRPC accepts a list of addresses but not of names.
     """
     if not targets:
         raise ValueError("a client needs at least one address host:port")
@@ -87,7 +89,7 @@ def _lookup(target: str) -> tuple[socket.AddressFamily, str]:
     host, port = _split(target)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: it is no host name
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"the host name of {target!r} cannot be resolved: {reason}") from None
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
@@ -107,10 +109,13 @@ Metadata = tuple[tuple[str, str], ...]
 class AccessOptions(TypedDict, total=False):
     """Keywords of both clients for credentials and TLS.
 
-    `api_key` and `token` differ only in that a token may be a function. It is called for each call and must not block,
-    so that a short-lived token can be renewed elsewhere. `ca_file` holds PEM certificates of the authorities to trust
-    and implies `tls`, which alone trusts gRPC's default authorities. `server_name` is the name expected in the router's
-    certificate if it is not the host of the address. `credentials` replace all TLS options.
+    - `api_key` is sent as a bearer token.
+    - `token` is, too, and may be a function. The function is called for each call and must not block. It can return a
+      short-lived token that other code renews.
+    - `tls` enables TLS with gRPC's default certificate authorities.
+    - `ca_file` is a file with PEM certificates of the authorities to trust. It implies `tls`.
+    - `server_name` is the name expected in the router's certificate, if it is not the host of the address.
+    - `credentials` are gRPC channel credentials, instead of `tls` and `ca_file`.
     """
 
     api_key: str | None
@@ -123,7 +128,7 @@ class AccessOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Everything needed to open a channel and to make a call on it. `credentials` None: no TLS."""
+    """The data for opening a channel and making calls on it. `credentials` None: no TLS."""
 
     target: str
     options: Sequence[tuple[str, int | str]]
@@ -132,7 +137,7 @@ class Access:
     token: Callable[[], str] | None
 
     def metadata(self) -> Metadata:
-        """Returns the metadata of a call that is made now, with the caller's trace context where there is one."""
+        """Returns the metadata of a call that is made now, with the caller's trace context if there is one."""
         metadata = (*self.fixed_metadata, *_trace_metadata())
         if self.token is None:
             return metadata
@@ -142,7 +147,7 @@ class Access:
 def open_access(
     targets: Sequence[str], options: AccessOptions, *, metadata: Mapping[str, str] | None, retries: bool
 ) -> Access:
-    """Checks the options and combines them.
+    """Checks the options and combines them into an `Access`.
 
     Raises:
         ValueError: options contradict each other, an address is invalid, or a file cannot be read.
@@ -191,7 +196,8 @@ def _token(options: AccessOptions) -> Callable[[], str] | None:
 
 
 def _common_name(targets: Sequence[str]) -> str | None:
-    """Returns the name to expect of several routers, whose addresses gRPC gets as numbers."""
+    """Returns the host name that the certificates of several routers must have, because gRPC gets only their resolved
+    addresses. None for a single router. Raises `ValueError` if the routers have different hosts."""
     if len(targets) == 1:
         return None
     hosts = hosts_of(targets)

@@ -4,8 +4,8 @@
         async for delta in client.generate(chat="What is in-flight batching?", max_tokens=200):
             print(delta.text, end="", flush=True)
 
-Owns a channel and the calls on it. A stream that the caller leaves early, by `break`, an exception or `cancel`, is also
-cancelled on the server, which frees its seat.
+The client owns a channel and the calls on it. If the caller leaves a stream early, by `break`, an exception or
+`cancel`, the request is also cancelled on the server, which frees its seat.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ __all__ = ["AsyncClient", "AsyncStream"]
 class AsyncClient:
     """A client of one or several routers, each `host:port`. Calls are balanced over several routers.
 
-    `access` sets credentials and TLS, see `AccessOptions`. `metadata` is sent with every call. `retries` repeats a call
-    that found no router or executor, before any output. `resume` continues a stream whose connection breaks, on any of
-    the routers, until `resume_timeout` seconds have passed without new output. For that each request gets an
-    idempotency key, unless it has one or a `request_id`. Nothing is hedged: a request has one reader.
-    With `share_calls` and `resume`, streams share calls of `GenerateMany`, which costs less processor time.
+    - `access` sets credentials and TLS, see `AccessOptions`.
+    - `metadata` is sent with every call.
+    - `retries` repeats a call that found no router or executor, before any output.
+    - `resume` continues a stream whose connection breaks, on any of the routers, until `resume_timeout` seconds have
+      passed without new output. For that each request gets an idempotency key, unless it has one or a `request_id`.
+    - With `share_calls` and `resume`, streams share calls of `GenerateMany`, which costs less processor time.
+
+    No request is hedged, because a request has one reader.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels the streams that still run and closes the channel."""
+        """Cancels the streams that are still open and closes the channel."""
         await self._connection.close()
 
     def generate(
@@ -95,8 +98,8 @@ class AsyncClient:
     ) -> AsyncStream:
         """Generates for one prompt, given as text, as chat or as token ids. The request is sent at once.
 
-        Iterate over the result for its deltas. `timeout` is a limit in seconds for the whole request, including
-        resumptions of its stream.
+        Iterating over the result yields its deltas. `timeout` limits the whole request, in seconds, including the
+        continuation of its stream after a broken connection.
         """
         request = requests.generate_request(prompt, chat=chat, token_ids=token_ids, options=options)
         return self.send(request, timeout=timeout)
@@ -127,12 +130,12 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[requests.BeamOptions],
     ) -> tuple[Beam, ...]:
-        """Searches for the outputs with the highest score and returns them, the best first, as transformers does with
-        `num_beams`.
+        """Returns the outputs that a beam search finds, the best first, as transformers does with `num_beams`.
 
-        This is slow: each token of each beam is a request of its own, which finds its prefix in the prefix cache. Log
-        probabilities are the model's own, without temperature and penalties. A search needs the (1 + number of end
-        tokens) * beams likeliest tokens, of which a request reports 20: with one end token at most 10 beams.
+        This is slow: each token of each beam is a separate request, which finds its prefix in the prefix cache. Log
+        probabilities are those of the model, without temperature and penalties. A step needs the (1 + number of end
+        tokens) * beams likeliest tokens, and a request reports at most 20. So with one end token there can be at most
+        10 beams.
 
         Raises:
             InflightError: a request was refused or failed.
@@ -154,7 +157,7 @@ class AsyncClient:
     async def _likeliest(
         self, prompt_ids: tuple[int, ...], search: BeamSearch, until_s: float | None, options: requests.BeamOptions
     ) -> list[tuple[Logprob, ...]]:
-        """Returns the likeliest next tokens of each running output of a search."""
+        """Returns the likeliest next tokens for each running beam of a search."""
         streams = [
             self.generate(
                 token_ids=[*prompt_ids, *output_ids],
@@ -182,9 +185,9 @@ class AsyncClient:
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> AsyncStream:
-        """Sends a request message, for fields without a keyword of `generate`.
+        """Sends a request message. It can set fields for which `generate` has no keyword.
 
-        `metadata` is sent with this request's calls, for a program that acts for several users.
+        `metadata` is sent with the calls of this request, for a program that acts for several users.
         """
         recovery = Recovery.of_request(
             request,
@@ -206,11 +209,11 @@ class AsyncClient:
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> AsyncStream:
-        """Continues the stream of a request that runs or ended recently, possibly of another program.
+        """Continues the stream of a request that is running or ended recently. Another program may have sent it.
 
-        `offset` is the number of output tokens that the caller has, and `text_bytes` the number of bytes of their text;
-        the default is the text of these tokens. For a request with several choices both have a number for each. Another
-        reader of the request is disconnected.
+        `offset` is the number of output tokens that the caller has. `text_bytes` is the number of bytes of text that it
+        has; by default this is the text of those tokens. For a request with several choices both have a number for each
+        choice. Another reader of the request is disconnected.
         """
         request = requests.resume_request(request_id, resume_token, offset=offset, text_bytes=text_bytes)
         recovery = Recovery.of_running(
@@ -227,9 +230,9 @@ class AsyncClient:
         tenant: str = "",
         timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestState:
-        """Cancels a request by its id and returns the state that it was in. Its own stream reports the end.
+        """Cancels a request by its id and returns the state that it was in. The stream of the request reports the end.
 
-        `resume_token` is required if the router authenticates callers, except for operators.
+        `resume_token` is required if the router authenticates callers and the caller is not an operator.
         """
         request = inference_pb2.CancelRequest(
             request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
@@ -275,7 +278,7 @@ class AsyncClient:
         timeout: float = UNARY_TIMEOUT_S,
         metadata: Mapping[str, str] | None = None,
     ) -> inference_pb2.TokenizeResponse:
-        """Sends a request message, for fields without a keyword of `tokenize`. `metadata` as for `send`."""
+        """Sends a request message. It can set fields for which `tokenize` has no keyword. `metadata` as for `send`."""
         answer: inference_pb2.TokenizeResponse = await self._unary("Tokenize", request, timeout, metadata)
         return answer
 
@@ -308,7 +311,7 @@ class AsyncClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def capacity(self, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> Capacity:
-        """Returns the use of every executor, and the queues."""
+        """Returns the utilization of every executor, and the queues."""
         return decode_capacity(await self._unary("GetCapacity", inference_pb2.GetCapacityRequest(model=model), timeout))
 
     async def stats(
@@ -320,9 +323,10 @@ class AsyncClient:
         want_sequences: bool = False,
         timeout: float | None = None,
     ) -> AsyncGenerator[Statistics]:
-        """Statistics every `interval` seconds, until the caller leaves the loop.
+        """Yields statistics every `interval` seconds, until the caller leaves the loop.
 
-        `want_iterations` adds every step since the previous message, `want_sequences` the sequences of each executor.
+        `want_iterations` adds every step since the previous message. `want_sequences` adds the sequences of each
+        executor.
         """
         request = stats_request(model, interval, want_iterations=want_iterations, want_sequences=want_sequences)
         call = self._connection.stub().GetStats(request, timeout=timeout, metadata=self._connection.metadata())

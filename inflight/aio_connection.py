@@ -1,7 +1,8 @@
-"""The part of the asynchronous client that gRPC's two APIs do not share: opening, closing and waiting.
+"""The part of the asynchronous client for which gRPC's asynchronous and blocking APIs differ: opening, closing and
+waiting.
 
-`sync_connection` is its counterpart. Everything else of the blocking client is generated from this one by
-`make sync-client`.
+`sync_connection` is the counterpart for the blocking client. The rest of the blocking client is generated from the
+asynchronous client by `make sync-client`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CALL_FAILURES = (grpc.RpcError, asyncio.CancelledError)
 
 
 def error_of(failure: BaseException) -> InflightError:
-    """Returns the error that one of `CALL_FAILURES` stands for; raises it again if the task itself is cancelled."""
+    """Returns the error for one of `CALL_FAILURES`. If the task itself is cancelled, raises `CancelledError` again."""
     if isinstance(failure, StreamFailed):
         return failure.error
     if isinstance(failure, grpc.RpcError):
@@ -38,14 +39,15 @@ def error_of(failure: BaseException) -> InflightError:
 
 
 class AsyncConnection:
-    """The channel of a client. The first call opens it, in the event loop that runs then; so does one after `close`."""
+    """The channel of a client. The first call, also the first after `close`, opens it in the running event loop."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._channel: grpc.aio.Channel | None = None
         self.opened: Any = None  # the stub, while the channel is open
-        # Whether streams share calls, from the next opening on; and these calls, while the channel is open.
+        # Whether streams share calls. Applies when the channel is opened next.
         self.share_calls = False
+        # The shared calls; None if the channel is closed or calls are not shared.
         self.shared: SharedCalls | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -62,7 +64,7 @@ class AsyncConnection:
         """Returns the stub of `InferenceService`.
 
         Raises:
-            RuntimeError: no event loop runs, or another one than that of the channel.
+            RuntimeError: there is no running event loop, or the channel was opened in another one.
         """
         loop = _running_loop()
         if self.opened is None:
@@ -90,7 +92,7 @@ class AsyncConnection:
 
 
 class AsyncStreamCalls:
-    """The calls of one stream, all on the channel that is open when the stream begins."""
+    """The calls of one stream. All of them use the channel that was open when the stream began."""
 
     def __init__(self, connection: AsyncConnection, of_call: Mapping[str, str] | None = None) -> None:
         self._connection = connection
@@ -103,7 +105,7 @@ class AsyncStreamCalls:
             raise client_closed()
 
     def start(self, call: Call) -> Any:
-        """Makes a call, or starts a stream on a shared one. Raises as `check_open`."""
+        """Makes a call, or starts a stream on a shared call. Raises like `check_open`."""
         self.check_open()
         metadata, shared = self._connection.metadata(self._metadata), self._connection.shared
         if shared is not None and shared.takes(call):
@@ -116,7 +118,8 @@ class AsyncStreamCalls:
 
 
 class AsyncCancelFlag:
-    """Set once the reader has cancelled its stream. `lock` is held from the check of the flag to the call after it."""
+    """A flag that is set once the reader has cancelled its stream. `lock` is held from the check of the flag to the
+    call after it."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -127,7 +130,7 @@ class AsyncCancelFlag:
         return self._event.is_set()
 
     def set(self) -> None:
-        """Marks the stream as cancelled and wakes what waits."""
+        """Marks the stream as cancelled and wakes waiting tasks."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> bool:

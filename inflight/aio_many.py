@@ -1,12 +1,13 @@
 """Streams of the asynchronous client that share calls of `GenerateMany`.
 
-A call carries streams with the same metadata, and so of one caller. It opens with its first stream and ends with its
-last. It takes a limited number of streams at once, and no new ones after `MAX_AGE_S`, because gRPC balances calls over
-routers, not streams. The blocking client makes a call for each stream, because its threads would have to wait for the
-one that reads a shared call.
+A call carries streams with the same metadata, and therefore of one caller. It opens with its first stream and ends with
+its last. It has a limited number of streams at a time, and accepts no new ones after `MAX_AGE_S`, because gRPC balances
+calls over routers, not streams. The blocking client makes a call for each stream, because its threads would have to
+wait for the thread that reads a shared call.
 
-If a stream is not read fast enough, the router holds it: it collects the stream's tokens, and the other streams
-continue. With a router of an earlier version, which does not know the call, each stream has its own call.
+If a stream is not read fast enough, the client asks the router to hold it. The router then collects the tokens of the
+stream, and the other streams continue. With a router of an earlier version, which does not implement `GenerateMany`,
+each stream has its own call.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ from inflight.errors import InflightError, client_closed, from_rpc_error, from_s
 from inflight.recovery import Call
 from inflight.v1 import inference_pb2
 
-# Streams of a call at a time. With as many, a message per step costs little per token.
+# Most streams of a call at a time. With this many, one message per step costs little per token.
 MAX_STREAMS = 32
-# A call takes no new streams after this time.
+# A call accepts no new streams after this time.
 MAX_AGE_S = 60.0
-# Larger requests are sent by calls of their own: a message that a router does not accept would end the call.
+# A larger request is sent in a separate call, because a message that a router does not accept would end the shared
+# call.
 MAX_REQUEST_BYTES = 1024 * 1024
-# Unread events of a stream at which it is held, and at which it goes on.
+# Numbers of unread events at which a stream is held, and at which it continues.
 HOLD_EVENTS, GO_ON_EVENTS = 64, 16
-# How long a router that does not know the call is not asked again.
+# Time after an UNIMPLEMENTED before `GenerateMany` is tried again.
 UNIMPLEMENTED_S = 60.0
 # Details of the status that gRPC gives to a call if it could not send a message.
 UNSENT_MESSAGE = "Internal error from Core"
-# How often to look for the server's status, and the time between.
+# How often to check for the server's status, and the time between the checks.
 STATUS_POLLS, STATUS_POLL_S = 1000, 0.001
 
 TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 
 
 class StreamFailed(grpc.RpcError):
-    """The end of a stream with an error."""
+    """Raised to the reader of a shared stream that ends with an error."""
 
     def __init__(self, error: InflightError) -> None:
         super().__init__(str(error))
@@ -54,8 +56,8 @@ class StreamFailed(grpc.RpcError):
 
 
 class Inbox:
-    """What has arrived for one stream. `replace` makes a call of its own for it, once its shared call turns out to be
-    unknown to the router."""
+    """The events that have arrived for one stream of a shared call. `replace` makes a separate call for the stream. It
+    is used if the router does not implement shared calls."""
 
     def __init__(self, number: int, call: SharedCall, replace: Callable[[], Any]) -> None:
         self.number = number
@@ -65,13 +67,13 @@ class Inbox:
         self.is_held = False
         self.has_ended = False
         self.error: InflightError | None = None
-        # The call that replaces the shared one.
+        # The call that replaces the shared call.
         self.own_call: Any = None
         self.timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, update: inference_pb2.StreamUpdate) -> None:
-        """Adds an event."""
+        """Adds an event. Holds the stream if it has too many unread events."""
         self.unread.append(update)
         if len(self.unread) >= HOLD_EVENTS and not self.is_held:
             self.is_held = True
@@ -79,7 +81,7 @@ class Inbox:
         self._wake()
 
     def taken(self) -> None:
-        """Lets a held stream go on once its reader has caught up."""
+        """Lets a held stream continue once its reader has caught up."""
         if self.is_held and len(self.unread) <= GO_ON_EVENTS:
             self.is_held = False
             self.call.send(inference_pb2.GenerateManyRequest(stream=self.number, hold=False))
@@ -93,7 +95,7 @@ class Inbox:
             self._wake()
 
     def continue_alone(self) -> None:
-        """Makes a call of its own for the stream."""
+        """Continues the stream with a separate call."""
         self.own_call = self.replace()
         self._wake()
 
@@ -109,7 +111,7 @@ class Inbox:
 
 
 class SharedStream:
-    """A stream of a shared call, as its reader uses it: like the call object of gRPC."""
+    """A stream of a shared call, with the interface of gRPC's call objects that the reader uses."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -144,7 +146,7 @@ class SharedStream:
         inbox.call.cancel(inbox)
 
     def __del__(self) -> None:
-        # As gRPC does with a call that is dropped.
+        # gRPC, too, cancels a call whose object is dropped.
         if self._inbox.own_call is None and not self._inbox.has_ended:
             self._inbox.call.drop(self._inbox)
 
@@ -152,8 +154,8 @@ class SharedStream:
 class CallEnd:
     """The status with which the server ends a call.
 
-    A message that crosses the end of its call cannot be sent. `grpc.aio` then gives the call a status INTERNAL of its
-    own: before that of the server, which replaces it, or afterwards.
+    A message that is written while the call ends cannot be sent. `grpc.aio` then sets its own status INTERNAL for the
+    call. This can happen before the server's status arrives, which then replaces it, or afterwards.
     """
 
     def __init__(self, call: Any) -> None:
@@ -162,8 +164,8 @@ class CallEnd:
         call.add_done_callback(self._set_first)
 
     async def error(self, raised: InflightError) -> InflightError | None:
-        """Returns the error of the server's status, None for OK. Without that status returns `raised`, the error that
-        the call has raised."""
+        """Returns the error of the server's status; None for OK. If that status is not known in time, returns `raised`,
+        the error that the call has raised."""
         if not is_unsent_message(raised):
             return raised
         for _ in range(STATUS_POLLS):
@@ -183,12 +185,12 @@ class CallEnd:
 
 
 def is_unsent_message(error: InflightError) -> bool:
-    """Returns whether the error is gRPC's for a message that it could not send."""
+    """Returns whether the error is the one that gRPC sets for a message that it could not send."""
     return error.code is grpc.StatusCode.INTERNAL and error.description == UNSENT_MESSAGE
 
 
 def result_at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine that does not wait, such as that for the status of a call that has ended."""
+    """Runs a coroutine that does not wait, such as `code()` of a call that has ended, and returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -197,7 +199,7 @@ def result_at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class SharedCall:
-    """One call and its streams."""
+    """One call of `GenerateMany` and its streams."""
 
     def __init__(self, calls: SharedCalls, stub: Any, metadata: Metadata) -> None:
         self._calls = calls
@@ -206,7 +208,7 @@ class SharedCall:
         self._inboxes: dict[int, Inbox] = {}
         self._num_started = 0
         self._messages: asyncio.Queue[inference_pb2.GenerateManyRequest | None] = asyncio.Queue()
-        # Ended, or about to: it takes no stream.
+        # The call has ended or is about to end, so it accepts no stream.
         self._is_closing = False
         self._call = stub.GenerateMany(self._outgoing(), metadata=metadata)
         self._end = CallEnd(self._call)
@@ -214,7 +216,7 @@ class SharedCall:
 
     @property
     def has_room(self) -> bool:
-        """Whether it takes another stream."""
+        """Whether it accepts another stream."""
         is_young = time.monotonic() - self._began_s < MAX_AGE_S
         return not self._is_closing and is_young and len(self._inboxes) < MAX_STREAMS
 
@@ -238,14 +240,15 @@ class SharedCall:
         self._messages.put_nowait(message)
 
     def cancel(self, inbox: Inbox) -> None:
-        """Cancels a stream. What still arrives for it is ignored."""
+        """Cancels a stream. Events that still arrive for it are ignored."""
         if self._inboxes.pop(inbox.number, None) is not None:
             self.send(inference_pb2.GenerateManyRequest(stream=inbox.number, cancel=inference_pb2.CancelStream()))
             self._close_if_empty()
         inbox.end(client_cancelled())
 
     def drop(self, inbox: Inbox) -> None:
-        """Cancels a stream that has no reader any more. May be called by another thread, or after the loop's end."""
+        """Cancels a stream that no longer has a reader. May be called in another thread, or after the loop has been
+        closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.cancel, inbox)
 
@@ -254,7 +257,7 @@ class SharedCall:
             yield message
 
     async def _read(self) -> None:
-        """Distributes what arrives, until the call ends."""
+        """Distributes the updates that arrive to the streams, until the call ends."""
         error: InflightError | None = None
         try:
             async for response in self._call:
@@ -263,7 +266,7 @@ class SharedCall:
         except grpc.aio.AioRpcError as failure:
             error = await self._end.error(from_rpc_error(failure))
         except asyncio.CancelledError:
-            # gRPC also raises it if the channel is closed.
+            # gRPC raises it also if the channel is closed.
             self._end_all(client_closed())
             if task_is_cancelled():
                 self._call.cancel()
@@ -324,12 +327,13 @@ class SharedCalls:
         self._unimplemented_until_s: float | None = None
 
     def takes(self, call: Call) -> bool:
-        """Returns whether a stream may share a call."""
+        """Returns whether the stream of this call may share a call."""
         is_known = self._unimplemented_until_s is None or time.monotonic() >= self._unimplemented_until_s
         return is_known and call.request.ByteSize() <= MAX_REQUEST_BYTES
 
     def start(self, call: Call, metadata: Metadata, start_alone: Callable[[Call], Any]) -> SharedStream:
-        """Starts a stream on a call with the same metadata, apart from the trace context."""
+        """Starts a stream on a shared call with the same metadata, apart from the trace context. `start_alone` makes a
+        separate call."""
         trace = {key: value for key, value in metadata if key in TRACE_KEYS}
         of_call = tuple(one for one in metadata if one[0] not in TRACE_KEYS)
         began_s = time.monotonic()
@@ -343,11 +347,11 @@ class SharedCalls:
         return self._with_room(of_call).start(call, trace, replace)
 
     def found_unimplemented(self) -> None:
-        """Records that a router does not know the call."""
+        """Records that a router does not implement `GenerateMany`."""
         self._unimplemented_until_s = time.monotonic() + UNIMPLEMENTED_S
 
     async def ended(self) -> None:
-        """Waits for the end of all calls, after their channel was closed."""
+        """Waits until all calls have ended, after their channel was closed."""
         await asyncio.gather(*self._reading, return_exceptions=True)
 
     def _with_room(self, metadata: Metadata) -> SharedCall:

@@ -1,7 +1,7 @@
-"""The asynchronous answer to one request: what `AsyncClient.generate` returns.
+"""The asynchronous stream of one request, which `AsyncClient.generate` returns.
 
-Owns the calls of one stream: a call follows the one before if its connection breaks. A stream that the caller leaves
-early is also cancelled on the server.
+It owns the calls of the stream. If the connection of a call breaks, another call continues the stream. If the caller
+leaves the stream early, the request is also cancelled on the server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.recovery import Again, Recovery
 
 
 class AsyncStream:
-    """The answer to one request: iterate over it for its deltas, or over `events()` for everything.
+    """The stream of one request. Iterating over it yields its deltas. Iterating over `events()` yields all events.
 
     It can be read once. `request_id` is set from the first event on, `usage` and `timing` at the end.
     """
@@ -43,7 +43,7 @@ class AsyncStream:
         self.cancel()
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yields every event, in order, and `Resumed` if the stream continues after a broken connection.
+        """Yields every event, in order, and a `Resumed` each time the stream continues after a broken connection.
 
         Raises:
             InflightError: the request was refused, or failed and could not be continued.
@@ -63,7 +63,7 @@ class AsyncStream:
             self.cancel()
 
     async def _goes_on(self, error: InflightError | None) -> bool:
-        """Makes the next call after one that has ended; False if there is none to make."""
+        """Makes the next call after a call that has ended. Returns False if the stream has ended or was cancelled."""
         if self._cancelled.is_set():
             return False
         try:
@@ -84,9 +84,10 @@ class AsyncStream:
         return False
 
     def cancel(self) -> None:
-        """Cancels the request if it still runs; iterating ends without an error. May be called from another task.
+        """Cancels the stream if it has not ended. Iterating then ends without an error.
 
-        A request with `detach` or `resume_ttl_s` goes on: `AsyncClient.cancel` ends it.
+        This also cancels the request, unless it has `detach` or `resume_ttl_s`. `AsyncClient.cancel` ends such a
+        request. May be called from another task.
         """
         with self._cancelled.lock:
             if not (self._is_over or self._cancelled.is_set()):
@@ -125,7 +126,7 @@ class AsyncStream:
 
     @property
     def resume_token(self) -> str | None:
-        """The token that `AsyncClient.resume` needs; a secret."""
+        """The secret token that `AsyncClient.resume` needs."""
         return self.transcript.resume_token
 
     @property
@@ -150,7 +151,7 @@ class AsyncStream:
 
     @property
     def num_resumes(self) -> int:
-        """How often the stream continued after a broken connection."""
+        """How often the stream has continued after a broken connection."""
         return self._recovery.num_resumes
 
     async def _deltas(self) -> AsyncGenerator[Delta]:

@@ -1,6 +1,6 @@
-"""The part of the blocking client that gRPC's two APIs do not share, the counterpart of `aio_connection`.
+"""The part of the blocking client for which gRPC's asynchronous and blocking APIs differ.
 
-Its objects may be used by several threads.
+`aio_connection` is the counterpart for the asynchronous client. Several threads may use the objects of this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALL_FAILURES = (grpc.RpcError,)
 
 
 def error_of(failure: grpc.RpcError) -> InflightError:
-    """Returns the error that one of `CALL_FAILURES` stands for."""
+    """Returns the error for one of `CALL_FAILURES`."""
     return from_rpc_error(failure)
 
 
@@ -44,18 +44,18 @@ class Connection:
         self._channel.close()
 
     def stub(self) -> Any:
-        """The stub of `InferenceService`. Raises `InflightError` after `close`."""
+        """Returns the stub of `InferenceService`. Raises `InflightError` after `close`."""
         if self._is_closed:
             raise client_closed()
         return self._stub
 
     def health_stub(self) -> Any:
-        """The stub of gRPC's health service. Raises as `stub`."""
+        """Returns the stub of gRPC's health service. Raises like `stub`."""
         self.stub()
         return health_pb2_grpc.HealthStub(self._channel)
 
     def metadata(self, of_call: Mapping[str, str] | None = None) -> Metadata:
-        """The metadata of a call that is made now."""
+        """Returns the metadata of a call that is made now."""
         return (*self._access.metadata(), *(of_call or {}).items())
 
 
@@ -72,26 +72,27 @@ class StreamCalls:
         self._connection.stub()
 
     def start(self, call: Call) -> Any:
-        """Makes a call. Raises as `check_open`."""
+        """Makes a call. Raises like `check_open`."""
         method = getattr(self._connection.stub(), call.method)
         return method(call.request, timeout=call.timeout_s, metadata=self._connection.metadata(self._metadata))
 
 
 class CancelFlag:
-    """Set once a thread has cancelled the stream. `lock` is held from the check of the flag to the call after it."""
+    """A flag that is set once a thread has cancelled the stream. `lock` is held from the check of the flag to the call
+    after it."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self.lock = threading.Lock()
 
     def is_set(self) -> bool:
-        """Whether the stream was cancelled."""
+        """Returns whether the stream was cancelled."""
         return self._event.is_set()
 
     def set(self) -> None:
-        """Marks the stream as cancelled and wakes what waits."""
+        """Marks the stream as cancelled and wakes waiting threads."""
         self._event.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits at most so long; true where the stream is cancelled then."""
+        """Waits for at most `timeout_s` seconds. Returns whether the stream is cancelled then."""
         return self._event.wait(timeout_s)

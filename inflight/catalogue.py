@@ -21,8 +21,8 @@ class RequestState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of a model. `hash` is that of the content that new requests get. `num_executors` serve that
-    content, `num_resident` of them have it in memory."""
+    """A LoRA adapter of a model. `hash` is the content hash that new requests get. `num_executors` executors serve that
+    content. `num_resident` of them have it in a slot."""
 
     name: str
     hash: str
@@ -46,14 +46,19 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapacity:
-    """Use and speed of one executor. `batching` is `inflight`, `static` or `unspecified`.
+    """Utilization and speed of one executor.
 
-    `output_tokens_per_s` and `steps_per_s` are means over the last ten seconds, `step_ms` over about the last 20 steps.
-    `device_busy_s` of the `elapsed_s` in which there was work are totals since its start; None if not measured.
-    `scheduler_policy` is `guaranteed_no_evict` or `max_utilization`, which reserves the `reserve_quantile` of the
-    likely output. `constraint` is what keeps waiting requests from it now, and `bounds` counts its steps by what bound
-    them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`. `tokens_per_draft` is the mean
-    number of tokens that a step yields for a sequence that verifies drafts, since the start; None if none did.
+    - `batching` is `inflight`, `static` or `unspecified`.
+    - `output_tokens_per_s` and `steps_per_s` are means over the last ten seconds, `step_ms` over about the last 20
+      steps.
+    - `elapsed_s` is the time with work since the start of the executor. `device_busy_s` is the part of it in which the
+      device was busy. None if not measured.
+    - `scheduler_policy` is `guaranteed_no_evict` or `max_utilization`, which reserves the `reserve_quantile` of the
+      likely output.
+    - `constraint` is what keeps waiting requests from boarding now: `no_work`, `seats`, `blocks`, `tokens`, `pace`,
+      `static_batch` or `twin`. `bounds` counts the steps by constraint.
+    - `tokens_per_draft` is the mean number of tokens that a step produces for a sequence that verifies drafts, since
+      the start; None if no sequence did.
     """
 
     executor_id: str
@@ -88,13 +93,13 @@ class ExecutorCapacity:
 
     @property
     def stands_still(self) -> bool:
-        """Whether it made no step within the last ten seconds, so that `step_ms` is old."""
+        """Whether it made no step in the last ten seconds, so that `step_ms` is old."""
         return self.steps_per_s == 0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Requests that wait for a model in one class: `interactive`, `standard` or `batch`."""
+    """The number of requests that wait for a model in one class: `interactive`, `standard` or `batch`."""
 
     model: str
     priority: str
@@ -103,7 +108,7 @@ class QueueDepth:
 
 @dataclass(frozen=True, slots=True)
 class VariantCapacity:
-    """Figures of a model variant, as the router that was asked served it. None: not measured yet."""
+    """Measurements of a model variant by the router that answers. Percentiles are None if nothing was measured yet."""
 
     model: str
     variant: str
@@ -120,7 +125,7 @@ class VariantCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EstimateQuality:
-    """Quality of wait estimates for a model: the mean relative error, and the factor that corrects estimates."""
+    """Quality of wait estimates for a model: the mean relative error, and the factor that corrects raw estimates."""
 
     model: str
     num_estimates: int
@@ -132,10 +137,9 @@ class EstimateQuality:
 class RequestStanding:
     """State of a request. The fields about waiting are set while it waits, `executor_id` while it is placed.
 
-    A request that waits and has an `executor_id` waits there for a seat.
-
-    `waiting_for` is a sentence, `wait_reason` the same as one word: `blocks`, `seat`, `fairness`, `order`, `class`,
-    `tenant_limit`, `held_line`, `executor`, `adapter`, or `unspecified`.
+    If a request waits and has an `executor_id`, it waits on that executor for a seat. `waiting_for` is a sentence.
+    `wait_reason` is the same as one word: `blocks`, `seat`, `fairness`, `order`, `class`, `tenant_limit`, `held_line`,
+    `executor`, `adapter`, or `unspecified`.
     """
 
     request_id: str
@@ -156,7 +160,7 @@ class RequestStanding:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """All executors, queues that are not empty, model variants, and the quality of wait estimates."""
+    """All executors, the queues that are not empty, model variants, and the quality of wait estimates."""
 
     executors: tuple[ExecutorCapacity, ...]
     queues: tuple[QueueDepth, ...]
@@ -177,7 +181,7 @@ class Capacity:
 
 
 def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    """Returns the models of an answer."""
+    """Returns the models in a response."""
     return tuple(
         Model(
             name=model.name,
@@ -195,7 +199,7 @@ def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ..
 
 
 def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
-    """Returns the capacity in an answer."""
+    """Returns the capacity in a response."""
     executors = tuple(decode_executor(executor) for executor in response.executors)
     queues = tuple(
         QueueDepth(
@@ -210,7 +214,7 @@ def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
 
 
 def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStanding:
-    """Returns the state of a request, from an answer."""
+    """Returns the state of a request in a response."""
     wait_s = response.estimated_wait.ToNanoseconds() / 1e9 if response.HasField("estimated_wait") else None
     return RequestStanding(
         request_id=response.request_id,
@@ -237,7 +241,7 @@ def decode_state(state: inference_pb2.RequestState) -> RequestState:
 
 
 def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
-    """Returns the plain form of one executor."""
+    """Returns the capacity of one executor in a response."""
     return ExecutorCapacity(
         executor_id=wire.executor_id,
         model=wire.model,
@@ -275,7 +279,8 @@ def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
 
 
 def tokens_per_draft(wire: inference_pb2.ExecutorCapacity) -> float | None:
-    """Returns the mean number of tokens that a step yields for a sequence that verifies drafts; None if none did."""
+    """Returns the mean number of tokens that a step produces for a sequence that verifies drafts; None if no sequence
+    did."""
     drafts = wire.drafts
     return 1 + drafts.num_accepted / drafts.num_drafts if drafts.num_drafts else None
 
@@ -314,6 +319,6 @@ def enum_name(
     value: int,
     prefix: str,
 ) -> str:
-    """Returns the last part of a value's name in lower case; its number if this version does not know it."""
+    """Returns the name of a value without the prefix, in lower case; its number if this version does not know it."""
     known: dict[int, str] = {number: name for name, number in enum.items()}
     return known[value].removeprefix(prefix).lower() if value in known else str(value)

@@ -15,7 +15,7 @@ from common.errors import DETAILS_KEY, Reason
 
 @dataclass(frozen=True, slots=True)
 class FieldError:
-    """An invalid field of the request: its path (`sampling.temperature`) and the reason."""
+    """An invalid field of the request: its path, such as `sampling.temperature`, and why it is invalid."""
 
     field: str
     description: str
@@ -23,10 +23,10 @@ class FieldError:
 
 @dataclass(slots=True, eq=False)
 class InflightError(Exception):
-    """A call that the server refused, or whose connection broke.
+    """The error of a call that the server refused or that failed, or whose connection broke.
 
-    `reason` is a name of `common.errors.Reason`, empty for an error that did not come from an inflight server, such as
-    a broken connection. `retry_after_s` is set if the server says that another try may succeed.
+    `reason` is a value of `common.errors.Reason`. It is empty for an error that did not come from an inflight server,
+    such as a broken connection. `retry_after_s` is set if the server says that a retry may succeed after this time.
     """
 
     code: grpc.StatusCode
@@ -57,7 +57,7 @@ class InflightError(Exception):
                 return f"the host name of {target!r} cannot be resolved: check the router's address"
             if "http1.x server" in description:
                 return "an HTTP server answers there, perhaps a gateway: give the address of a router"
-            if "failing" in description and "socket closed" in description:  # at once, when connecting
+            if "failing" in description and "socket closed" in description:  # the connection attempt failed at once
                 return "the router may require TLS: check tls and ca_file"
         if self.code is grpc.StatusCode.DEADLINE_EXCEEDED and description == "deadline exceeded":  # gRPC's own text
             return "the timeout of the call has passed"
@@ -66,8 +66,8 @@ class InflightError(Exception):
         return ""
 
 
-# The beginning of gRPC's message for a name that it cannot resolve, and what its two resolvers say of one that does not
-# exist. Other failures, such as a DNS server that does not answer, may pass.
+# The beginning of gRPC's message for a name that it cannot resolve, and the texts of its two resolvers for a name that
+# does not exist. Other failures, such as a DNS server that does not answer, may be temporary.
 _RESOLVING = re.compile(r"errors resolving (?P<target>\S+): ")
 _UNKNOWN_NAME = (
     *("domain name not found", "misformatted domain name", "failed to parse port"),
@@ -76,14 +76,14 @@ _UNKNOWN_NAME = (
 
 
 def unresolved_target(error: InflightError) -> str | None:
-    """Returns the address whose host name could not be resolved; None if the error is another one."""
+    """Returns the address whose host name could not be resolved; None if the error has another cause."""
     is_of_grpc = error.code is grpc.StatusCode.UNAVAILABLE and not error.reason
     found = _RESOLVING.match(error.description) if is_of_grpc else None
     return None if found is None else found["target"]
 
 
 def names_no_host(error: InflightError) -> bool:
-    """Returns whether the address is wrong: DNS has answered that no host has its name."""
+    """Returns whether the address is wrong: it is malformed, or its host name does not exist."""
     description = error.description.lower()
     return unresolved_target(error) is not None and any(text in description for text in _UNKNOWN_NAME)
 
@@ -94,7 +94,7 @@ def client_closed() -> InflightError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> InflightError:
-    """Returns the error of a gRPC error, with its status details."""
+    """Returns the error for a gRPC error, with its status details."""
     result = InflightError(error.code(), error.details() or error.code().name)
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
@@ -107,7 +107,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def from_status(serialized: bytes) -> InflightError:
-    """Returns the error of a stream of `GenerateMany`."""
+    """Returns the error for the status of a `GenerateMany` stream, a serialized `google.rpc.Status`."""
     status = status_pb2.Status.FromString(serialized)
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     result = InflightError(code, status.message or code.name)

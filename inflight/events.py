@@ -1,4 +1,4 @@
-"""Events of a stream, as frozen values, and the transcript that they add up to. Shared by both clients."""
+"""Events of a stream, as frozen values, and the transcript that accumulates them. Shared by both clients."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FinishReason(Enum):
 class Logprob:
     """A token with the natural logarithm of its probability, which is minus infinity for an impossible token.
 
-    A character may need the `text_bytes` of several tokens. The text leaves out a token that `is_special`. `rank` is 1
-    for the likeliest token at its position; 0 if it is not known.
+    One character may need the `text_bytes` of several tokens. The output's text omits a token with `is_special`. `rank`
+    is 1 for the likeliest token at its position; 0: unknown.
     """
 
     token_id: int
@@ -43,13 +43,13 @@ class Logprob:
 
     @property
     def text(self) -> str:
-        """The text of the token; parts of characters are U+FFFD."""
+        """The text of the token. Incomplete characters are replaced by U+FFFD."""
         return self.text_bytes.decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The token produced at a position, and the most likely ones there."""
+    """The token at a position, and the most likely tokens there."""
 
     chosen: Logprob
     top: tuple[Logprob, ...]
@@ -57,7 +57,8 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request has a seat. If parts were requested and it has none, all its text is content."""
+    """An executor has accepted the request. `has_parts`: the output is divided into parts. If parts were requested and
+    it is false, all text is content."""
 
     request_id: str
     resume_token: str
@@ -68,7 +69,8 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits. Sent with `want_queue_events`; the first of a stream names the request."""
+    """The request waits. Sent if `want_queue_events` is set. Only the first one of a stream has `request_id` and
+    `resume_token`."""
 
     position: int
     estimated_wait_s: float | None
@@ -78,7 +80,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request boarded."""
+    """The request has boarded. `queue_s` is the time from its arrival until then; None: unknown."""
 
     executor_id: str
     cached_tokens: int
@@ -89,8 +91,8 @@ class Started:
 class Prompt:
     """Tokens of the prompt from position `offset` on, with their log probabilities: `None` for the first of the prompt.
 
-    Sent before the output with `want_prompt_logprobs` or `top_prompt_logprobs`. With offset 0, `first_text_bytes` is
-    the text of the first token, which the text leaves out if `first_is_special`.
+    Sent before the output if `want_prompt_logprobs` or `top_prompt_logprobs` is set. In the event with offset 0,
+    `first_text_bytes` is the text of the first token. The text of the prompt omits that token if `first_is_special`.
     """
 
     offset: int
@@ -102,22 +104,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """More reasoning, without its tags."""
+    """More text of the reasoning, without its tags."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """More of the answer's text."""
+    """More text of the content, the answer itself."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPart:
-    """A call of a tool, or more of one. The first part of a call has its `id` and its `name`; `arguments` is more of
-    their JSON text."""
+    """The beginning or a continuation of tool call `index`. The first part of a call has its `id` and `name`.
+    `arguments` is more of the arguments' JSON text."""
 
     index: int
     id: str
@@ -132,8 +134,8 @@ Part = ReasoningPart | ContentPart | ToolCallPart
 class Delta:
     """More output. `offset` is the index of its first token among the choice's output tokens.
 
-    `logprobs` has one value for each token if they were requested; `None` if it is no longer known. `parts` are the
-    reasoning, content and calls that the text up to here completes, if the output has parts.
+    If log probabilities were requested, `logprobs` has one value for each token; `None`: no longer known. If the output
+    has parts, `parts` are the new reasoning, content and calls in the text up to here.
     """
 
     text: str
@@ -150,9 +152,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A choice ended. `stop` or `stop_token_id` is what it matched. `constraint_unfinished`: the output does not
-    satisfy the request's constraint, such as JSON cut off by max_tokens. `parts` are the last ones of the output, if it
-    has parts."""
+    """A choice has ended. `stop` or `stop_token_id` is the stop that it matched. `constraint_unfinished`: the output
+    does not satisfy the request's constraint, such as JSON that `max_tokens` cut off. `parts` are the last parts of the
+    output, if it has parts."""
 
     choice: int
     reason: FinishReason
@@ -175,7 +177,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of a request, measured by the router. `None`: did not happen."""
+    """Times of a request, measured by the router. `None`: not measured. `migrations`: how often it continued on another
+    executor after it had output."""
 
     queue_s: float | None
     prefill_s: float | None
@@ -186,7 +189,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request ended; the last event."""
+    """The request has ended. This is the last event."""
 
     usage: Usage
     timing: Timing
@@ -194,7 +197,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Information; the stream goes on. `kind` is `migrated`, `paused` or `unspecified`."""
+    """Information for the user. The stream continues. `kind` is `migrated`, `paused` or `unspecified`."""
 
     kind: str
     text: str
@@ -202,7 +205,8 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The connection broke for this cause, and the stream continues. Made by the client."""
+    """The connection broke with the error `cause`, and the stream continues. The client creates this event. `number`
+    counts from 1."""
 
     number: int
     cause: str
@@ -213,7 +217,7 @@ Event = Accepted | Queued | Started | Prompt | Delta | Finished | Done | Notice 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; `arguments` is JSON text."""
+    """A tool call. `arguments` is JSON text."""
 
     id: str
     name: str
@@ -222,8 +226,8 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice produced so far. `text` is the whole output; with `tools` or `want_parts` it is divided into
-    `reasoning`, `content` and `tool_calls`."""
+    """The output of one choice so far. `text` is the whole output. With `tools` or `want_parts` the output is also
+    divided into `reasoning`, `content` and `tool_calls`."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -252,10 +256,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole result of a request. `text`, `token_ids`, `logprobs` and `finish_reason` are the first choice's.
+    """The whole result of a request. The properties, such as `text` and `finish_reason`, are those of the first choice.
 
-    `prompt_token_ids` and `prompt_logprobs`, which begin with `None`, are empty unless `want_prompt_logprobs` or
-    `top_prompt_logprobs` was set.
+    `prompt_token_ids` and `prompt_logprobs` are empty unless `want_prompt_logprobs` or `top_prompt_logprobs` was set.
+    The first value of `prompt_logprobs` is `None`.
     """
 
     request_id: str
@@ -272,7 +276,7 @@ class Completion:
 
     @property
     def content(self) -> str:
-        """The answer's text; with `tools` or `want_parts` without reasoning and calls."""
+        """The text of the answer; with `tools` or `want_parts`, without reasoning and tool calls."""
         return self.choices[0].content
 
     @property
@@ -282,7 +286,7 @@ class Completion:
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of tools."""
+        """The tool calls; empty unless `tools` or `want_parts` was set."""
         return tuple(self.choices[0].tool_calls)
 
     @property
@@ -292,7 +296,7 @@ class Completion:
 
     @property
     def logprobs(self) -> tuple[PositionLogprobs | None, ...]:
-        """One for each output token; empty unless `want_logprobs` or `top_logprobs` was set."""
+        """One value for each output token; empty unless `want_logprobs` or `top_logprobs` was set."""
         return tuple(self.choices[0].logprobs)
 
     @property
@@ -319,7 +323,7 @@ class Completion:
 
 
 class Transcript:
-    """Adds up the events of one stream."""
+    """Accumulates the events of one stream."""
 
     def __init__(self) -> None:
         self.request_id: str | None = None
@@ -334,14 +338,14 @@ class Transcript:
         self.has_parts = False
 
     def add(self, wire: inference_pb2.StreamEvent) -> Event | None:
-        """Adds an event and returns its plain form; `None` for a kind that this version does not know."""
+        """Adds an event from its message and returns the event; `None` for a kind that this version does not know."""
         event = decode_event(wire)
         if event is not None:
             self.take(event)
         return event
 
     def take(self, event: Event) -> None:
-        """Adds an event in its plain form."""
+        """Adds an event."""
         if isinstance(event, Delta):
             choice = self._choice(event.choice)
             choice.text += event.text
@@ -400,7 +404,7 @@ class Transcript:
 
 
 def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
-    """Returns the plain form of an event; `None` for a kind that this version does not know."""
+    """Returns the event in a message; `None` for a kind that this version does not know."""
     match wire.WhichOneof("event"):
         case "accepted":
             accepted = wire.accepted
@@ -457,7 +461,7 @@ def _delta(wire: inference_pb2.Delta) -> Delta:
 
 
 def decode_parts(wire: Sequence[inference_pb2.OutputPart]) -> tuple[Part, ...]:
-    """Returns the plain form of parts, without those of a kind that this version does not know."""
+    """Returns the parts in messages, without parts of a kind that this version does not know."""
     return tuple(part for one in wire if (part := _part(one)) is not None) if wire else ()
 
 
@@ -475,7 +479,7 @@ def _part(wire: inference_pb2.OutputPart) -> Part | None:
 
 
 def decode_positions(wire: Sequence[types_pb2.PositionLogprobs]) -> tuple[PositionLogprobs | None, ...]:
-    """Returns the plain form of log probabilities; `None` for those that are no longer known."""
+    """Returns the log probabilities in messages; `None` for those that are no longer known."""
     return tuple(map(_position, wire)) if wire else ()
 
 
@@ -493,7 +497,7 @@ def _finished(wire: inference_pb2.Finished) -> Finished:
 
 
 def finish_reason(wire: int) -> FinishReason:
-    """Returns the plain form; `UNKNOWN` for a reason that this version does not know."""
+    """Returns the reason for its number in messages; `UNKNOWN` for a reason that this version does not know."""
     names = {number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()}
     name = names.get(types_pb2.FinishReason.ValueType(wire), "")
     return FinishReason[name] if name in FinishReason.__members__ else FinishReason.UNKNOWN

@@ -1,19 +1,21 @@
 """Recovery of a stream whose connection breaks: the next call, the wait before it, and when to give up.
 
-Pure: events and times go in, decisions come out; sends nothing and reads no clock. Both clients use it.
+Pure: events and times are inputs, and decisions are results. The module sends nothing and reads no clock. Both clients
+use it.
 
     failure                                  next
     nothing received yet                     the same Generate
-    a resume token is known                  Resume after what was received
-    Resume: the output is lost               the same Generate with the received output as `prior_output`; with several
-                                             choices without it, and what was received is cut off
-    that: the request has ended and is lost  the same under another key, with the seed of the first
-    taken over soon after a call began       as above, once: the other reader may be an earlier call of this client
+    a resume token is known                  Resume after the received output
+    Resume says that the output is lost      the same Generate with the received output as `prior_output`; with several
+                                             choices without it, and output that was already received is cut off
+    Generate says that the output is lost    the same Generate under a new key, with the seed of the first
+    taken over soon after a call began       Resume or the same Generate, once: the other reader may be an earlier call
+                                             of this client
     refused, or taken over                   the error
 
-A repeated Generate has the same idempotency key, so it is the same request: it attaches to the first if that still
-exists, and otherwise has the same seed. Without a key, a request whose output is lost is sent again with the seed that
-the first was accepted with. Only one router is called at a time.
+A repeated Generate has the same idempotency key, so it is the same request. It attaches to the first one if that still
+exists, and otherwise has the same seed. Without a key, a request whose output is lost is sent again with the seed with
+which the first one was accepted. Only one router is called at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from inflight.v1 import inference_pb2, types_pb2
 
 
 class Received:
-    """One choice. `text_bytes` is None if the text before the start of the stream is unknown."""
+    """The received output of one choice. `text_bytes` is None if the amount of text before the start of this stream is
+    unknown."""
 
     def __init__(
         self, token_ids: tuple[int, ...] = (), *, offset: int | None = None, text_bytes: int | None = 0
@@ -43,7 +46,7 @@ class Received:
         self.num_tokens = len(self.token_ids) if offset is None else offset
         self.text_bytes = text_bytes
         self.has_finished = False
-        # Bytes of text that come again before anything new.
+        # Bytes of text that are received again before any new text.
         self._num_repeated_bytes = 0
 
     def expect_all_again(self) -> None:
@@ -52,14 +55,15 @@ class Received:
 
     @property
     def has_all_ids(self) -> bool:
-        """Whether the id of each token is known, which continuing without the server's copy needs."""
+        """Whether the id of each token is known. Without all ids the stream cannot continue if the server has lost the
+        output."""
         return len(self.token_ids) == self.num_tokens
 
     def take(self, wire: inference_pb2.Delta, *, shows_token_ids: bool = True) -> Delta | None:
-        """Adds an event. Returns what was not received before; None if that is nothing.
+        """Adds the output of an event. Returns the part that was not received before; None if nothing is new.
 
         Raises:
-            InflightError: tokens before it are missing, or repeated ones differ.
+            InflightError: tokens before it are missing, or repeated tokens differ.
         """
         token_ids, num_tokens, text = list(wire.token_ids), wire.num_tokens, wire.text
         logprobs: Sequence[types_pb2.PositionLogprobs] = wire.logprobs
@@ -73,7 +77,7 @@ class Received:
             self._num_repeated_bytes = max(0, self._num_repeated_bytes - len(encoded))
         if not (num_tokens or text):
             return None
-        # Also if only text is left, which may follow its tokens.
+        # Only text may be left: text can arrive after its tokens.
         offset = self.num_tokens
         self.token_ids += token_ids
         self.num_tokens += num_tokens
@@ -84,7 +88,7 @@ class Received:
         return Delta(text, shown_ids, offset, num_tokens, wire.choice, decode_positions(logprobs), parts)
 
     def _num_repeated(self, wire: inference_pb2.Delta) -> int:
-        """Returns how many of its tokens were received before."""
+        """Returns how many tokens of an event were received before."""
         if wire.offset > self.num_tokens:
             missing = f"[{self.num_tokens}, {wire.offset})"
             raise InflightError(grpc.StatusCode.INTERNAL, f"tokens {missing} of choice {wire.choice} never came")
@@ -100,26 +104,31 @@ class Received:
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 
-# A request without any answer may have a wrong address, and a person waits for that error.
+# How long a request without any response is repeated. Its address may be wrong, and a person may wait for that error.
 SUBMIT_TIMEOUT_S = 10.0
 # A call that stayed open for longer had reached a router: otherwise keepalive would have ended it.
 ANSWERED_S = (KEEPALIVE_TIME_MS + CHANNEL_KEEPALIVE_TIMEOUT_MS) / 1000
-# A router cancels a request whose client disappears. A call that resumes or repeats it sees that with the first events,
-# however long the router needs to find the request; a later cancel is a deliberate one.
+# A router cancels a request whose client disappears. A call that resumes or repeats the request receives that end
+# within this time after its first event. A later cancel is deliberate.
 VANISHED_S = 5.0
-# gRPC repeats a call on another router by itself, while the first may still be waiting for its ledger.
+# How long after a call another reader may be an earlier try of the same call. gRPC itself repeats a call on another
+# router, while the first router may still wait for its ledger.
 LATE_TRY_S = 10.0
-# A call that is answered sooner was not repeated: a first try fails only after a router's timeout.
+# A call that is answered sooner was not repeated by gRPC, because a first try fails only after a router's timeout.
 UNREPEATED_S = 0.5
 
 _OUTPUT_LOST = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNIMPLEMENTED})
-# Without a `Reason` these come from gRPC itself or a proxy: a reset stream or connection.
+# Without a `Reason` these codes come from gRPC itself or a proxy, for a reset stream or connection.
 _BROKEN_UNLESS_OURS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPolicy:
-    """Recovery that a client does by itself. `repeats_submit`: also repeat a call that received nothing."""
+    """The recovery that a client does without its caller.
+
+    `resume`: continue a stream whose connection breaks. `repeats_submit`: also repeat a call that received nothing.
+    `resume_timeout_s`: how long to try without progress.
+    """
 
     resume: bool = True
     repeats_submit: bool = True
@@ -166,15 +175,16 @@ class Recovery:
         self._has_choices = False
         self._method: Literal["Generate", "Resume"] = "Generate"
         self._has_asked = False
-        # Whether an earlier call may have begun what the current one asks for; time of the current one's first event.
+        # Whether an earlier call may have started the request of the current call.
         self._is_repeat = False
+        # The time of the current call's first event.
         self._answered_s: float | None = None
         self._has_begun = False
         self._has_ended = False
         self._is_lost = False
         self._is_continuing = False
         self._has_retaken = False
-        # Since the last progress: when it first broke, how often, and with what.
+        # Since the last progress: the time of the first break, the number of breaks, and the first error.
         self._broke_s: float | None = None
         self._num_breaks = 0
         self._first_error: InflightError | None = None
@@ -190,7 +200,7 @@ class Recovery:
         random: Random,
         new_key: Callable[[], str],
     ) -> Recovery:
-        """Starts a stream for a request that is to be sent."""
+        """Returns the recovery of a stream for a new request."""
         recovery = cls(policy, timeout_s, now_s, random)
         recovery._request = sent = inference_pb2.GenerateRequest()
         sent.CopyFrom(request)
@@ -218,7 +228,8 @@ class Recovery:
         now_s: float,
         random: Random,
     ) -> Recovery:
-        """Starts a stream for a request that runs or ended recently, of which the caller has the beginning."""
+        """Returns the recovery of a stream for a request that is running or ended recently. The caller already has the
+        output before the offsets of `request`."""
         recovery = cls(policy, timeout_s, now_s, random)
         recovery._token = (request.request_id, request.resume_token)
         offsets, text_bytes = list(request.offsets) or [0], list(request.text_bytes)
@@ -250,10 +261,10 @@ class Recovery:
         return Call("Generate", request, timeout_s)
 
     def take(self, wire: inference_pb2.StreamEvent, now_s: float) -> list[Event]:
-        """Returns the new part of an event, as the user sees it.
+        """Returns the events for the user that a message adds to those before it.
 
         Raises:
-            InflightError: output is missing, or does not continue what was received.
+            InflightError: output is missing, or does not continue the received output.
         """
         events: list[Event] = []
         self._answered_s = now_s if self._answered_s is None else self._answered_s
@@ -270,7 +281,7 @@ class Recovery:
         return events
 
     def broken(self, error: InflightError | None, now_s: float) -> Again | None:
-        """Decides what to do after a call has ended, with this error or none; None: the request has ended.
+        """Decides what to do after a call has ended, with or without an error. Returns None if the stream has ended.
 
         Raises:
             InflightError: the stream cannot be continued.
@@ -298,7 +309,7 @@ class Recovery:
         backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._num_breaks)
         delay_s = self._random.uniform(0.0, backoff_s)
         if self._num_breaks or error.reason != Reason.DRAINING.value:
-            # Other routers run beside one that drains: its retry time concerns only itself.
+            # The retry time of a draining router does not apply to other routers.
             delay_s = max(delay_s, error.retry_after_s or 0.0)
         self._num_breaks += 1
         patience_s = self._policy.resume_timeout_s
@@ -330,7 +341,7 @@ class Recovery:
     def _may_retake(self, now_s: float) -> bool:
         """Returns whether the reader that took the stream over may be an earlier call of this client.
 
-        At most once: two clients of a request must not take it from each other forever.
+        True at most once, because two clients of a request must not take it from each other forever.
         """
         is_soon = now_s - self._call_began_s < LATE_TRY_S
         answered_s = now_s if self._answered_s is None else self._answered_s
@@ -345,20 +356,24 @@ class Recovery:
             return True
         if self._method == "Generate":
             return error.code is grpc.StatusCode.DATA_LOSS and self._new_key is not None
-        # The server has less than was received.
+        # An invalid offset: the server has less output than was received.
         is_behind = any(field.field.startswith("offsets") for field in error.fields)
         return error.code in _OUTPUT_LOST or is_behind
 
     def _told(self, error: InflightError) -> InflightError:
-        """Returns the error for the user: the cause of the break is more useful than a router that does not implement
-        `Resume`."""
+        """Returns the error for the user. If a router does not implement `Resume`, this is the error that broke the
+        stream, which is more useful."""
         if error.code is grpc.StatusCode.UNIMPLEMENTED and self._first_error is not None:
             return self._first_error
         return error
 
     def _can_submit_again(self) -> bool:
-        """Returns whether a new Generate can continue: after the received output, or with several choices, of which
-        `prior_output` holds none, from the beginning. Parts that were received cannot be cut off then."""
+        """Returns whether a new Generate can continue the stream.
+
+        A request with one choice continues after the received output. A request with several choices starts from the
+        beginning, because `prior_output` has no choices. Received output is then cut off, which is not possible for
+        parts.
+        """
         if self._has_choices and self.transcript.has_parts and any(one.num_tokens for one in self._received):
             return False
         return self._request is not None and all(received.has_all_ids for received in self._received)
@@ -371,14 +386,14 @@ class Recovery:
             assert self._new_key is not None
             self._request.idempotency_key = self._new_key()
         elif not self._request.idempotency_key and self._has_begun:
-            # The id may still be known to the server, without this output.
+            # The server may still know the id, but no longer has the output.
             self._request.request_id = ""
         if self._seed is not None and (is_key_spent or not self._request.idempotency_key):
             self._request.sampling.seed = self._seed
         self._is_lost = False
 
     def _drop_key(self) -> None:
-        """Removes the key for a router of an earlier version, which does not know it."""
+        """Removes the idempotency key, for a router of an earlier version that does not support it."""
         assert self._request is not None
         self._request.idempotency_key = ""
         self._new_key = None
@@ -402,14 +417,15 @@ class Recovery:
             if received.text_bytes is not None:
                 request.prior_output.text_bytes = received.text_bytes
         if self._has_asked and not request.idempotency_key and request.deadlines.HasField("total"):
-            # Routers do not know when the request began. With a key they compare the deadlines, so those stay.
+            # Routers do not know when the request began, so the remaining time is sent. With a key, the deadline must
+            # stay the same, because routers compare it.
             left_s = request.deadlines.total.ToNanoseconds() / 1e9 - (now_s - self._began_s)
             request.deadlines.total.FromNanoseconds(max(1, round(left_s * 1e9)))
         return request
 
     def _new_of(self, wire: inference_pb2.StreamEvent, now_s: float) -> Event | None:
-        """Returns the part of an event that was not received before; None if nothing is new, or for a kind that this
-        version does not know."""
+        """Returns the part of an event that was not received before. None if nothing is new, or if this version does
+        not know the kind of event."""
         new = self._cut(wire, now_s)
         return None if new is None else decode_event(new)
 
@@ -442,7 +458,8 @@ class Recovery:
         return None
 
     def _new_prompt(self, wire: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent | None:
-        """Cuts what was received before, which a stream that continues before the output sends again."""
+        """Cuts off the tokens of the prompt that were received before. A stream that continues before the output sends
+        them again."""
         prompt, num_known = wire.prompt, len(self.transcript.prompt_token_ids)
         if prompt.offset > num_known:
             text = f"tokens [{num_known}, {prompt.offset}) of the prompt never came"

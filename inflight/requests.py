@@ -1,8 +1,8 @@
 """Request messages built from plain Python values. Shared by both clients; sends nothing.
 
-`GenerateOptions` lists every keyword of `generate` and `complete`. A keyword left out is left unset in the request, so
-the model's default applies. The server checks values and names the field; only a value that does not fit the field's
-type is refused here.
+`GenerateOptions` lists the keywords of `generate` and `complete`. A keyword that is omitted is not set in the request,
+so the default of the server applies. The server checks the values and names invalid fields. This module refuses only a
+value that does not fit the type of its field.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from google.protobuf.message import Message
 from inflight.functions.wire import Tool, ToolChoice, function_of, set_tool_choice
 from inflight.v1 import inference_pb2, types_pb2
 
-# One message of a conversation: `{"role": "user", "content": "…"}`; `content` may be a list of text parts. An
-# assistant's message may have `tool_calls` and `reasoning_content`, a tool's `tool_call_id`.
+# One message of a conversation: `{"role": "user", "content": "…"}`. `content` may be a list of text parts. A message of
+# the assistant may have `tool_calls` and `reasoning_content`, a message of a tool `tool_call_id`.
 ChatMessage = Mapping[str, Any]
 _OPTIONAL_MEMBERS = "optionally name, tool_calls, tool_call_id and reasoning_content"
 _MESSAGE_MEMBERS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
@@ -34,7 +34,7 @@ class SchemaModel(Protocol):
         """Returns the schema."""
 
 
-# A JSON schema: as a value, as text, in a file, or of a class.
+# A JSON schema: as a mapping, as text, as the path of a file, or as a class that has a schema.
 JsonSchema = Mapping[str, Any] | str | os.PathLike[str] | SchemaModel
 
 
@@ -107,7 +107,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class BeamOptions(TypedDict, total=False):
-    """Keywords of `beam_search` that go to each of its requests, as in `GenerateOptions`."""
+    """Keywords of `beam_search` that are passed to each of its requests, as in `GenerateOptions`."""
 
     model: str
     adapter_id: str
@@ -188,7 +188,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "metadata": ("metadata",),
 }
 
-# At most one of them.
+# A request has at most one of these.
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 PRIORITIES: dict[Priority, types_pb2.PriorityClass] = {
@@ -208,8 +208,8 @@ def generate_request(
     """Returns the request for one prompt, given as text, as chat or as token ids.
 
     Raises:
-        TypeError: not exactly one prompt, more than one constraint, or an unknown keyword.
-        ValueError: a value does not fit its field; the text names the keyword.
+        TypeError: not exactly one prompt, more than one constraint, an unknown keyword, or a keyword that needs a chat.
+        ValueError: a value does not fit its field. The text names the keyword.
     """
     if sum(given is not None for given in (prompt, chat, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, chat and token_ids")
@@ -234,7 +234,7 @@ def generate_request(
 
 
 def chat_prompt(chat: Chat) -> inference_pb2.Chat:
-    """Returns a conversation. A plain text is one user message."""
+    """Returns the message for a conversation. A string is one message of the user."""
     turns: Sequence[ChatMessage] = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     result = inference_pb2.Chat()
     for turn in turns:
@@ -254,7 +254,7 @@ def chat_prompt(chat: Chat) -> inference_pb2.Chat:
 
 
 def _add_call(message: inference_pb2.ChatMessage, call: Any) -> None:
-    """Adds a call of an assistant's message: a `ToolCall`, or an object in OpenAI's form."""
+    """Adds a tool call to a message of the assistant. `call` is a `ToolCall`, or a mapping in OpenAI's form."""
     if isinstance(call, Mapping):
         function = call.get("function", call)
         call_id, name, arguments = call.get("id", ""), function.get("name"), function.get("arguments", "")
@@ -289,8 +289,8 @@ def detokenize_request(
 def resume_request(
     request_id: str, resume_token: str, *, offset: int | Sequence[int], text_bytes: int | Sequence[int] | None
 ) -> inference_pb2.ResumeRequest:
-    """Returns the request for the rest of a stream after this many tokens and bytes of text, of each choice or of the
-    only one."""
+    """Returns the request for the rest of a stream after `offset` tokens and `text_bytes` bytes of text. Each is a
+    number, or a sequence with a number for each choice."""
     request = inference_pb2.ResumeRequest()
     _assign(request, "request_id", request_id, keyword="request_id")
     _assign(request, "resume_token", resume_token, keyword="resume_token")
@@ -365,7 +365,7 @@ def _schema_of(model: SchemaModel) -> Mapping[str, Any]:
 
 
 def _assign(owner: Message, field: str, value: Any, *, keyword: str) -> None:
-    """Sets a field of any kind; an error names the keyword."""
+    """Sets a field of any type. Raises `ValueError`, which names the keyword."""
     try:
         if keyword.endswith("_s"):
             getattr(owner, field).FromNanoseconds(round(value * 1e9))

@@ -1,4 +1,5 @@
-"""Statistics of the routers, as frozen values: `stats()` of both clients. `Statistics.wire` is the message itself."""
+"""Statistics of the routers as frozen values, which `stats()` of both clients yields. `Statistics.wire` is the message
+itself."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One step of an executor. `constraint` as in `ExecutorCapacity`; `parts_ms` is host time by part of the loop."""
+    """One step of an executor. `constraint` is what kept the step from being larger, with the values of
+    `ExecutorCapacity`. `parts_ms` is the host time by part of the engine's loop."""
 
     number: int
     ended_at: datetime
@@ -64,7 +66,7 @@ class SequenceOnExecutor:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatistics:
-    """An executor: its capacity, and on request its latest steps, oldest first, and its sequences."""
+    """An executor: its capacity and, if requested, its latest steps, oldest first, and its sequences."""
 
     capacity: ExecutorCapacity
     iterations: tuple[Iteration, ...]
@@ -73,7 +75,8 @@ class ExecutorStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TenantQueue:
-    """Waiting requests of a tenant in a class. `tenant` empty: all tenants that the caller may not see."""
+    """The waiting requests of a tenant in a class. An empty `tenant` stands for all tenants that the caller may not
+    see."""
 
     model: str
     tenant: str
@@ -85,10 +88,8 @@ class TenantQueue:
 
 @dataclass(frozen=True, slots=True)
 class ModelLatency:
-    """Latencies of a model in the last minute, as the router that was asked served it; tokens of the last ten seconds.
-
-    None: not measured yet.
-    """
+    """Latencies of a model in the last minute, measured by the router that answers. `output_tokens_per_s` is the mean
+    over the last ten seconds. Percentiles are None if nothing was measured."""
 
     model: str
     num_ended: int
@@ -102,7 +103,7 @@ class ModelLatency:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of one moment."""
+    """The statistics at one moment."""
 
     router_id: str
     time: datetime
@@ -117,7 +118,7 @@ class Statistics:
         return sum(queue.num_requests for queue in self.queues)
 
     def as_json(self) -> str:
-        """Returns one line of JSON with TensorRT-LLM's names for the figures that it has too."""
+        """Returns one line of JSON. Fields that TensorRT-LLM's statistics also have use its names."""
         return stats_json(self.wire)
 
     def _repr_html_(self) -> str:
@@ -132,14 +133,14 @@ class Statistics:
 
 
 def stats_json(wire: inference_pb2.GetStatsResponse) -> str:
-    """Returns one line of JSON, with zeros, so that every line has the same names."""
+    """Returns one line of JSON. Fields with the value zero are included, so that every line has the same names."""
     return json_format.MessageToJson(wire, indent=None, always_print_fields_with_no_presence=True)
 
 
 def stats_request(
     model: str, interval_s: float, *, want_iterations: bool, want_sequences: bool
 ) -> inference_pb2.GetStatsRequest:
-    """Returns the request for statistics every `interval` seconds.
+    """Returns the request for statistics every `interval_s` seconds.
 
     Raises:
         ValueError: the interval is out of range.
@@ -155,7 +156,7 @@ def stats_request(
 
 
 def decode_stats(wire: inference_pb2.GetStatsResponse) -> Statistics:
-    """Returns the plain form of a message."""
+    """Returns the statistics in a message."""
     return Statistics(
         router_id=wire.router_id,
         time=_time(wire.timestamp_ms),

@@ -249,7 +249,7 @@ class AsyncClient:
         tenant: str = "",
         timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestStanding:
-        """Returns the state of a request and, while it waits, what it waits for. Any router of the model knows it.
+        """Returns the state of a request and, while it waits, what it waits for. Every router of the model can answer.
 
         `resume_token` as for `cancel`.
         """

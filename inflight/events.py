@@ -177,8 +177,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of a request, measured by the router. `None`: not measured. `migrations`: how often it continued on another
-    executor after it had output."""
+    """Times of a request, measured by the router. `None`: not measured. `migrations` is how often the request moved to
+    another executor."""
 
     queue_s: float | None
     prefill_s: float | None

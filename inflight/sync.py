@@ -247,7 +247,7 @@ class Client:
         tenant: str = "",
         timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestStanding:
-        """Returns the state of a request and, while it waits, what it waits for. Any router of the model knows it.
+        """Returns the state of a request and, while it waits, what it waits for. Every router of the model can answer.
 
         `resume_token` as for `cancel`.
         """

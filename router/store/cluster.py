@@ -64,9 +64,10 @@ class ClusterClient:
     async def _call(self, key: str, call: Callable[[Redis], Awaitable[T]]) -> T:
         """Calls the node that has the key.
 
-        A node that answered for this slot before is the only one asked, besides those that it redirects to. Otherwise
-        the seed nodes are asked in turn until one answers. If all fail, raises the error of a node that was sent the
-        call, if there is one, because that node may have run it.
+        If a node has answered for this slot before, only that node and the nodes to which it redirects are called. If
+        this fails, the next call starts with the seed nodes. Otherwise the seed nodes are called in turn until one
+        answers. If all fail, raises the error of a node that was sent the call, if there is one, because that node may
+        have run it.
         """
         slot = key_slot(key.encode())
         home = self._homes.pop(slot, None)

@@ -19,8 +19,7 @@ def rope_write_kernel(
     rotations,  # [positions, 2 * HALF_DIM] float32: cosines, then sines
     keys, values, key_scales, value_scales, qkv_token_stride, block_stride, kv_head_stride, slot_stride, epsilon,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Applies the norms of heads, if any, and the rotary embedding, and writes the KV. Grid: tokens, tiles of heads of
     all kinds."""
@@ -31,12 +30,8 @@ def rope_write_kernel(
     columns = heads[:, None] * (2 * HALF_DIM) + halves[None, :]
     source = qkv + token * qkv_token_stride + columns
     mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_half[None, :]
-    low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(source + HALF_DIM, mask=mask, other=0.0).to(tl.float32)
-    if HAS_SCALES:
-        row_scale = tl.load(row_scales + token)
-        low = scaled_sums(low, row_scale, column_scales, columns, mask, qkv.dtype.element_ty)
-        high = scaled_sums(high, row_scale, column_scales + HALF_DIM, columns, mask, qkv.dtype.element_ty)
+    low = load_half(source, row_scales + token, column_scales, columns, mask, HAS_SCALES)
+    high = load_half(source + HALF_DIM, row_scales + token, column_scales + HALF_DIM, columns, mask, HAS_SCALES)
 
     is_query, is_value = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
     new_low, new_high = low, high
@@ -74,6 +69,15 @@ def rope_write_kernel(
     value_mask = mask & is_value[:, None]
     tl.store(values + offsets, low, mask=value_mask)
     tl.store(values + offsets + HALF_DIM, high, mask=value_mask)
+
+
+@triton.jit
+def load_half(source, row_scale, column_scales, columns, mask, HAS_SCALES: tl.constexpr):
+    """Returns one half of each head of a tile, in float32."""
+    half = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        half = scaled_sums(half, tl.load(row_scale), column_scales, columns, mask, source.dtype.element_ty)
+    return half
 
 
 @triton.jit

@@ -62,7 +62,7 @@ REFUSED_TURNS: list[tuple[list[dict[str, Any]], str]] = [
     ([ASKED, {"role": "assistant", "tool_calls": [CALL]}, {**RESULT, "tool_call_id": "d"}], "messages[2].tool_call_id"),
     (
         [ASKED, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}],
-        "messages[1].tool_calls[0].arguments",
+        "messages[1].tool_calls[0].function.arguments",
     ),
 ]
 

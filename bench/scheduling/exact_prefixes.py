@@ -16,7 +16,11 @@ from bench.timeline.traffic import SimRequest
 
 _RECORDED = re.compile(r"  local found = load_holders\(request\)\n  for i = #names, 1, -1 do\n.*?\n  end\n", re.DOTALL)
 _TOLD = """  for id, cached in request.prefixes:gmatch('@(%S+):(%d+)') do
-    consider(id, tonumber(cached))
+    seen[id] = true
+    local executor = load_executor(id)
+    if executor then
+      consider(id, executor, tonumber(cached))
+    end
   end
 """
 

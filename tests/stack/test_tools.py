@@ -198,5 +198,5 @@ async def test_our_client_refuses_what_is_no_tool(stack: LocalStack) -> None:
             await client.complete(chat=QUESTION, tools=[{"name": "f", "colour": 1}])
         with pytest.raises(TypeError, match="tools needs a chat"):
             await client.complete("hi", tools=TOOLS)
-        with pytest.raises(InflightError, match=r"not one of chat\.functions"):
+        with pytest.raises(InflightError, match=r"not among the names in chat\.functions"):
             await client.complete(chat=QUESTION, tools=TOOLS, tool_choice="absent")

@@ -77,7 +77,7 @@ class RouterSettings(ProcessSettings):
         ge=0,
         le=3600,
         description="most seconds of prompts in front of a request on the executor that holds its prefix; beyond them "
-        "it goes where most room is",
+        "it goes where most room is, unless as many seconds of prompts are in front there, too",
     )
     age_s: float = Field(
         30.0, gt=0, le=86_400, description="seconds in the queue after which a request moves up one priority class"

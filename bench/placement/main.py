@@ -7,9 +7,10 @@ shorter prompts. By prefix, a router with both executors places. Otherwise the b
 and sends the request through a router that has only this one. The oracle follows the caches of both exactly
 (`bench.placement.known_line`).
 
-Each trace runs at saturation first. "80 %" is that share of the requests/s that placement by prefix served then, unless
-`--requests-per-s` sets the rate. In a long overload of agents most prefixes leave the caches before they are used, so
-that executors serve fewer requests/s than they could just below saturation.
+Each trace runs at saturation first: at 1.25 times the rate that both executors could compute if each prompt's prefix
+were cached, at the speed of prompts that was measured before. "80 %" is that share of the requests/s that placement by
+prefix served then, unless `--requests-per-s` sets the rate. In a long overload of agents most prefixes leave the caches
+before they are used, so that executors serve fewer requests/s than they could just below saturation.
 Every run has its own tokens, so that nothing of it is in the caches beforehand.
 """
 
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -38,6 +40,7 @@ from bench.timeline.conversations import Conversations
 from bench.timeline.timeline import US_PER_S
 from bench.timeline.traffic import SimRequest
 from common.machine import num_usable_cores
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.events import Delta, Started
 
@@ -51,6 +54,9 @@ EXECUTOR_ARGS = (
 FIRST_ID, NUM_IDS = 17, 48_989
 WARM_FRACTION = 0.4
 SHARE_OF_SATURATED = 0.8
+OVERLOAD = 1.25
+OUTPUT_WEIGHT = 4  # the time of an output token as a multiple of a prompt token's, in steps of few sequences
+SPEED_TOKENS, SPEED_ROUNDS = 512, 3
 HEADER = (
     "load", "placement", "requests", "without a token", "served/s", "TTFT p50, ms", "p90", "p99", "p90 / oracle's",
     "prompt tokens cached", "busiest executor / mean", "cached as expected", "failed",
@@ -68,13 +74,19 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A kind of chats: `saturating` of them begin per second at saturation."""
+    """A kind of chats, and how long it is sent at each load, in seconds."""
 
     name: str
     chats: Conversations
-    saturating: float
     saturated_s: float
     duration_s: float
+
+    def saturating(self, tokens_per_s: float) -> float:
+        """Returns how many of the chats begin per second at saturation, if the executors compute so many tokens per
+        second of prompts."""
+        chats = self.chats
+        tokens = sum(chats.turn_tokens) / 2 + OUTPUT_WEIGHT * sum(chats.output_tokens) / 2
+        return OVERLOAD * tokens_per_s / (chats.num_turns * tokens)
 
 
 WARM_UP = Conversations(num_turns=1, system_tokens=512, turn_tokens=(16, 64), output_tokens=(2, 4))
@@ -82,16 +94,14 @@ TRACES = {
     "shared": Trace(
         "shared prefixes",
         Conversations(num_turns=1, system_tokens=512, num_systems=12, turn_tokens=(16, 64), output_tokens=(4, 16)),
-        saturating=20.0,
-        saturated_s=10.0,
-        duration_s=16.0,
+        saturated_s=20.0,
+        duration_s=40.0,
     ),
     "agents": Trace(
         "agents",
         Conversations(num_turns=5, pause_s=2.0, system_tokens=256, turn_tokens=(100, 500), output_tokens=(4, 16)),
-        saturating=4.0,
-        saturated_s=14.0,
-        duration_s=25.0,
+        saturated_s=40.0,
+        duration_s=60.0,
     ),
 }
 
@@ -256,7 +266,9 @@ async def measure(
 
         await run(replace(WARM_UP, rate_per_s=2.0), "warm-up", 3.0, Way.ROUND_ROBIN)
         rows.clear()
-        chats = replace(trace.chats, rate_per_s=trace.saturating)
+        tokens_per_s = await speed(executors)
+        say(f"both executors compute {tokens_per_s:,.0f} tokens/s of prompts")
+        chats = replace(trace.chats, rate_per_s=trace.saturating(tokens_per_s))
         saturated = [await run(chats, "saturated", scale * trace.saturated_s, way) for way in Way]
         load = "" if requests_per_s else "80 %, "
         requests_per_s = requests_per_s or SHARE_OF_SATURATED * saturated[0].requests_per_s
@@ -266,6 +278,24 @@ async def measure(
         for way in Way:
             await run(chats, f"{load}{requests_per_s:.1f} requests/s", scale * trace.duration_s, way)
     return rows
+
+
+async def speed(executors: RealExecutors) -> float:
+    """Returns the tokens of prompts that all executors together compute per second: the median of some prompts of which
+    nothing is cached, one at a time on each."""
+
+    async def first_token_s(client: AsyncClient, first_id: int) -> float:
+        prompt = [FIRST_ID + (first_id + token) % NUM_IDS for token in range(SPEED_TOKENS)]
+        began_s = time.perf_counter()
+        await client.generate(token_ids=prompt, max_tokens=1, temperature=0.0).result()
+        return time.perf_counter() - began_s
+
+    found: list[float] = []
+    for number in range(SPEED_ROUNDS):
+        clients = executors.of_executor.values()
+        waits_s = await asyncio.gather(*(first_token_s(client, -(number + 1) * SPEED_TOKENS) for client in clients))
+        found.append(sum(SPEED_TOKENS / wait_s for wait_s in waits_s))
+    return statistics.median(found)
 
 
 def page(trace: Trace, rows: Sequence[Row], command: str, load_average: float) -> Page:
@@ -304,7 +334,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the benchmark and writes its report."""
     parser = argparse.ArgumentParser(prog="python -m bench.placement.main", description=__doc__)
     parser.add_argument("--trace", choices=list(TRACES), default="agents", help="(default: agents)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the time (default: 1, a minute or two)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the time (default: 1, six minutes)")
     parser.add_argument("--seed", type=int, default=0, help="of the trace (default: 0)")
     parser.add_argument(
         "--requests-per-s", type=float, help="second load (default: 80 %% of the requests/s served at saturation)"

@@ -37,7 +37,8 @@ def _prefix_holder(pool: Pool, request: Request) -> PrefixHolder | None:
     holder = next((one for one in known if one in pool.executors), None)
     if holder is None:
         return None
-    tolerated_ms = min(pool.tolerated_wait(request), pool.saved_ms(request, holder))
+    best = next(iter(pool.open_executors()), holder)
+    tolerated_ms = min(pool.tolerated_wait(request, best), pool.cheaper_ms(request, holder, best))
     return PrefixHolder(holder, ceil(pool.prefill_wait(holder)), floor(tolerated_ms))
 
 

@@ -384,9 +384,8 @@ class Pool:
             return False
         is_measured = self.executors[executor_id].report.prefill_tokens_per_s > 0
         is_far = not is_measured and self._load(executor_id) > self._load(best) + MAX_IMBALANCE
-        waits_long = self.cached_tokens(request, executor_id) and self.prefill_wait(executor_id) > self.tolerated_wait(
-            request
-        )
+        tolerated_ms = self.tolerated_wait(request, best)
+        waits_long = self.cached_tokens(request, executor_id) and self.prefill_wait(executor_id) > tolerated_ms
         return not is_far and (executor_id == best or not waits_long)
 
     def _cost_ms(self, executor_id: str, request: Request) -> float:
@@ -400,26 +399,28 @@ class Pool:
         price = FULLNESS_WEIGHT * self._load(executor_id) * tokens
         return self.prefill_wait(executor_id) + (missing + price) / tokens_per_ms
 
-    def saved_ms(self, request: Request, executor_id: str) -> float:
-        """How long it may wait rather than compute what the executor has of its prompt on the roomiest one."""
+    def cheaper_ms(self, request: Request, executor_id: str, best: str) -> float:
+        """How long it would wait there rather than wait on the roomiest one and compute what this one has of its
+        prompt. As long as it has to where no speed is known."""
         tokens_per_ms = self.executors[executor_id].report.prefill_tokens_per_s / 1000
         if not tokens_per_ms:
-            return inf
-        best = next(iter(self.open_executors()), executor_id)
+            return self.prefill_wait(executor_id)
         fuller = self._load(executor_id) - self._load(best)
         price = FULLNESS_WEIGHT * fuller * (request.demand.prompt_tokens + request.output)
-        return max(0, self.cached_tokens(request, executor_id) - price) / tokens_per_ms
+        saved_ms = max(0, self.cached_tokens(request, executor_id) - price) / tokens_per_ms
+        return self.prefill_wait(best) + saved_ms
 
     def prefill_wait(self, executor_id: str) -> float:
         """Milliseconds until it has computed the prompts that it was given."""
         return max(0.0, self.executors[executor_id].prefilled_ms - self.now_ms)
 
-    def tolerated_wait(self, request: Request) -> float:
-        """How long it may stay with its prefix, in milliseconds."""
-        tolerated_ms = self.settings.tolerated_ttft_ms
-        if request.deadline_ms is None or request.output:
-            return tolerated_ms
-        return min(tolerated_ms, request.deadline_ms - self.now_ms)
+    def tolerated_wait(self, request: Request, best: str) -> float:
+        """How long the prompts in front may take on the holder of its prefix, in milliseconds. Infinite where they take
+        longer on the roomiest executor, too."""
+        tolerated_ms: float = self.settings.tolerated_ttft_ms
+        if request.deadline_ms is not None and not request.output:
+            tolerated_ms = min(tolerated_ms, request.deadline_ms - self.now_ms)
+        return inf if self.prefill_wait(best) > tolerated_ms else tolerated_ms
 
     def cached_tokens(self, request: Request, executor_id: str) -> int:
         """Tokens of the longest beginning of its prompt that this executor was given."""

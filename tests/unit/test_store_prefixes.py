@@ -123,7 +123,7 @@ async def test_next_turn_of_a_chat_finds_all_of_its_last_prompt(store_pool: Stor
     found = await a.store.explain("turn 3")
     assert found is not None
     # Of the second turn 100 tokens were left to compute, although the longest name that it shares is one of 1,024.
-    assert found.prefix_holder == PrefixHolder("x", prefill_ms=100, tolerated_ms=1600)
+    assert found.prefix_holder == PrefixHolder("x", prefill_ms=100, tolerated_ms=1700)
 
 
 async def test_prefix_that_several_prompts_share_is_found_on_every_executor_that_was_given_it(
@@ -155,6 +155,15 @@ async def test_prompt_does_not_wait_for_its_prefix_longer_than_is_tolerated(stor
     assert await executor_of(a, prompt_of("second", 8192, ("p", "pq"))) == "y"
 
 
+async def test_prompt_stays_with_its_prefix_where_no_executor_is_within_what_is_tolerated(store_pool: StorePool) -> None:
+    a = await two_fast_executors(store_pool)
+    assert await executor_of(a, prompt_of("holder", 4096, ("p",))) == "x"
+    assert await executor_of(a, prompt_of("elsewhere", 4096, ("q",))) == "y"
+    await store_pool.wait(1000)
+    # 3,096 ms of prompts in front on both
+    assert await executor_of(a, prompt_of("second", 8192, ("p", "pq"))) == "x"
+
+
 async def test_prompt_does_not_wait_for_its_prefix_beyond_its_deadline(store_pool: StorePool) -> None:
     a = await two_fast_executors(store_pool)
     assert await executor_of(a, prompt_of("holder", 2048, ("p",))) == "x"
@@ -171,4 +180,4 @@ async def test_explanation_names_the_executor_that_has_the_prefix(store_pool: St
     await store_pool.wait(56)
     found = await a.store.explain("waiting")
     assert found is not None
-    assert found.prefix_holder == PrefixHolder("x", prefill_ms=200, tolerated_ms=256)
+    assert found.prefix_holder == PrefixHolder("x", prefill_ms=200, tolerated_ms=456)

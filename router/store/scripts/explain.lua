@@ -54,8 +54,8 @@ local function waits_for_slot(request)
   return false
 end
 
--- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait: less
--- the fuller the holder is than the executor with most available blocks.
+-- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait: as
+-- long as on the executor with most available blocks and as the prefix saves, less the fuller the holder is than that one.
 local function prefix_holder(request)
   local names = split_prefixes(request.prefixes)
   local found = #names > 0 and load_holders(request) or {}
@@ -63,12 +63,12 @@ local function prefix_holder(request)
     for id, length in (found[i] or ''):gmatch(HOLDER) do
       local executor = load_executor(id)
       if executor then
-        local speed, tolerated_ms = executor.prefill_speed, tolerated_wait(request)
         local best = load_executor(with_room(1)[1] or id)
+        local wait_ms, tolerated_ms, speed = prefill_wait(executor), tolerated_wait(request, best), executor.prefill_speed
         local price = FULLNESS_WEIGHT * (load_of(executor) - load_of(best)) * (request.prompt + request.output)
         local saved = math.max(0, cached_tokens(request, names, i, tonumber(length)) - price)
-        local saved_ms = speed > 0 and saved / speed or tolerated_ms
-        return id, math.ceil(prefill_wait(executor)), math.floor(math.min(tolerated_ms, saved_ms))
+        local cheaper_ms = speed > 0 and prefill_wait(best) + saved / speed or wait_ms
+        return id, math.ceil(wait_ms), math.floor(math.min(tolerated_ms, cheaper_ms))
       end
     end
   end

@@ -5,7 +5,7 @@
 -- executor has room. Of the rest the one with most available blocks is taken. A prompt with named prefixes goes where it
 -- costs least, in time to compute what is in front of it and what is not cached and in a price for fullness, among the
 -- executors that hold a prefix and the one with most available blocks, but not where the prompts in front take longer than
--- the tolerated TTFT.
+-- the tolerated TTFT, unless they do so on both.
 --
 -- An executor's `prefilled_ms` is when it will have computed the prompts that it was given, at the speed of its last
 -- report: each placement adds those tokens of its prompt that are not cached there. It takes no notice of ends.
@@ -160,10 +160,12 @@ local function cached_tokens(request, names, i, length)
   return length < next_tokens and math.max(tokens, length) or tokens
 end
 
--- How long the prompts in front of the request may take.
-local function tolerated_wait(request)
+-- How many milliseconds the prompts in front of the request may take on the holder of a prefix. No limit where they take
+-- longer on `best`, too: where all executors are that busy, prompts that leave their prefixes make them busier.
+local function tolerated_wait(request, best)
   local until_deadline = request.output == 0 and request.deadline_ms - NOW or math.huge
-  return math.min(state.tolerated_ttft_ms, until_deadline)
+  local tolerated_ms = math.min(state.tolerated_ttft_ms, until_deadline)
+  return prefill_wait(best) > tolerated_ms and math.huge or tolerated_ms
 end
 
 -- The executors that were given each prefix of the request, the last one first, with the tokens of the prompt that had
@@ -185,14 +187,14 @@ end
 
 -- The executor on which the prompt costs least, the blocks to reserve there, and the tokens of the prompt that are
 -- cached there: one that holds a prefix, or `best`, which has most available blocks. A
--- holder counts unless the prompts in front take longer than tolerated. Where no speed is known nothing costs, so the
+-- holder counts unless the prompts in front take longer there than tolerated, and not on `best`. Where no speed is known nothing costs, so the
 -- holder of the longest prefix is taken unless it is much fuller, and an executor that has just started is measured soon.
 local function cheapest(request, best, best_blocks)
   if request.prefixes == '' then
     return best, best_blocks, 0
   end
   --@nest
-  local names, tolerated_ms = split_prefixes(request.prefixes), tolerated_wait(request)
+  local names, tolerated_ms = split_prefixes(request.prefixes), tolerated_wait(request, load_executor(best))
   local tokens = request.prompt + request.output
   local seen, chosen, reserved, most_cached, least_ms = {}, nil, nil, 0, math.huge
   local function consider(id, executor, cached)

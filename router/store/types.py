@@ -312,8 +312,8 @@ class PrefixHolder:
     """The executor that last got a waiting request's longest known prefix.
 
     The request prefers this executor while the prompts ahead of it there take at most `tolerated_ms` to compute. They
-    take `prefill_ms` now. `tolerated_ms` is at most the time of the prompts ahead on the executor with the most room, plus
-    the time that the prefix saves. It is smaller if this executor has less room than that one.
+    take `prefill_ms` now. `tolerated_ms` is at most the time of the prompts ahead on the executor with the most room,
+    plus the time that the prefix saves. It is smaller if this executor has less room than that one.
     """
 
     executor_id: str

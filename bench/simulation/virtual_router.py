@@ -357,8 +357,7 @@ class VirtualRouter:
             case ClearSuspicion(life, attempt):
                 self.ledger.absolve(life.request_id, attempt)
             case RecordRequeued(life, why):
-                stream = client_of(life).stream
-                stream.extend() if why is RequeueReason.EXTENDED else stream.pause()
+                client_of(life).stream.requeue(why)
             case PublishEnd(life):
                 self._publish_end(client_of(life))
             case Forget(life):

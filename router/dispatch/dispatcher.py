@@ -198,16 +198,6 @@ ANSWER_WAIT_S = 5.0
 # Final errors. A reconnecting client gets them again.
 LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
-# Names of requeue reasons in metrics and traces.
-REQUEUE_REASON_NAMES = {
-    RequeueReason.LOST: "executor_lost",
-    RequeueReason.REJECTED: "rejected",
-    RequeueReason.STALLED: "stood_still",
-    RequeueReason.PREEMPTED: "preempted",
-    RequeueReason.HANDED_BACK: "preempted",
-    RequeueReason.WITHDRAWN: "withdrawn",
-}
-
 OpenAttached = Callable[[executor_pb2.SequenceAttached], RequestStream]
 
 
@@ -578,12 +568,7 @@ class Dispatcher:
             link.cancel(effect.request_id, effect.attempt, cast(types_pb2.FinishReason, effect.reason))
 
     def _record_requeued(self, effect: RecordRequeued) -> None:
-        stream = stream_of(effect.life)
-        if effect.why is RequeueReason.EXTENDED:
-            stream.extend()
-        else:
-            stream.pause()
-            stream.record.moved(REQUEUE_REASON_NAMES[effect.why])
+        stream_of(effect.life).requeue(effect.why)
 
     def _forget(self, effect: Forget) -> None:
         stream = stream_of(effect.life)

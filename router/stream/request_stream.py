@@ -18,7 +18,7 @@ from enum import Enum, IntEnum, auto
 
 from common.errors import RequestError
 from inflight.v1 import executor_pb2, types_pb2
-from router.lifecycle.events import End, ReaderEnded, RequestState, Submit
+from router.lifecycle.events import End, ReaderEnded, RequestState, RequeueReason, Submit
 from router.lifecycle.lifecycle import Lifecycle
 from router.request.errors import taken_over
 from router.request.executor_context import FrameError, context_of
@@ -27,6 +27,18 @@ from router.store.types import Demand, Ending, Placement, Queued, TakenOver
 from router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, RequestRecord, outcome_of
 
 OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
+
+# Names of requeue reasons in metrics and traces.
+REQUEUE_REASON_NAMES = {
+    RequeueReason.LOST: "executor_lost",
+    RequeueReason.REJECTED: "rejected",
+    RequeueReason.STALLED: "stood_still",
+    RequeueReason.PREEMPTED: "preempted",
+    RequeueReason.HANDED_BACK: "preempted",
+    RequeueReason.WITHDRAWN: "withdrawn",
+}
+# The executor ends the placement as planned. If the request returns to the same executor, it has not moved.
+PLANNED_REASONS = frozenset({RequeueReason.PREEMPTED, RequeueReason.HANDED_BACK, RequeueReason.EXTENDED})
 
 # Bytes of a token id in a list, and of the other objects of a request.
 BYTES_PER_TOKEN = 8
@@ -132,8 +144,8 @@ class RequestStream:
         self._seat = Seat.NONE
         self._num_placements = 0
         self._num_before_placement = 0
-        # The executor of the placement that has used its reservation, until the next placement.
-        self._extended_on = ""
+        # The executor that ended the last placement as planned, until the next placement.
+        self._left_executor_id = ""
         self._unreported = 0
         self._queued: Queued | None = None
         self._num_taken = 0
@@ -267,9 +279,9 @@ class RequestStream:
 
     def place(self, placement: Placement) -> executor_pb2.Submit:
         """Makes a placement the current one. Returns the message for its executor."""
-        if self._num_placements and self.output_ids and placement.executor_id != self._extended_on:
+        if self._num_placements and self.output_ids and placement.executor_id != self._left_executor_id:
             self.num_migrations += 1
-        self._extended_on = ""
+        self._left_executor_id = ""
         self._leave_seat(len(self.output_ids))
         self.record.placed(placement.executor_id, placement.attempt)
         self._keep_adapter(placement)
@@ -411,11 +423,16 @@ class RequestStream:
             self._unreported |= PAUSED
             self._changed.set()
 
-    def extend(self) -> None:
-        """Records that the placement has used its reservation. The reader is told only if the request continues on
-        another executor."""
-        self._extended_on = self.life.executor_id
-        self.record.extended()
+    def requeue(self, why: RequeueReason) -> None:
+        """Records that the placement has ended and that another one is to follow. The reader is told, unless the
+        placement has used its reservation."""
+        if why in PLANNED_REASONS:
+            self._left_executor_id = self.life.executor_id
+        if why is RequeueReason.EXTENDED:
+            self.record.extended()
+        else:
+            self.pause()
+            self.record.moved(REQUEUE_REASON_NAMES[why])
 
     def move(self, queued: Queued) -> None:
         """Records the new position in the queue."""

@@ -88,6 +88,20 @@ async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
         assert store.endings == [Ending("r", 2, computed_tokens=6, output_tokens=3, by_itself=True)]
 
 
+async def test_preempted_sequence_that_returns_to_its_executor_has_not_moved() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link, store = router.link("e0", "m"), router.stores["m"]
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        link.receive(steps(3, 4, cached=4))
+        store.answers.append(placement(2, "e0"))
+        link.receive(steps(end=PREEMPTED))
+        await settled()
+        assert [submit.attempt for submit in link._outbox.submits] == [1, 2]
+        assert (stream.num_migrations, stream.is_paused) == (0, True)
+
+
 @pytest.mark.parametrize(("executor_id", "num_migrations"), [("e0", 0), ("e1", 1)])
 async def test_used_reservation_is_extended_and_its_reader_sees_no_pause(executor_id: str, num_migrations: int) -> None:
     router = ScriptedRouter("m")

@@ -1,6 +1,6 @@
-"""The two executors of the placement benchmark, and the ways to them: processes of this machine.
+"""The executors of the placement benchmarks, and the ways to them: processes of this machine.
 
-One router is linked to both and places by the ledger. Two more are linked to one executor each, with a ledger of their
+One router is linked to all and places by the ledger. Each executor has one more to itself, with a ledger of its
 own, so that the benchmark itself can choose the executor of a request.
 """
 
@@ -20,7 +20,6 @@ from inflight.local.process import ChildProcess
 from inflight.local.ready import wait_until_serving
 from inflight.local.stack import EXECUTOR_SERVICE, REDIS_URL_VARIABLE, ROUTER_SERVICE
 
-NUM_EXECUTORS = 2
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 
@@ -34,12 +33,14 @@ class RealExecutors:
 
 
 @asynccontextmanager
-async def real_executors(folder: Path, executor_args: Sequence[str]) -> AsyncIterator[RealExecutors]:
+async def real_executors(
+    folder: Path, executor_args: Sequence[str], num_executors: int = 2
+) -> AsyncIterator[RealExecutors]:
     """Runs the processes while the block runs."""
-    options = StackOptions(executors=NUM_EXECUTORS, executor_args=tuple(executor_args), run_dir=folder)
-    addresses = [f"{HOST}:{port}" for port in free_ports(HOST, 2 * NUM_EXECUTORS + 1)]
-    names = [f"executor-{index}" for index in range(NUM_EXECUTORS)]
-    executors, routers = addresses[:NUM_EXECUTORS], addresses[NUM_EXECUTORS:]
+    options = StackOptions(executors=num_executors, executor_args=tuple(executor_args), run_dir=folder)
+    addresses = [f"{HOST}:{port}" for port in free_ports(HOST, 2 * num_executors + 1)]
+    names = [f"executor-{index}" for index in range(num_executors)]
+    executors, routers = addresses[:num_executors], addresses[num_executors:]
     links = [tuple(executors), *((address,) for address in executors)]
     async with AsyncExitStack() as stack:
         for name, address in zip(names, executors, strict=True):

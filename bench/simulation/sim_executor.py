@@ -273,6 +273,7 @@ class SimExecutor:
             generation=self.generation,
             seq=self._seq,
             budget_blocks=self.scheduler.budget_blocks,
+            saved_blocks=self.scheduler.num_saved_blocks,
             total_blocks=self.scheduler.pool.num_blocks,
             budget_sequences=status.budget_sequences if status else limits.max_num_sequences,
             accepting=not self.scheduler.is_draining,

@@ -327,6 +327,7 @@ class Engine:
         scheduler = self._scheduler
         return EngineStatus(
             budget_blocks=scheduler.budget_blocks,
+            saved_blocks=scheduler.num_saved_blocks,
             total_blocks=scheduler.pool.num_blocks,
             used_blocks=scheduler.pool.num_used,
             cached_blocks=scheduler.pool.num_cached,

@@ -68,6 +68,8 @@ class HeldSequences:
 class EngineStatus:
     """State of the engine after a step. Blocks and sequences are counts, speeds are smoothed.
 
+    Routers may reserve `budget_blocks` and, because sequences share so many blocks, `saved_blocks` more.
+
     `exposed_host_ms` is how long the device waits for the host between two steps; `device_busy_fraction` is the busy
     share of the time in which there is work. `device_busy_s` and `elapsed_s` are totals since the start. `constraint`
     is that of the newest step, `bounds` counts the steps by constraint. `kv` has details of the blocks.
@@ -76,6 +78,7 @@ class EngineStatus:
     """
 
     budget_blocks: int
+    saved_blocks: int
     total_blocks: int
     used_blocks: int
     cached_blocks: int

@@ -1,5 +1,5 @@
-"""The executor's admission gate. A sequence that passes it can use all of its reservation, whatever the routers' ledger
-says.
+"""The executor's admission gate. A sequence that passes it can use all of its reservation once it has a seat, whatever
+the routers' ledger says.
 
 The gate owns the set of accepted sequences, the blocks reserved for them, and the newest attempt seen of each request.
 An attempt counts as seen even when it is refused: by the time a repeated submit of it could arrive, its router has
@@ -16,6 +16,9 @@ from executor.scheduler.sequence import Sequence
 # Attempts are remembered after their end so that a late duplicate is refused. A duplicate comes within seconds; at a
 # hundred requests per second this many last ten minutes, in about 10 MB.
 MAX_REMEMBERED_ATTEMPTS = 65_536
+# Steps in which the saved blocks that were offered fall to 37 %. That takes some seconds, longer than a report takes to
+# the ledger.
+OFFER_STEPS = 128
 
 
 class Refusal(Enum):
@@ -48,7 +51,12 @@ class AttemptLog:
 
 
 class Gate:
-    """Accepts sequences whose blocks and batch slot can be guaranteed."""
+    """Accepts sequences whose blocks and batch slot can be guaranteed.
+
+    Blocks that boarded sequences share are in several reservations. The blocks that this saves are offered to routers
+    beside the pool. They place sequences by what they were told, so the gate goes on accepting that for a while after
+    fewer blocks are saved. Such a sequence waits until its blocks are there: see `GuaranteedNoEvict`.
+    """
 
     def __init__(self, *, num_blocks: int, block_size: int, max_accepted: int, context_length: int) -> None:
         self._num_blocks = num_blocks
@@ -57,12 +65,18 @@ class Gate:
         self._context_length = context_length
         self._accepted: dict[str, Sequence] = {}
         self.num_reserved_blocks = 0
+        self._num_offered_blocks = 0
         self._attempts = AttemptLog(MAX_REMEMBERED_ATTEMPTS)
         self.is_closed = False
 
     def close(self) -> None:
         """Refuses every further sequence."""
         self.is_closed = True
+
+    def offer(self, num_saved_blocks: int) -> None:
+        """Takes the blocks that sharing saves after a step. Must be called once per step."""
+        decayed = self._num_offered_blocks - -(-self._num_offered_blocks // OFFER_STEPS)
+        self._num_offered_blocks = max(num_saved_blocks, decayed)
 
     def find(self, request_id: str) -> Sequence | None:
         """Returns the accepted sequence of this request."""
@@ -76,11 +90,12 @@ class Gate:
             return True
         return self._attempts.is_stale(sequence.request_id, sequence.attempt)
 
-    def enter(self, sequence: Sequence, num_overrun_blocks: int = 0) -> Refusal | None:
+    def enter(self, sequence: Sequence, num_overrun_blocks: int = 0, num_saved_blocks: int = 0) -> Refusal | None:
         """Reserves the sequence's blocks and batch slot, or returns the reason of the refusal. No older attempt may be
         accepted still.
 
-        `num_overrun_blocks` are the blocks that accepted sequences use beyond their reservations.
+        `num_overrun_blocks` are the blocks that accepted sequences use beyond their reservations, `num_saved_blocks`
+        those that sharing saves now.
         """
         assert self.find(sequence.request_id) is None, f"{sequence.request_id} is accepted already"
         self._attempts.see(sequence.request_id, sequence.attempt)
@@ -89,9 +104,11 @@ class Gate:
         if not self._is_valid(sequence):
             return Refusal.INVALID
         num_reserved_blocks = self.num_reserved_blocks + sequence.num_reserved_blocks
-        if num_reserved_blocks + num_overrun_blocks > self._num_blocks or len(self._accepted) == self._max_accepted:
+        num_blocks = self._num_blocks + max(self._num_offered_blocks, num_saved_blocks)
+        if num_reserved_blocks + num_overrun_blocks > num_blocks or len(self._accepted) == self._max_accepted:
             return Refusal.NO_CAPACITY
-        if -(-self.max_total_tokens(sequence) // self._block_size) > self._num_blocks:
+        most_blocks = max(-(-self.max_total_tokens(sequence) // self._block_size), sequence.num_reserved_blocks)
+        if most_blocks > self._num_blocks:
             return Refusal.NO_CAPACITY
         self._accepted[sequence.request_id] = sequence
         self.num_reserved_blocks = num_reserved_blocks

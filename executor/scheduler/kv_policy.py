@@ -53,12 +53,24 @@ class KvPolicy(Protocol):
         ...
 
     def budget_blocks(self, num_reserved_blocks: int) -> int:
-        """Returns the blocks that can be reserved in all, including those reserved now."""
+        """Returns the blocks that can be reserved in all, including those reserved now, if sequences share none."""
+        ...
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that can be reserved beyond the budget, because sequences share so many."""
         ...
 
 
 class GuaranteedNoEvict:
-    """guaranteed_no_evict: no sequence uses more than the gate has reserved for it, so an allocation cannot fail."""
+    """guaranteed_no_evict: no sequence uses more than the gate has reserved for it, and a sequence boards only if all
+    boarded ones can use all of their reservations. So an allocation cannot fail.
+
+    Let a boarded sequence have r blocks reserved and t in its table, and let sharing save s blocks: the tables have s
+    more blocks in all than are in use. The boarded sequences need sum(r - t) more blocks; sum(t) - s are in use. So
+    sum(r) - s must not exceed the pool. It stays so when a sequence ends, because at most the t of its r blocks are
+    shared. The table of a leaving sequence counts like a reservation.
+    """
 
     num_preemptions = 0
     num_recomputed_tokens = 0
@@ -95,11 +107,14 @@ class GuaranteedNoEvict:
         """Returns the whole pool, since no sequence uses more than its reservation."""
         return self._pool.num_blocks
 
+    @property
+    def num_saved_blocks(self) -> int:
+        return self._pool.num_saved
+
     def _has_blocks_for(self, sequence: Sequence) -> bool:
-        """Returns whether the reservation fits beside the reservations on seats and the blocks of leaving sequences.
-        The gate has checked all but the latter."""
-        leaving = self._queues.leaving
-        if not leaving:
-            return True
-        num_taken = self._queues.num_reserved_blocks + sum(len(s.block_table) for s in leaving)
-        return num_taken + sequence.num_reserved_blocks <= self._pool.num_blocks
+        """Returns whether the reservation fits beside those on seats and the blocks of leaving sequences, less what
+        sharing saves, with this sequence."""
+        num_leaving = sum(len(s.block_table) for s in self._queues.leaving)
+        num_taken = self._queues.num_reserved_blocks + num_leaving - self._pool.num_saved
+        num_missing = num_taken + sequence.num_reserved_blocks - self._pool.num_blocks
+        return num_missing <= 0 or num_missing <= self._prefix_cache.num_shared_blocks(sequence)

@@ -304,8 +304,9 @@ class MaxUtilization:
             self._is_boarding_held = False
         queues = self._queues
         num_committed = queues.num_reserved_blocks + queues.num_overrun_blocks + builder.num_overrun_blocks
-        num_free = self._pool.num_blocks - self._num_watermark_blocks - num_committed
-        return sequence.num_reserved_blocks <= num_free
+        num_free = self._pool.num_blocks + self._pool.num_saved - self._num_watermark_blocks - num_committed
+        num_missing = sequence.num_reserved_blocks - num_free
+        return num_missing <= 0 or num_missing <= self._prefix_cache.num_shared_blocks(sequence)
 
     def overdue(self) -> list[Sequence]:
         away = self._queues.preempted
@@ -356,3 +357,8 @@ class MaxUtilization:
             return self._pool.num_blocks
         num_blocks = max(0, self._pool.num_blocks - self._num_watermark_blocks - self.num_overrun_blocks)
         return min(num_blocks, num_reserved_blocks) if self._is_boarding_held else num_blocks
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """What sharing saves; none while boarding is held."""
+        return 0 if self._is_boarding_held else self._pool.num_saved

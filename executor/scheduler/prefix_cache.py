@@ -88,11 +88,8 @@ class PrefixCache:
             if self._windows is not None:
                 sequence.window_table = self._windows.open()
             return
-        block_size = self._pool.block_size
-        hashes = self.name_blocks(sequence)[: sequence.num_reusable_tokens // block_size]
+        block_size, hashes = self._pool.block_size, self._usable_hashes(sequence)
         if self._windows is not None:
-            hashes = list(takewhile(self._pool.is_findable, hashes))
-            hashes = hashes[: self._windows.num_usable(hashes)]
             sequence.window_table = self._windows.open(hashes)
         sequence.block_table = self._pool.share(hashes)
         num_found = len(sequence.block_table)
@@ -101,6 +98,18 @@ class PrefixCache:
         if not sequence.num_preemptions:
             sequence.num_host_tokens = num_host_tokens
             sequence.num_cached_tokens = sequence.num_computed + num_host_tokens
+
+    def num_shared_blocks(self, sequence: Sequence) -> int:
+        """Returns how many blocks the sequence would share with others if it boarded now."""
+        return self._pool.num_leading_used(self._usable_hashes(sequence)) if self.is_open_to(sequence) else 0
+
+    def _usable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Returns the hashes of the full blocks that need not be computed if they are found."""
+        hashes = self.name_blocks(sequence)[: sequence.num_reusable_tokens // self._pool.block_size]
+        if self._windows is not None:
+            hashes = list(takewhile(self._pool.is_findable, hashes))
+            hashes = hashes[: self._windows.num_usable(hashes)]
+        return hashes
 
     def _attach_host(self, sequence: Sequence, hashes: ReadOnlyList[bytes], builder: StepBuilder) -> int:
         """Returns how many blocks come back from host memory."""

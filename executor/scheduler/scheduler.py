@@ -5,10 +5,10 @@ it reaches `num_tokens`.
 
 Invariants:
 - The rows of a step stay within `max_num_tokens`, the sequences on a seat within `max_num_sequences`.
-- Under guaranteed_no_evict an allocation cannot fail: the gate admits only reservations whose sum fits the pool, and no
-  sequence takes more blocks than it reserved. One that needs more ends as preempted when its reservation is used up,
-  and its router places it again. Under max_utilization every accepted sequence would fit alone, and some are preempted
-  until the others fit. Under both policies every accepted sequence ends.
+- Under guaranteed_no_evict an allocation cannot fail: the reservations of all sequences on seats fit the pool, where
+  shared blocks count once, and no sequence takes more blocks than it reserved. One that needs more ends as preempted
+  when its reservation is used up, and its router places it again. Under max_utilization every accepted sequence would
+  fit alone, and some are preempted until the others fit. Under both policies every accepted sequence ends.
 - Each accepted sequence is released once and yields one `FinishEvent`.
 - A plan is a transaction. `update` commits it. `fail` ends every sequence that it touched, because the device's state
   of their rows, tables, parameters and KV is then unknown.
@@ -234,7 +234,8 @@ class Scheduler:
             event = self._end(older, FinishReason.CANCELLED)
             if event is not None:
                 self._unreturned.append(event)
-        refusal = self._gate.enter(sequence, self._kv_policy.num_overrun_blocks)
+        policy = self._kv_policy
+        refusal = self._gate.enter(sequence, policy.num_overrun_blocks, policy.num_saved_blocks)
         if refusal is None:
             sequence.length_limit = self._gate.max_total_tokens(sequence)
             if not self.limits.is_overcommitted:
@@ -343,6 +344,7 @@ class Scheduler:
                 finished.append(event)
             if self.windows is not None:
                 self.prefix_cache.pass_window(sequence, end)
+        self._gate.offer(self._kv_policy.num_saved_blocks)
         return StepOutcome(tokens, tuple(finished), scored)
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
@@ -425,6 +427,11 @@ class Scheduler:
     def budget_blocks(self) -> int:
         """Blocks that routers may reserve in all, including those reserved now."""
         return self._kv_policy.budget_blocks(self._gate.num_reserved_blocks)
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that routers may reserve beyond `budget_blocks`, because sequences share so many."""
+        return self._kv_policy.num_saved_blocks
 
     @property
     def drafts(self) -> bool:

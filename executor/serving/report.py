@@ -153,6 +153,7 @@ def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], 
     report = executor_pb2.Report(
         seq=seq,
         budget_blocks=status.budget_blocks,
+        saved_blocks=status.saved_blocks,
         total_blocks=status.total_blocks,
         used_blocks=status.used_blocks,
         cached_blocks=status.cached_blocks,

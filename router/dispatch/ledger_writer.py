@@ -164,6 +164,7 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
         generation=link.description.generation,
         seq=report.seq,
         budget_blocks=report.budget_blocks,
+        saved_blocks=report.saved_blocks,
         total_blocks=report.total_blocks,
         budget_sequences=report.budget_sequences,
         accepting=not report.draining,

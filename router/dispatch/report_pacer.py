@@ -201,7 +201,8 @@ def counts_from(due: float, now: float) -> float:
 
 
 def _promise(report: ExecutorReport) -> tuple[object, ...]:
-    """Returns the part of a report that decides what the ledger may reserve."""
+    """Returns the part of a report that decides what the ledger may reserve. Saved blocks change with every sequence
+    that comes or goes, and what the ledger knows of them may be old."""
     return (
         report.generation,
         report.budget_blocks,

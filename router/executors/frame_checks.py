@@ -80,6 +80,8 @@ def check_report(report: executor_pb2.Report, description: executor_pb2.Describe
     most_sequences = description.max_num_sequences + description.num_standby_sequences
     if report.budget_sequences > most_sequences:
         raise FrameError(f"budget_sequences is {report.budget_sequences} of {most_sequences}")
+    if report.saved_blocks > report.total_blocks * most_sequences:
+        raise FrameError(f"saved_blocks is {report.saved_blocks}, of {most_sequences} sequences")
     if report.seq > MAX_COUNT:
         raise FrameError(f"seq is {report.seq}")
     if not 0 <= report.reserve_quantile <= 1:

@@ -37,7 +37,7 @@ class ScrapeGauges:
         self._queue_requests = gauge("queue_requests", "Requests waiting in the queue.", "class")
         self._queue_tokens = gauge("queue_tokens", "Tokens of waiting requests: prompts and max_tokens.", "class")
         self._accepting = gauge("executors_accepting", "Executors that accept new work.")
-        self._blocks = gauge("ledger_blocks", "KV blocks of the accepting executors.")
+        self._blocks = gauge("ledger_blocks", "KV blocks that can be reserved on the accepting executors.")
         self._reserved_blocks = gauge("ledger_reserved_blocks", "Reserved KV blocks of the accepting executors.")
         self._sequences = gauge(
             "ledger_sequences", "Sequences that the accepting executors can hold: seats and standby."
@@ -76,7 +76,7 @@ class ScrapeGauges:
             self._queue_tokens.labels(model, name).set(queue.num_tokens)
         accepting = [executor for executor in snapshot.executors if executor.live and executor.accepting]
         self._accepting.labels(model).set(len(accepting))
-        self._blocks.labels(model).set(sum(executor.total_blocks for executor in accepting))
+        self._blocks.labels(model).set(sum(max(one.total_blocks, one.budget_blocks) for one in accepting))
         self._reserved_blocks.labels(model).set(sum(executor.reserved_blocks for executor in accepting))
         self._sequences.labels(model).set(sum(executor.budget_sequences for executor in accepting))
         self._reserved_sequences.labels(model).set(sum(executor.reserved_sequences for executor in accepting))

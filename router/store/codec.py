@@ -113,7 +113,7 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
         report.executor_id,
         report.generation,
         report.seq,
-        report.budget_blocks,
+        report.budget_blocks + report.saved_blocks,
         report.total_blocks,
         num_sequences,
         int(report.accepting),

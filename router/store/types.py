@@ -227,7 +227,8 @@ class ExecutorReport:
     With a `reserve_quantile` below 1, a placement reserves that quantile of the output length instead of `max_tokens`.
     `ends_at_reservation`: a placement that has used its reservation ends as preempted, so it may reserve less than
     `max_tokens`. `seats` is how many of the `budget_sequences` can compute at once; None: all of them.
-    `num_adapter_slots` of the `adapters` can be resident at once.
+    `num_adapter_slots` of the `adapters` can be resident at once. `saved_blocks` can be reserved beyond
+    `budget_blocks`.
     """
 
     executor_id: str
@@ -247,6 +248,7 @@ class ExecutorReport:
     """How long ago the report arrived at the router that relays it."""
     num_adapter_slots: int = 0
     adapters: tuple[ServedAdapter, ...] = ()
+    saved_blocks: int = 0
 
 
 # Results and events -----------------------------------------------------------------------------------------------

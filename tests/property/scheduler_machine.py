@@ -28,6 +28,7 @@ from tests.property.scheduler_model import (
     Expectation,
     Promises,
     limits_strategy,
+    num_saved_by,
     sequence_strategy,
     with_window,
 )
@@ -263,7 +264,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def promises_are_kept(self) -> None:
         promises = self.promises
-        assert sum(sequence.num_reserved_blocks for sequence in promises.held) <= self.pool.num_blocks
+        num_saved = num_saved_by(self.expectations)
+        assert self.scheduler.num_saved_blocks in ((num_saved, 0) if self.limits.is_overcommitted else (num_saved,))
         assert len(promises.held) <= promises.max_held
         assert set(promises.held) <= set(self.scheduler.held())
         assert self.scheduler.num_running <= self.limits.max_num_sequences
@@ -271,6 +273,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.limits.is_overcommitted:
             return
         assert self.scheduler.budget_blocks == self.pool.num_blocks
+        has_seat = [sequence for sequence in self.expectations if sequence.block_table]
+        num_reserved = sum(
+            one.num_reserved_blocks if one in promises.held else len(one.block_table) for one in has_seat
+        )
+        assert num_reserved - num_saved <= self.pool.num_blocks
         for sequence in self.scheduler.held():
             assert len(sequence.block_table) <= sequence.num_reserved_blocks
 
@@ -337,6 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.max_prefill_tokens is not None:
             allowance = PrefillAllowance(self.max_prefill_tokens, copy_s=self.copy_s)
         plan = self.scheduler.schedule(allowance, CHEAP, self.copy_cost)
+        self._observe_saved()
         self._receive(StepOutcome(NewTokens(), self.scheduler.take_finished()))
         # Some of them may just have been handed back.
         standing.preempted[:] = [sequence for sequence in standing.preempted if sequence in held]
@@ -353,6 +361,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sampled.update(row.sequence for row in plan.rows if row.samples)
         if plan.rows or not waits:
             self.checks.check(plan, standing, waits)
+
+    def _observe_saved(self) -> None:
+        self.promises.most_saved = max(self.promises.most_saved, self.scheduler.num_saved_blocks)
 
     def _run_device(self, num_plans: int) -> None:
         for launched in self.launched[:num_plans]:
@@ -393,16 +404,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._receive(StepOutcome(NewTokens(), (event,) if event else ()))
 
     def _offer(self, sequence: Sequence) -> None:
-        expected = self.promises.answer(sequence)
         superseded = self.promises.find(sequence.request_id)
+        others = [other for other in self.expectations if other is not superseded]
+        # While no new sequence may board, blocks in excess of the pool are not offered.
+        num_saved = num_saved_by(others) if self.scheduler.num_saved_blocks else 0
+        expected = self.promises.answers(sequence, num_saved)
         received = sequence.token_ids[sequence.num_prompt_tokens :]
-        assert self.scheduler.offer(sequence) is expected
-        if expected is Refusal.STALE_ATTEMPT:
+        answer = self.scheduler.offer(sequence)
+        assert answer in expected
+        if answer is Refusal.STALE_ATTEMPT:
             return
         self.promises.newest_attempt[sequence.request_id] = sequence.attempt
         if superseded is not None:
             self._expect_cancelled(superseded, FinishReason.CANCELLED)
-        if expected is None:
+        if answer is None:
             output, reason = solo_output(sequence, self.limits.context_length)
             self.expectations[sequence] = Expectation(sequence, output, reason, received)
             self.contents.update(block_contents(sequence, output, self.pool.block_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
@@ -55,11 +56,17 @@ class Promises:
     newest_attempt: dict[str, int] = field(default_factory=dict)
     # Held and not cancelled, in order of arrival.
     held: list[Sequence] = field(default_factory=list)
+    # The most blocks that sharing has saved at any time.
+    most_saved: int = 0
 
     def find(self, request_id: str) -> Sequence | None:
         return next((sequence for sequence in self.held if sequence.request_id == request_id), None)
 
-    def answer(self, sequence: Sequence) -> Refusal | None:
+    def answers(self, sequence: Sequence, num_saved: int) -> set[Refusal | None]:
+        """What it may answer if sharing saves `num_saved` blocks now. What it saved a while ago may count or not."""
+        return {self._answer(sequence, num_saved), self._answer(sequence, max(num_saved, self.most_saved))}
+
+    def _answer(self, sequence: Sequence, num_saved: int) -> Refusal | None:
         others = [held for held in self.held if held.request_id != sequence.request_id]
         num_prompt, num_prior = sequence.num_prompt_tokens, sequence.num_output_tokens
         most_tokens = min(num_prompt + sequence.stopping.max_tokens, self.context_length)
@@ -72,9 +79,9 @@ class Promises:
         if sequence.num_reserved_blocks < math.ceil((sequence.num_tokens + 1) / self.block_size):
             return Refusal.INVALID
         num_blocks = sum(held.num_reserved_blocks + self.overrun(held) for held in others)
-        if num_blocks + sequence.num_reserved_blocks > self.num_blocks:
+        if num_blocks + sequence.num_reserved_blocks > self.num_blocks + num_saved:
             return Refusal.NO_CAPACITY
-        if math.ceil(most_tokens / self.block_size) > self.num_blocks:
+        if max(math.ceil(most_tokens / self.block_size), sequence.num_reserved_blocks) > self.num_blocks:
             return Refusal.NO_CAPACITY
         return Refusal.NO_CAPACITY if len(others) == self.max_held else None
 
@@ -84,6 +91,12 @@ class Promises:
         if sequence.seat is None and sequence.num_preemptions:
             num_blocks = math.ceil((sequence.num_tokens + 1) / self.block_size)
         return max(0, num_blocks - sequence.num_reserved_blocks)
+
+
+def num_saved_by(sequences: Iterable[Sequence]) -> int:
+    """Blocks that sharing saves: those in all their tables, less the different ones."""
+    blocks = [block for sequence in sequences for block in sequence.block_table]
+    return len(blocks) - len(set(blocks))
 
 
 @st.composite

@@ -155,7 +155,7 @@ async def test_prompt_does_not_wait_for_its_prefix_longer_than_is_tolerated(stor
     assert await executor_of(a, prompt_of("second", 8192, ("p", "pq"))) == "y"
 
 
-async def test_prompt_stays_with_its_prefix_where_no_executor_is_within_what_is_tolerated(store_pool: StorePool) -> None:
+async def test_prompt_stays_with_its_prefix_where_all_are_busier_than_tolerated(store_pool: StorePool) -> None:
     a = await two_fast_executors(store_pool)
     assert await executor_of(a, prompt_of("holder", 4096, ("p",))) == "x"
     assert await executor_of(a, prompt_of("elsewhere", 4096, ("q",))) == "y"

@@ -73,7 +73,7 @@ class Gate:
         """Refuses every further sequence."""
         self.is_closed = True
 
-    def offer(self, num_saved_blocks: int) -> None:
+    def observe_saved(self, num_saved_blocks: int) -> None:
         """Takes the blocks that sharing saves after a step. Must be called once per step."""
         decayed = self._num_offered_blocks - -(-self._num_offered_blocks // OFFER_STEPS)
         self._num_offered_blocks = max(num_saved_blocks, decayed)

@@ -344,7 +344,7 @@ class Scheduler:
                 finished.append(event)
             if self.windows is not None:
                 self.prefix_cache.pass_window(sequence, end)
-        self._gate.offer(self._kv_policy.num_saved_blocks)
+        self._gate.observe_saved(self._kv_policy.num_saved_blocks)
         return StepOutcome(tokens, tuple(finished), scored)
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:

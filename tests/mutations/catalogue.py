@@ -109,9 +109,23 @@ SCHEDULER = (
     Mutation(
         "a prompt that is cached as a whole leaves no token to compute logits from",
         "executor/scheduler/prefix_cache.py",
-        "[: sequence.num_reusable_tokens // block_size]",
-        "[: sequence.num_tokens // block_size]",
+        "[: sequence.num_reusable_tokens // self._pool.block_size]",
+        "[: sequence.num_tokens // self._pool.block_size]",
         ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "a sequence boards on blocks that others have reserved",
+        "executor/scheduler/kv_policy.py",
+        "return num_missing <= 0 or num_missing <= self._prefix_cache.num_shared_blocks(sequence)",
+        "return True",
+        ("tests/unit/test_shared_reservations.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "blocks that sharing saved once are offered for ever",
+        "executor/scheduler/admission.py",
+        "self._num_offered_blocks = max(num_saved_blocks, decayed)",
+        "self._num_offered_blocks = max(num_saved_blocks, self._num_offered_blocks)",
+        ("tests/unit/test_shared_reservations.py",),
     ),
     Mutation(
         "host memory that a plan reads is written by the same plan",

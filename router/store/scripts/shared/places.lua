@@ -186,9 +186,9 @@ local function load_holders(request)
 end
 
 -- The executor on which the prompt costs least, the blocks to reserve there, and the tokens of the prompt that are
--- cached there: one that holds a prefix, or `best`, which has most available blocks. A
--- holder counts unless the prompts in front take longer there than tolerated, and not on `best`. Where no speed is known nothing costs, so the
--- holder of the longest prefix is taken unless it is much fuller, and an executor that has just started is measured soon.
+-- cached there: one that holds a prefix, or `best`, which has most available blocks. A holder counts unless the prompts in
+-- front take longer there than tolerated, and not on `best`. Where no speed is known nothing costs, so the holder of the
+-- longest prefix is taken unless it is much fuller, and an executor that has just started is measured soon.
 local function cheapest(request, best, best_blocks)
   if request.prefixes == '' then
     return best, best_blocks, 0

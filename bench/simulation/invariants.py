@@ -12,7 +12,7 @@ from enum import Enum
 
 from bench.timeline.timeline import US_PER_S
 from bench.timeline.traffic import SimRequest
-from router.store.types import Snapshot, TenantLimits
+from router.store.types import ExecutorReport, Snapshot, TenantLimits
 
 # Of a rate limit: Redis counts in milliseconds, so a request may be seen one early.
 RATE_TOLERANCE_S = 0.002
@@ -70,6 +70,7 @@ class InvariantChecker:
     longest_wait_us: dict[int, int] = field(default_factory=dict)
     # The executor's start that took each attempt.
     _attempts: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
+    _most_blocks: Counter[str] = field(default_factory=Counter)
     # Of tenants with a rate: when each request was let in.
     _taken_in: dict[str, list[tuple[int, TenantLimits]]] = field(default_factory=dict)
 
@@ -143,6 +144,11 @@ class InvariantChecker:
 
     # Looks at the whole.
 
+    def reported(self, report: ExecutorReport) -> None:
+        """Notes how many blocks an executor offers."""
+        num_blocks = report.budget_blocks + report.saved_blocks
+        self._most_blocks[report.executor_id] = max(num_blocks, self._most_blocks[report.executor_id])
+
     def look(self, snapshot: Snapshot, most_sequences: int, *, is_rebuilding: bool = False) -> None:
         """The ledger as it is now: nothing is promised twice, nothing is negative.
 
@@ -150,9 +156,10 @@ class InvariantChecker:
         promises too little, never too much.
         """
         for one in snapshot.executors:
-            blocks = f"{one.executor_id}: {one.reserved_blocks} of {one.total_blocks} blocks are reserved"
+            most_blocks = max(one.total_blocks, self._most_blocks[one.executor_id])
+            blocks = f"{one.executor_id}: {one.reserved_blocks} of {most_blocks} blocks are reserved"
             self.require(one.reserved_blocks >= 0, blocks)
-            self.require(is_rebuilding or one.reserved_blocks <= one.total_blocks, blocks)
+            self.require(is_rebuilding or one.reserved_blocks <= most_blocks, blocks)
             seats = f"{one.executor_id}: {one.reserved_sequences} of {most_sequences} sequences are reserved"
             self.require(one.reserved_sequences >= 0, seats)
             self.require(is_rebuilding or one.reserved_sequences <= most_sequences, seats)

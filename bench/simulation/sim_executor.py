@@ -254,6 +254,7 @@ class SimExecutor:
         self._reported_us = self._timeline.now_us
         self._seq += 1
         report = self._newest_report()
+        self._checker.reported(report)
         open_sessions = [session for session in self.sessions if session.is_open]
         if not open_sessions:
             return

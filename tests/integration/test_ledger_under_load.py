@@ -12,21 +12,27 @@ from inflight.v1 import inference_pb2
 from router.store.connection import connect
 from router.store.store import AdmissionStore
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
-from tests.integration.test_requests import collect, expected_ids, ids_of, random_requests
+from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, random_requests
 from tests.store_pool import PATIENT
 
 
-async def watch_ledger(redis_url: str, pool: str, most_sequences: int, seen: list[tuple[int, int]]) -> None:
+async def watch_ledger(
+    redis_url: str, pool: str, most_sequences: int, seen: list[tuple[int, int]], *, shares: bool
+) -> None:
     """Reads the ledger from Redis again and again; notes the largest promises and checks each.
 
-    What standby may promise shrinks with the rate of ends; promises made before that stand.
+    What standby may promise shrinks with the rate of ends, and what sharing saves when sequences end; promises made
+    before that stand. Sequences that share have at least one block of their own.
     """
     redis = connect(redis_url, PATIENT)
     store = AdmissionStore(redis, pool, "watcher", PATIENT, lambda event: None)
     try:
         while True:
             for executor in (await store.snapshot()).executors:
-                assert executor.reserved_blocks <= executor.budget_blocks <= executor.total_blocks
+                if shares:
+                    assert executor.budget_blocks <= executor.total_blocks * most_sequences
+                else:
+                    assert executor.reserved_blocks <= executor.budget_blocks <= executor.total_blocks
                 assert executor.budget_sequences <= most_sequences
                 assert executor.reserved_sequences <= most_sequences
                 seen.append((executor.reserved_blocks, executor.reserved_sequences))
@@ -36,35 +42,44 @@ async def watch_ledger(redis_url: str, pool: str, most_sequences: int, seen: lis
 
 
 async def collect_in_turn(
-    router: RunningRouter, request: tuple[list[int], int], turns: asyncio.Semaphore
+    router: RunningRouter, request: tuple[list[int], int], salt: str, turns: asyncio.Semaphore
 ) -> list[inference_pb2.StreamEvent]:
     """All events of a request. Few are on their way into the queue at once: a router refuses those that a slow machine
     keeps waiting there."""
     await turns.acquire()
     events: list[inference_pb2.StreamEvent] = []
-    async for response in router.stub.Generate(token_request(*request, want_queue_events=True)):
+    cache = inference_pb2.CacheOptions(salt=salt)
+    async for response in router.stub.Generate(token_request(*request, want_queue_events=True, cache=cache)):
         if not events:
             turns.release()
         events.append(response.event)
     return events
 
 
-async def test_reservations_never_exceed_the_budget_under_500_requests(redis_url: str, pool: str) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+async def test_reservations_never_exceed_the_budget_under_500_requests(redis_url: str, pool: str, shares: bool) -> None:
     shape = ExecutorShape(num_blocks=40, max_num_sequences=6, num_standby_sequences=2)
     requests = random_requests(500, seed=3)
+    salts = ["" if shares else str(number) for number in range(len(requests))]
     seen: list[tuple[int, int]] = []
     turns = asyncio.Semaphore(16)
     async with run_cluster(redis_url, pool, executors=2, routers=2, shape=shape) as cluster:
-        watcher = asyncio.create_task(watch_ledger(redis_url, pool, 8, seen))
+        watcher = asyncio.create_task(watch_ledger(redis_url, pool, 8, seen, shares=shares))
         answers = await asyncio.gather(
-            *(collect_in_turn(cluster.routers[i % 2], request, turns) for i, request in enumerate(requests))
+            *(
+                collect_in_turn(cluster.routers[i % 2], request, salt, turns)
+                for i, (request, salt) in enumerate(zip(requests, salts, strict=True))
+            )
         )
         assert not watcher.done(), watcher.exception()
         watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watcher
         await until_nothing_is_reserved(cluster)
-    assert [ids_of(events) for events in answers] == [expected_ids(*request) for request in requests]
+    expected = [
+        expected_ids(*request, DEFAULT_SALT + salt.encode()) for request, salt in zip(requests, salts, strict=True)
+    ]
+    assert [ids_of(events) for events in answers] == expected
     assert max(blocks for blocks, _ in seen) > 20, "the load must have filled the executors"
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from bench.measures.run import percentile
 from bench.placement.known_line import KnownLine
 from bench.placement.real_executors import RealExecutors, real_executors
+from bench.placement.token_ids import token_ids
 from bench.report.page import Page, Part
 from bench.report.table import UNKNOWN, Table
 from bench.timeline.conversations import Conversations
@@ -50,8 +51,6 @@ EXECUTOR_ARGS = (
     "--max-tokens-in-paged-kv-cache", str(POOL_TOKENS), "--tokens-per-block", str(BLOCK_SIZE),
     "--max-num-sequences", "16", "--max-num-tokens", "512",
 )  # fmt: skip
-# Ids of SmolLM2 that are no special tokens, as many as a prime number, so that every shift of the trace differs.
-FIRST_ID, NUM_IDS = 17, 48_989
 WARM_FRACTION = 0.4
 SHARE_OF_SATURATED = 0.8
 OVERLOAD = 1.25
@@ -153,7 +152,7 @@ class Run:
     async def _send_at_its_time(self, request: SimRequest) -> None:
         await asyncio.sleep(request.arrival_us / US_PER_S - self.now_s)
         sent = Sent(request, self.now_s)
-        prompt = [FIRST_ID + (token + self.shift) % NUM_IDS for token in request.prompt]
+        prompt = token_ids(token + self.shift for token in request.prompt)
         executor_id = self._choose(prompt)
         self.sent.append(sent)
         line = self.lines.get(executor_id)
@@ -284,8 +283,8 @@ async def speed(executors: RealExecutors) -> float:
     """Returns the tokens of prompts that all executors together compute per second: the median of some prompts of which
     nothing is cached, one at a time on each."""
 
-    async def first_token_s(client: AsyncClient, first_id: int) -> float:
-        prompt = [FIRST_ID + (first_id + token) % NUM_IDS for token in range(SPEED_TOKENS)]
+    async def first_token_s(client: AsyncClient, first: int) -> float:
+        prompt = token_ids(range(first, first + SPEED_TOKENS))
         began_s = time.perf_counter()
         await client.generate(token_ids=prompt, max_tokens=1, temperature=0.0).result()
         return time.perf_counter() - began_s

@@ -4,8 +4,8 @@
 
 One executor with SmolLM2 and few KV blocks, a router and Redis on this machine. Each client sends its next request when
 the one before has ended. All prompts have the same beginning of 512 tokens, then 16 of their own. In every other run
-each prompt has a cache salt of its own, so that nothing is shared and everything is computed. A version that counts a
-shared block for every sequence is compared by running this file with that version's tree in front: `PYTHONPATH=TREE`.
+each prompt has a cache salt of its own, so that nothing is shared and everything is computed. To measure another
+version, copy this folder into its tree.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from pathlib import Path
 
 from bench.measures.run import percentile
 from bench.placement.real_executors import real_executors
+from bench.placement.token_ids import token_ids
 from inflight import AsyncClient
 from inflight.events import Delta
 
 NUM_CLIENTS = 24
 SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 512, 16, 64
-# Ids of SmolLM2 that are no special tokens.
-FIRST_ID, NUM_IDS = 17, 48_989
 RAMP_S = 10.0
 
 
 @dataclass(slots=True)
 class Load:
-    """The clients of a run, and what they got since `begin`."""
+    """The clients of a run, and what they got while it `counts`."""
 
     client: AsyncClient
     shares: bool
@@ -63,8 +62,8 @@ class Load:
             number += NUM_CLIENTS
 
     async def _request(self, number: int) -> None:
-        own = (FIRST_ID + (number * OWN_TOKENS + token) % NUM_IDS for token in range(OWN_TOKENS))
-        prompt = [*range(FIRST_ID, FIRST_ID + SHARED_TOKENS), *own]
+        first_own = SHARED_TOKENS + number * OWN_TOKENS
+        prompt = token_ids([*range(SHARED_TOKENS), *range(first_own, first_own + OWN_TOKENS)])
         salt = "" if self.shares else str(number)
         began_s, has_begun = time.perf_counter(), False
         stream = self.client.generate(

@@ -203,7 +203,8 @@ class BlockPool:
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_references = [0] * (num_blocks + 1)
-        self._num_extra_references = 0
+        # Blocks that sharing saves: the lengths of all block tables together, less the blocks in use.
+        self.num_saved = 0
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
         # Evicted blocks with their hashes, in order, where the scheduler takes them from here; None: not recorded.
@@ -234,11 +235,6 @@ class BlockPool:
         """Blocks that sequences refer to; a shared block counts once."""
         return self.num_blocks - self.num_available
 
-    @property
-    def num_saved(self) -> int:
-        """Blocks that sharing saves: the lengths of all block tables together, less the blocks in use."""
-        return self._num_extra_references
-
     def num_leading_used(self, hashes: Iterable[bytes]) -> int:
         """Returns how many blocks of the longest published prefix of `hashes` sequences refer to."""
         num_used = 0
@@ -268,7 +264,7 @@ class BlockPool:
             if self._num_references[block] == 0:
                 del self._cached[block]
             else:
-                self._num_extra_references += 1
+                self.num_saved += 1
             self._num_references[block] += 1
             blocks.append(block)
         return blocks
@@ -319,7 +315,7 @@ class BlockPool:
         for block in reversed(block_table):
             self._num_references[block] -= 1
             if self._num_references[block] > 0:
-                self._num_extra_references -= 1
+                self.num_saved -= 1
                 continue
             if self._hash_of[block] is None:
                 self._free.append(block)
@@ -341,7 +337,7 @@ class BlockPool:
         references = {block: count for block, count in enumerate(self._num_references) if count}
         wrong = sorted(block for block in owners | references if owners[block] != references.get(block, 0))
         assert not wrong, f"tables against references: {[(b, owners[b], references.get(b, 0)) for b in wrong[:10]]}"
-        assert self._num_extra_references == owners.total() - len(owners), f"{self._num_extra_references} blocks saved"
+        assert self.num_saved == owners.total() - len(owners), f"{self.num_saved} blocks saved"
         assert all(len(set(table)) == len(table) for table in tables), "a block is twice in one table"
         self._check_states(owners.keys())
         hashed = {block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}

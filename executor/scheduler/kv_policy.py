@@ -117,4 +117,4 @@ class GuaranteedNoEvict:
         num_leaving = sum(len(s.block_table) for s in self._queues.leaving)
         num_taken = self._queues.num_reserved_blocks + num_leaving - self._pool.num_saved
         num_missing = num_taken + sequence.num_reserved_blocks - self._pool.num_blocks
-        return num_missing <= 0 or num_missing <= self._prefix_cache.num_shared_blocks(sequence)
+        return self._prefix_cache.would_share(sequence, num_missing)

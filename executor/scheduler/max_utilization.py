@@ -306,7 +306,7 @@ class MaxUtilization:
         num_committed = queues.num_reserved_blocks + queues.num_overrun_blocks + builder.num_overrun_blocks
         num_free = self._pool.num_blocks + self._pool.num_saved - self._num_watermark_blocks - num_committed
         num_missing = sequence.num_reserved_blocks - num_free
-        return num_missing <= 0 or num_missing <= self._prefix_cache.num_shared_blocks(sequence)
+        return self._prefix_cache.would_share(sequence, num_missing)
 
     def overdue(self) -> list[Sequence]:
         away = self._queues.preempted

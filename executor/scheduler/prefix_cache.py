@@ -99,9 +99,11 @@ class PrefixCache:
             sequence.num_host_tokens = num_host_tokens
             sequence.num_cached_tokens = sequence.num_computed + num_host_tokens
 
-    def num_shared_blocks(self, sequence: Sequence) -> int:
-        """Returns how many blocks the sequence would share with others if it boarded now."""
-        return self._pool.num_leading_used(self._usable_hashes(sequence)) if self.is_open_to(sequence) else 0
+    def would_share(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Returns whether the sequence would share at least so many blocks with others if it boarded now."""
+        if num_blocks <= 0:
+            return True
+        return self.is_open_to(sequence) and self._pool.num_leading_used(self._usable_hashes(sequence)) >= num_blocks
 
     def _usable_hashes(self, sequence: Sequence) -> list[bytes]:
         """Returns the hashes of the full blocks that need not be computed if they are found."""

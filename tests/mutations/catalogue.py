@@ -116,7 +116,7 @@ SCHEDULER = (
     Mutation(
         "a sequence boards on blocks that others have reserved",
         "executor/scheduler/kv_policy.py",
-        "return num_missing <= 0 or num_missing <= self._prefix_cache.num_shared_blocks(sequence)",
+        "return self._prefix_cache.would_share(sequence, num_missing)",
         "return True",
         ("tests/unit/test_shared_reservations.py", *SCHEDULER_TESTS),
     ),

@@ -273,9 +273,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.limits.is_overcommitted:
             return
         assert self.scheduler.budget_blocks == self.pool.num_blocks
-        has_seat = [sequence for sequence in self.expectations if sequence.block_table]
+        on_seats = [sequence for sequence in self.expectations if sequence.block_table]
         num_reserved = sum(
-            one.num_reserved_blocks if one in promises.held else len(one.block_table) for one in has_seat
+            one.num_reserved_blocks if one in promises.held else len(one.block_table) for one in on_seats
         )
         assert num_reserved - num_saved <= self.pool.num_blocks
         for sequence in self.scheduler.held():
@@ -344,7 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.max_prefill_tokens is not None:
             allowance = PrefillAllowance(self.max_prefill_tokens, copy_s=self.copy_s)
         plan = self.scheduler.schedule(allowance, CHEAP, self.copy_cost)
-        self._observe_saved()
+        self.promises.most_saved = max(self.promises.most_saved, self.scheduler.num_saved_blocks)
         self._receive(StepOutcome(NewTokens(), self.scheduler.take_finished()))
         # Some of them may just have been handed back.
         standing.preempted[:] = [sequence for sequence in standing.preempted if sequence in held]
@@ -361,9 +361,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sampled.update(row.sequence for row in plan.rows if row.samples)
         if plan.rows or not waits:
             self.checks.check(plan, standing, waits)
-
-    def _observe_saved(self) -> None:
-        self.promises.most_saved = max(self.promises.most_saved, self.scheduler.num_saved_blocks)
 
     def _run_device(self, num_plans: int) -> None:
         for launched in self.launched[:num_plans]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -48,7 +47,7 @@ def test_shared_blocks_count_once(limits: SchedulerLimits) -> None:
     assert scheduler.num_saved_blocks == 0
 
 
-def test_sequences_of_other_salts_save_nothing() -> None:
+def test_sequences_without_a_salt_save_nothing() -> None:
     scheduler = make_scheduler(SEATS, num_blocks=22)
 
     assert board(scheduler, "ab", salt=None) == [None, None]
@@ -102,6 +101,6 @@ async def test_ledger_reserves_the_saved_blocks_too(store_pool: StorePool) -> No
     await a.place("first", 8)
     assert await a.store.submit(Demand("second", 2, 8)) == Queued(0)
 
-    await a.store.report(dataclasses.replace(report, seq=report.seq + 1, saved_blocks=6))
+    await a.store.report(replace(report, seq=report.seq + 1, saved_blocks=6))
 
     assert await a.told() == [Placement("second", 1, "x", 1)]

@@ -87,11 +87,14 @@ async def test_client_that_goes_away_while_it_waits_ends_cancelled(redis_url: st
     async with run_cluster(redis_url, pool, shape=ONE_SEAT) as cluster:
         (router,) = cluster.routers
         first, waiting = await queued_behind(cluster, token_request([1, 2], 4))
+        dispatcher = router.pools.by_name[pool].dispatcher
+        cancelled = dispatcher.streams[-1]
         waiting.cancel()
+        # The seat stays taken until the router has seen the cancellation
+        await asyncio.wait_for(cancelled.forgotten.wait(), 60)
         cluster.executors[0].brake.release()
         async for _ in first:
             pass
-        dispatcher = router.pools.by_name[pool].dispatcher
         await asyncio.wait_for(dispatcher.wait_until_empty(), 60)
         see = Scrape(router, pool)
         assert see("inflight_requests_total", **{"class": "standard"}, outcome="cancelled") == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from executor.scheduler.scheduler import Batching
@@ -12,7 +14,7 @@ from inflight.v1 import inference_pb2
 from router.store.connection import connect
 from router.store.store import AdmissionStore
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
-from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, random_requests
+from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, random_requests, rest
 from tests.store_pool import PATIENT
 
 
@@ -44,16 +46,26 @@ async def watch_ledger(
 async def collect_in_turn(
     router: RunningRouter, request: tuple[list[int], int], salt: str, turns: asyncio.Semaphore
 ) -> list[inference_pb2.StreamEvent]:
-    """All events of a request. Few are on their way into the queue at once: a router refuses those that a slow machine
-    keeps waiting there."""
-    await turns.acquire()
-    events: list[inference_pb2.StreamEvent] = []
-    cache = inference_pb2.CacheOptions(salt=salt)
-    async for response in router.stub.Generate(token_request(*request, want_queue_events=True, cache=cache)):
-        if not events:
-            turns.release()
-        events.append(response.event)
-    return events
+    """All events of a request. Only a few requests are sent at once, because a router refuses those that a slow machine
+    delays on the way into the queue."""
+    message = token_request(*request, want_queue_events=True, cache=inference_pb2.CacheOptions(salt=salt))
+    async with turns:
+        stream, first = await accepted(router, message)
+    return [first, *await rest(stream)]
+
+
+async def accepted(
+    router: RunningRouter, message: inference_pb2.GenerateRequest
+) -> tuple[Any, inference_pb2.StreamEvent]:
+    """A stream and its first event. A slow machine can delay the reports of all executors for longer than a lease, and
+    the ledger then refuses requests. The request is sent again, as clients do."""
+    while True:
+        stream: Any = router.stub.Generate(message)
+        try:
+            return stream, (await stream.read()).event
+        except grpc.aio.AioRpcError as error:
+            if error.details() != "no executor takes work":
+                raise
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -88,7 +88,7 @@ def _size(flags: argparse.Namespace) -> Sizing:
         policy=policy,
         seats_per_replica=seats,
         speed=speed,
-        demand=None if speed is None else demand_of(traffic, speed, seats),
+        demand=None if speed is None else demand_of(traffic, speed, seats, pool.tokens_per_block),
         is_pool_given=bool(flags.max_tokens_in_paged_kv_cache),
         measured_at="" if capacity is None else "the running system",
     )
@@ -126,6 +126,7 @@ def _traffic(flags: argparse.Namespace) -> Traffic:
         output_tokens=flags.output_tokens,
         output_tokens_p95=output_p95,
         max_tokens=flags.max_tokens or output_p95,
+        shared_prompt_tokens=flags.shared_prompt_tokens,
     )
 
 
@@ -295,6 +296,13 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
         "--prompt-tokens", type=_whole, default=500, metavar="N", help="mean prompt length; default: 500"
     )
     group.add_argument("--prompt-tokens-p95", type=_whole, metavar="N", help="95th percentile; default: the mean")
+    group.add_argument(
+        "--shared-prompt-tokens",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="tokens of a beginning that all prompts share, such as a system prompt; default: 0",
+    )
     group.add_argument(
         "--output-tokens", type=_whole, default=200, metavar="N", help="mean output length; default: 200"
     )

@@ -31,6 +31,7 @@ from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import better_policy
 from inflight.v1 import inference_pb2
+from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 from tests.unit.scripted_router import ScriptedRouter, serving
@@ -104,6 +105,33 @@ def test_seats_are_what_each_policy_reserves() -> None:
     assert (full.blocks_mean, full.seats_mean) == (69, 14)
     assert better_policy(free, full, wanted=32) == "max_utilization"
     assert better_policy(free, full, wanted=6) == "guaranteed_no_evict"
+
+
+@pytest.mark.parametrize("num_blocks", [9, 10, 16, 19, 20, 28, 33])
+def test_seats_with_shared_prompts_are_those_of_a_scheduler(num_blocks: int) -> None:
+    scheduler = make_scheduler(replace(LIMITS, max_num_sequences=8, max_num_tokens=64), num_blocks=num_blocks)
+    num_accepted = 0
+    while scheduler.offer(make_sequence(str(num_accepted), [*range(24), num_accepted], max_tokens=12)) is None:
+        step(scheduler)
+        num_accepted += 1
+    asked = Traffic(None, 25, 25, 12, 12, max_tokens=12, shared_prompt_tokens=24)
+    assert seats_without_eviction(num_blocks, BLOCK_SIZE, asked).seats_mean == num_accepted
+
+
+def test_shared_prompts_are_neither_reserved_nor_computed_again() -> None:
+    asked = Traffic(10.0, 3000, 3200, 200, 600, max_tokens=600, shared_prompt_tokens=2500)
+    held = seats_without_eviction(1000, 16, asked)
+    # 225 and 238 blocks, of which 156 are shared
+    assert (held.blocks_mean, held.seats_mean) == (69, (1000 - 2 * 156) // 69)
+    assert (held.blocks_p95, held.seats_p95) == (82, (1000 - 2 * 156) // 82)
+    demand = demand_of(asked, Speed(step_ms=20.0, max_num_tokens=1024), seats_per_replica=12)
+    assert demand is not None
+    assert demand.ttft_ms == 20.0
+    # The last token of a prompt is always computed.
+    alike = replace(asked, prompt_tokens=3200, shared_prompt_tokens=3200)
+    assert alike.num_shared_blocks(16) == 199
+    with pytest.raises(SettingError, match="the 3201 shared tokens are more than the 3200 of a prompt"):
+        replace(alike, shared_prompt_tokens=3201)
 
 
 def test_seats_needed_follow_from_littles_law() -> None:
@@ -285,6 +313,7 @@ def test_size_takes_figures_of_a_running_system(capsys: pytest.CaptureFixture[st
     [
         (["--model", "/nowhere/at/all"], "no such folder"),
         (["--memory-gib", "0.1"], "no block"),
+        (["--shared-prompt-tokens", "501"], "the 501 shared tokens are more than the 500 of a prompt"),
         (["--max-tokens-in-paged-kv-cache", "64"], "a request of 500 + 200 tokens does not fit"),
     ],
 )

@@ -99,7 +99,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The traffic. `max_tokens` is what requests ask for, which is reserved if sequences are never preempted."""
+    """The traffic. `max_tokens` is what requests ask for, which is reserved if sequences are never preempted.
+
+    All prompts begin with the same `shared_prompt_tokens` tokens, which are at most `prompt_tokens`.
+    """
 
     requests_per_s: float | None
     prompt_tokens: int
@@ -107,11 +110,24 @@ class Traffic:
     output_tokens: int
     output_tokens_p95: int
     max_tokens: int
+    shared_prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shared_prompt_tokens > self.prompt_tokens:
+            raise SettingError(
+                f"the {self.shared_prompt_tokens} shared tokens are more than the {self.prompt_tokens} of a prompt"
+            )
+
+    def num_shared_blocks(self, tokens_per_block: int) -> int:
+        """Returns the blocks that all sequences share. The prefix cache shares full blocks, and at least the last token
+        of a prompt is computed."""
+        return min(self.shared_prompt_tokens, self.prompt_tokens - 1) // tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)
 class SeatsHeld:
-    """The requests that fit the blocks at once, if all had the mean length, or that of the longest 5 %."""
+    """The requests that fit the blocks at once, if all had the mean length, or that of the longest 5 %. `blocks_…` are
+    the blocks of each request without those that all share."""
 
     blocks_mean: int
     seats_mean: int
@@ -291,29 +307,45 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:
     """Returns the seats of `guaranteed_no_evict`, which reserves the prompt and all of `max_tokens`."""
-    mean = blocks_for(traffic.prompt_tokens + traffic.max_tokens, tokens_per_block)
-    p95 = blocks_for(traffic.prompt_tokens_p95 + traffic.max_tokens, tokens_per_block)
-    return SeatsHeld(mean, num_blocks // mean, p95, num_blocks // p95)
+    return _seats_held(num_blocks, tokens_per_block, traffic, traffic.max_tokens)
 
 
 def seats_at_max_utilization(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:
     """Returns the seats of `max_utilization`, which reserves the prompt and the likely output: here its 95th
     percentile."""
     output = min(traffic.max_tokens, traffic.output_tokens_p95)
-    mean = blocks_for(traffic.prompt_tokens + output, tokens_per_block)
-    p95 = blocks_for(traffic.prompt_tokens_p95 + output, tokens_per_block)
-    return SeatsHeld(mean, num_blocks // mean, p95, num_blocks // p95)
+    return _seats_held(num_blocks, tokens_per_block, traffic, output)
 
 
-def demand_of(traffic: Traffic, speed: Speed, seats_per_replica: int) -> TrafficDemand | None:
-    """Returns what the traffic needs; None if its rate is unknown.
+def _seats_held(num_blocks: int, tokens_per_block: int, traffic: Traffic, output_tokens: int) -> SeatsHeld:
+    """Returns the seats of requests that reserve so much output."""
+    mean = blocks_for(traffic.prompt_tokens + output_tokens, tokens_per_block)
+    p95 = blocks_for(traffic.prompt_tokens_p95 + output_tokens, tokens_per_block)
+    shared = traffic.num_shared_blocks(tokens_per_block)
+    seats_mean, seats_p95 = (_num_seats(num_blocks, reserved, shared) for reserved in (mean, p95))
+    return SeatsHeld(mean - shared, seats_mean, p95 - shared, seats_p95)
+
+
+def _num_seats(num_blocks: int, num_reserved: int, num_shared: int) -> int:
+    """Returns how many sequences fit that reserve so many blocks and share so many of them. Each is placed by its whole
+    reservation; what it shares is known to the router once it has its seat. So the shared blocks count twice."""
+    if num_reserved > num_blocks:
+        return 0
+    return max(1, (num_blocks - 2 * num_shared) // (num_reserved - num_shared))
+
+
+def demand_of(
+    traffic: Traffic, speed: Speed, seats_per_replica: int, tokens_per_block: int = 16
+) -> TrafficDemand | None:
+    """Returns what the traffic needs; None if its rate is unknown. Shared blocks of prompts are not computed again.
 
     Little's law: seats busy = arrivals per second × seconds on a seat. Arrivals at random (Poisson) make the number of
     busy seats vary by its square root; so many are needed that 95 % of arrivals find one free.
     """
     if traffic.requests_per_s is None:
         return None
-    prefill_steps = max(1, blocks_for(traffic.prompt_tokens, speed.max_num_tokens))
+    num_cached_tokens = traffic.num_shared_blocks(tokens_per_block) * tokens_per_block
+    prefill_steps = blocks_for(traffic.prompt_tokens - num_cached_tokens, speed.max_num_tokens)
     seat_time_s = (prefill_steps + max(0, traffic.output_tokens - 1)) * speed.step_ms / 1000
     busy = traffic.requests_per_s * seat_time_s
     needed = max(1, math.ceil(busy + SURE_DEVIATIONS * math.sqrt(busy)))

@@ -152,6 +152,10 @@ def _option_rows(sizing: Sizing) -> Iterator[Row]:
 
 def _seat_rows(sizing: Sizing) -> Iterator[Row]:
     traffic = sizing.traffic
+    tokens_per_block = sizing.pool.tokens_per_block
+    if shared := traffic.num_shared_blocks(tokens_per_block):
+        how = f"full blocks of the {traffic.shared_prompt_tokens} tokens that all prompts begin with; stored once"
+        yield Row("shared blocks", f"{shared:,} of {tokens_per_block} tokens", COMPUTED, how)
     likely = min(traffic.max_tokens, traffic.output_tokens_p95)
     how = _reserved(sizing.without_eviction, traffic, f"max_tokens {traffic.max_tokens}")
     yield Row("seats, nothing evicted", f"{sizing.without_eviction.seats_mean:,}", COMPUTED, how)
@@ -162,7 +166,8 @@ def _seat_rows(sizing: Sizing) -> Iterator[Row]:
 
 
 def _reserved(held: SeatsHeld, traffic: Traffic, output: str) -> str:
-    each = f"{held.blocks_mean} blocks each: prompt {traffic.prompt_tokens} + {output}"
+    less_shared = f" - shared {traffic.shared_prompt_tokens}" if traffic.shared_prompt_tokens else ""
+    each = f"{held.blocks_mean} blocks each: prompt {traffic.prompt_tokens}{less_shared} + {output}"
     if held.blocks_p95 == held.blocks_mean:
         return each
     return f"{each}; {held.seats_p95:,} if all prompts had {traffic.prompt_tokens_p95}"

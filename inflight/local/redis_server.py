@@ -84,7 +84,7 @@ def has_functions(binary: Path) -> bool:
 class PrivateRedis:
     """A running server. `with PrivateRedis.start(log) as redis: redis.url`.
 
-    Who comes by `url` may do what a router does; `admin_url` is for what tests and benchmarks do besides.
+    `url` has the permissions of a router. `admin_url` has all permissions, for tests and benchmarks.
     """
 
     def __init__(self, process: subprocess.Popen[str], addresses: _Addresses, log: Path) -> None:
@@ -173,11 +173,11 @@ class _Output:
 
     @property
     def last_words(self) -> str:
-        """The last lines as one."""
+        """The last lines of output, joined into one."""
         return " / ".join(self._tail) or "it said nothing"
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Returns whether it got ready before it ended or the time was over."""
+        """Returns whether it became ready before it ended and within the timeout."""
         self._is_decided.wait(timeout_s)
         return self._is_ready
 
@@ -225,5 +225,5 @@ def _on_unix_socket(path: Path, rules: str) -> _Addresses:
 
 
 def _guarded(command: list[str]) -> list[str]:
-    # Where a pipe on stdin would guard, ours ends with the configuration.
+    # Without the kernel's guard, a process is guarded by a pipe on its stdin. Redis reads its configuration there.
     return guarded(command) if HAS_KERNEL_GUARD else command

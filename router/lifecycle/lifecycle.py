@@ -819,7 +819,7 @@ class Lifecycle:
     def _forget(self) -> None:
         if not self.is_served:
             return
-        if self.placement is not None:  # it has ended otherwise than on its executor
+        if self.placement is not None:  # it has ended, but not on its executor
             self._stop()
             if self.state is S.REPLAYING:
                 self._clear_placement()  # nothing is owed for it

@@ -502,7 +502,7 @@ class LeaseLapsed:
 
 
 class PoolListener(Protocol):
-    """Receives what a router's periodic calls report about the pool, besides events of its requests."""
+    """Receives what a router's periodic calls report about the pool, except events of requests."""
 
     def on_routers(self, peers: frozenset[str]) -> None:
         """Called when the set of other live routers has changed."""

@@ -199,7 +199,7 @@ for at = 2, #ARGV, NUM_FIELDS do
   end
 end
 if not is_complete then
-  for _, executor_id in ipairs(taken) do -- the repeated call tells of these once more
+  for _, executor_id in ipairs(taken) do -- the repeated call returns these again
     local executor = load_executor(executor_id)
     executor.audit_due = true
     save_executor(executor_id, executor)

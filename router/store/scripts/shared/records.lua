@@ -141,7 +141,7 @@ local function save_claims()
 end
 
 -- Writes of this call that are not made yet, by key: one command with many members costs less than many commands.
--- `length` of a command counts its words; what stands behind them is from an earlier call.
+-- `length` of a command counts its words; the entries after them are from an earlier call.
 local kept_writes = {}
 local written_keys = {}
 for _, write in pairs(kept_writes) do

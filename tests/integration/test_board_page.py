@@ -34,7 +34,10 @@ from tests.board_scenes import Rider, Scene, ScriptedStatistics, full_bus, watch
 from tests.credentials import key_entry
 
 KEY = "key-of-acme-" + "a" * 32
-LOST_CONNECTION = re.compile(r"ERR_(CONNECTION_REFUSED|INCOMPLETE_CHUNKED_ENCODING|CONNECTION_RESET|EMPTY_RESPONSE)")
+# What Chromium reports of a router that stops. While it stops, it refuses new watchers with status 503.
+LOST_CONNECTION = re.compile(
+    r"ERR_(CONNECTION_REFUSED|INCOMPLETE_CHUNKED_ENCODING|CONNECTION_RESET|EMPTY_RESPONSE)|status of 503"
+)
 
 expect.set_options(timeout=PATIENCE_MS)
 

@@ -124,7 +124,7 @@ def test_shared_prompts_are_neither_reserved_nor_computed_again() -> None:
     # 225 and 238 blocks, of which 156 are shared
     assert (held.blocks_mean, held.seats_mean) == (69, (1000 - 2 * 156) // 69)
     assert (held.blocks_p95, held.seats_p95) == (82, (1000 - 2 * 156) // 82)
-    demand = demand_of(asked, Speed(step_ms=20.0, max_num_tokens=1024), seats_per_replica=12)
+    demand = demand_of(asked, Speed(step_ms=20.0, max_num_tokens=1024), seats_per_replica=12, tokens_per_block=16)
     assert demand is not None
     assert demand.ttft_ms == 20.0
     # The last token of a prompt is always computed.
@@ -132,10 +132,14 @@ def test_shared_prompts_are_neither_reserved_nor_computed_again() -> None:
     assert alike.num_shared_blocks(16) == 199
     with pytest.raises(SettingError, match="the 3201 shared tokens are more than the 3200 of a prompt"):
         replace(alike, shared_prompt_tokens=3201)
+    with pytest.raises(SettingError, match="the 3200 shared tokens are more than the 3100 of a prompt"):
+        replace(alike, prompt_tokens_p95=3100)
 
 
 def test_seats_needed_follow_from_littles_law() -> None:
-    demand = demand_of(traffic(10.0), Speed(step_ms=20.0, max_num_tokens=1024), seats_per_replica=32)
+    demand = demand_of(
+        traffic(10.0), Speed(step_ms=20.0, max_num_tokens=1024), seats_per_replica=32, tokens_per_block=16
+    )
     assert demand is not None
     assert demand.seat_time_s == pytest.approx(4.0)  # a step for the prompt and the first token, 199 more
     assert demand.seats_busy == pytest.approx(40.0)
@@ -143,7 +147,7 @@ def test_seats_needed_follow_from_littles_law() -> None:
     assert demand.replicas == 2
     assert demand.output_tokens_per_s == 2000
     assert demand.ttft_ms == 20.0
-    assert demand_of(traffic(None), Speed(20.0, 1024), 32) is None
+    assert demand_of(traffic(None), Speed(20.0, 1024), 32, 16) is None
 
 
 # --- models

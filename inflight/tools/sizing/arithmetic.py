@@ -101,7 +101,10 @@ class Pool:
 class Traffic:
     """The traffic. `max_tokens` is what requests ask for, which is reserved if sequences are never preempted.
 
-    All prompts begin with the same `shared_prompt_tokens` tokens, which are at most `prompt_tokens`.
+    All prompts begin with the same `shared_prompt_tokens` tokens.
+
+    Raises:
+        SettingError: a prompt is shorter than what all share.
     """
 
     requests_per_s: float | None
@@ -113,15 +116,17 @@ class Traffic:
     shared_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.shared_prompt_tokens > self.prompt_tokens:
+        shortest = min(self.prompt_tokens, self.prompt_tokens_p95)
+        if self.shared_prompt_tokens > shortest:
             raise SettingError(
-                f"the {self.shared_prompt_tokens} shared tokens are more than the {self.prompt_tokens} of a prompt"
+                f"the {self.shared_prompt_tokens} shared tokens are more than the {shortest} of a prompt"
             )
 
     def num_shared_blocks(self, tokens_per_block: int) -> int:
         """Returns the blocks that all sequences share. The prefix cache shares full blocks, and at least the last token
         of a prompt is computed."""
-        return min(self.shared_prompt_tokens, self.prompt_tokens - 1) // tokens_per_block
+        most_cached = min(self.prompt_tokens, self.prompt_tokens_p95) - 1
+        return min(self.shared_prompt_tokens, most_cached) // tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +339,7 @@ def _num_seats(num_blocks: int, num_reserved: int, num_shared: int) -> int:
     return max(1, (num_blocks - 2 * num_shared) // (num_reserved - num_shared))
 
 
-def demand_of(
-    traffic: Traffic, speed: Speed, seats_per_replica: int, tokens_per_block: int = 16
-) -> TrafficDemand | None:
+def demand_of(traffic: Traffic, speed: Speed, seats_per_replica: int, tokens_per_block: int) -> TrafficDemand | None:
     """Returns what the traffic needs; None if its rate is unknown. Shared blocks of prompts are not computed again.
 
     Little's law: seats busy = arrivals per second × seconds on a seat. Arrivals at random (Poisson) make the number of

@@ -153,21 +153,22 @@ def _option_rows(sizing: Sizing) -> Iterator[Row]:
 def _seat_rows(sizing: Sizing) -> Iterator[Row]:
     traffic = sizing.traffic
     tokens_per_block = sizing.pool.tokens_per_block
-    if shared := traffic.num_shared_blocks(tokens_per_block):
+    num_shared = traffic.num_shared_blocks(tokens_per_block)
+    if num_shared:
         how = f"full blocks of the {traffic.shared_prompt_tokens} tokens that all prompts begin with; stored once"
-        yield Row("shared blocks", f"{shared:,} of {tokens_per_block} tokens", COMPUTED, how)
+        yield Row("shared blocks", f"{num_shared:,} of {tokens_per_block} tokens", COMPUTED, how)
     likely = min(traffic.max_tokens, traffic.output_tokens_p95)
-    how = _reserved(sizing.without_eviction, traffic, f"max_tokens {traffic.max_tokens}")
+    how = _reserved(sizing.without_eviction, traffic, num_shared, f"max_tokens {traffic.max_tokens}")
     yield Row("seats, nothing evicted", f"{sizing.without_eviction.seats_mean:,}", COMPUTED, how)
-    how = _reserved(sizing.at_max_utilization, traffic, f"likely output {likely}")
+    how = _reserved(sizing.at_max_utilization, traffic, num_shared, f"likely output {likely}")
     yield Row("seats, max_utilization", f"{sizing.at_max_utilization.seats_mean:,}", ESTIMATED, how)
     how = f"by {sizing.policy}, at most {sizing.max_num_sequences} (--max-num-sequences)"
     yield Row("seats of an executor", f"{sizing.seats_per_replica:,}", COMPUTED, how)
 
 
-def _reserved(held: SeatsHeld, traffic: Traffic, output: str) -> str:
-    less_shared = f" - shared {traffic.shared_prompt_tokens}" if traffic.shared_prompt_tokens else ""
-    each = f"{held.blocks_mean} blocks each: prompt {traffic.prompt_tokens}{less_shared} + {output}"
+def _reserved(held: SeatsHeld, traffic: Traffic, num_shared: int, output: str) -> str:
+    less_shared = f", less {num_shared} shared blocks" if num_shared else ""
+    each = f"{held.blocks_mean} blocks each: prompt {traffic.prompt_tokens} + {output}{less_shared}"
     if held.blocks_p95 == held.blocks_mean:
         return each
     return f"{each}; {held.seats_p95:,} if all prompts had {traffic.prompt_tokens_p95}"

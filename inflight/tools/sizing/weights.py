@@ -133,6 +133,8 @@ def weights_of_folder(folder: Path, config: Mapping[str, Any]) -> Weights | None
     """Counts the weights in the headers of the safetensors files; None if one or all are missing."""
     index = read_json(folder / "model.safetensors.index.json")
     names = sorted(set(index.get("weight_map", {}).values())) or [path.name for path in folder.glob("*.safetensors")]
+    if "model.safetensors" in names:
+        names = ["model.safetensors"]  # others are those of an adapter, or the same weights in another form
     if not names or not all((folder / name).is_file() for name in names):
         return None
     quantization = _Quantization(config)

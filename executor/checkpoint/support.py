@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from common.model_source import ModelError
+from common.model_source import OWN_CODE, ModelError
 from executor.checkpoint.longrope import longrope_obstacles
 
 # Attention kinds that a layer may have; other kinds keep state other than keys and values.
@@ -31,9 +31,7 @@ def network_class(config: PretrainedConfig) -> tuple[type[PreTrainedModel], Pret
     """Returns the class of a model in transformers, and the configuration that it is made with."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
-        reason = "transformers has no decoder for it"
-        if hasattr(config, "auto_map"):
-            reason += ", and code of a model (auto_map) is never run"
+        reason = OWN_CODE if hasattr(config, "auto_map") else "transformers has no decoder for it"
         raise ModelError(f"model architecture {config.model_type!r} is not supported: {reason}")
     text_config = config.get_text_config(decoder=True)
     return kind, text_config if kind.config_class is type(text_config) else config

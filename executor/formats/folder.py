@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from common.model_source import ModelError, read_json
 from executor.checkpoint.files import weight_files
 from executor.checkpoint.quantized_weight import Matrix
+from executor.formats.auto_round import read_auto_round
 from executor.formats.awq import read_awq
 from executor.formats.compressed_tensors import read_compressed_tensors
 from executor.formats.gptq import read_gptq
@@ -51,6 +52,7 @@ class Format(Protocol):
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "gptq": read_gptq,

@@ -121,6 +121,30 @@ def test_description_says_what_the_model_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("generation", "words"),
+    [
+        ({"temperature": -1}, r"generation_config.json: temperature is -1; must be at least 0"),
+        ({"bad_words_ids": [[VOCABULARY_SIZE]]}, r"generation_config.json: bad_words_ids has token id 96 of 96"),
+    ],
+)
+def test_errors_of_other_files_do_not_blame_the_architecture(
+    tmp_path: Path, generation: dict[str, Any], words: str
+) -> None:
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(ModelError, match=f"^{words}"):
+        load(folder)
+
+
+def test_errors_of_settings_do_not_blame_the_architecture(tmp_path: Path) -> None:
+    folder = save_model(SUPPORTED["gpt2"], tmp_path / "tiny")
+    with pytest.raises(ModelError, match="^int8 weights need the native forward pass on a CPU, and the attention"):
+        load(folder, weight_dtype="int8")
+    with pytest.raises(ModelError, match="^int8 weights need the native forward pass on a CPU, and "):
+        load(folder, weight_dtype="int8", backend_name="cpu")
+
+
+@pytest.mark.parametrize(
     ("config", "reason"),
     [
         (GptOssConfig(**sizes(num_local_experts=4)), "it has attention sinks"),

@@ -70,6 +70,24 @@ class ModelSource:
         return cache_folder() / "models" / f"{self.name.replace('/', '--')}-{self.revision}"
 
 
+def is_path(model: str) -> bool:
+    """Returns whether there is a folder or file of this name."""
+    try:
+        return bool(model) and Path(model).expanduser().exists()
+    except (OSError, RuntimeError):
+        return False  # too long, or of a user who does not exist
+
+
+def folder_name(folder: Path) -> str:
+    """Returns the name of a model in a folder: that of the folder, or of the repository of which it is a snapshot in
+    the cache of the Hugging Face hub (`models--<owner>--<name>/snapshots/<commit>`)."""
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return folder.name
+
+
 def resolve_model(model: str) -> ModelSource:
     """Finds a local folder, a GGUF file, the default model (`""` or its name) or a model of the Hugging Face hub."""
     with model_errors(f"model {model!r} cannot be read"):
@@ -175,7 +193,7 @@ def _find_default_model() -> ModelSource | None:
 
 def _folder_model(folder: Path, name: str | None = None) -> ModelSource:
     if (folder / "config.json").is_file():
-        return ModelSource(name or folder.resolve().name, folder, None, _digest_of_files(_revision_files(folder)))
+        return ModelSource(name or folder_name(folder), folder, None, _digest_of_files(_revision_files(folder)))
     gguf_files = sorted(folder.glob("*.gguf"))
     if len(gguf_files) == 1:
         return _gguf_model(gguf_files[0])

@@ -138,9 +138,9 @@ def test_errors_of_other_files_do_not_blame_the_architecture(
 
 def test_errors_of_settings_do_not_blame_the_architecture(tmp_path: Path) -> None:
     folder = save_model(SUPPORTED["gpt2"], tmp_path / "tiny")
-    with pytest.raises(ModelError, match="^int8 weights need the native forward pass on a CPU, and the attention"):
+    with pytest.raises(ModelError, match=r"^int8 weights need the native forward pass on a CPU, and the attention"):
         load(folder, weight_dtype="int8")
-    with pytest.raises(ModelError, match="^int8 weights need the native forward pass on a CPU, and "):
+    with pytest.raises(ModelError, match=r"^int8 weights need the native forward pass on a CPU, and "):
         load(folder, weight_dtype="int8", backend_name="cpu")
 
 

@@ -16,6 +16,7 @@ import torch
 from common.model_source import ModelError, load_tokenizer, resolve_model
 from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
 from executor.formats.loading import load_network
+from inflight.tools.sizing.model_shape import read_model_shape
 
 
 def write_folder(folder: Path, **files: str) -> Path:
@@ -64,6 +65,23 @@ def test_folder_of_the_default_models_name_goes_first(tmp_path: Path, monkeypatc
 def test_folder_is_served_under_its_name(tmp_path: Path) -> None:
     source = resolve_model(str(write_folder(tmp_path / "My-Model")))
     assert (source.name, source.folder, source.gguf_file) == ("My-Model", tmp_path / "My-Model", None)
+
+
+@pytest.mark.parametrize(
+    ("repository", "name"),
+    [("models--HuggingFaceTB--SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"), ("models--gpt2", "gpt2")],
+)
+def test_snapshot_of_the_hubs_cache_is_served_under_the_models_name(tmp_path: Path, repository: str, name: str) -> None:
+    # Given a snapshot as the hub's library writes it: links to files that are named by their content
+    blob = write_folder(tmp_path / repository / "blobs") / "config.json"
+    snapshot = tmp_path / repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "vocab_size": 9}
+    blob.write_text(json.dumps(config))
+    (snapshot / "config.json").symlink_to(blob)
+
+    assert resolve_model(str(snapshot)).name == name
+    assert read_model_shape(str(snapshot)).name == read_model_shape(str(snapshot / "config.json")).name == name
 
 
 def test_revision_follows_configuration_and_tokenizer_and_not_the_place(tmp_path: Path) -> None:

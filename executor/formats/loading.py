@@ -74,6 +74,10 @@ def _load_gguf(
 def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
         config = _configuration(folder)
+        if config.get_text_config(decoder=True) is not config:
+            log.warning(
+                "%s is served for text only; its weights for images or sound take memory and are not used", folder
+            )
         check_weights(folder)
         if (folder / "adapter_config.json").is_file():
             log.warning("%s: adapter_config.json has no effect; --adapter-folder serves adapters", folder)

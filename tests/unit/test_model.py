@@ -13,6 +13,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -50,6 +52,22 @@ SUPPORTED: dict[str, PretrainedConfig] = {
     "mistral-window": MistralConfig(**sizes(sliding_window=8)),
     "gemma2-window-softcap": Gemma2Config(**sizes(sliding_window=8, attn_logit_softcapping=2.0)),
     "gpt2": GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+    # The text of a model for text and images, whose image tokens are ids of its vocabulary.
+    "gemma3-vision": Gemma3Config(
+        text_config=Gemma3TextConfig(**sizes(sliding_window=8)),
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        boi_token_index=VOCABULARY_SIZE - 3,
+        image_token_index=VOCABULARY_SIZE - 2,
+        eoi_token_index=VOCABULARY_SIZE - 1,
+    ),
 }
 
 
@@ -80,6 +98,14 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, backend: st
 
     for output_ids, prompt in zip(together, prompts, strict=True):
         assert_same(output_ids, generate_alone(network, prompt, 20))
+
+
+def test_model_for_images_says_that_it_serves_text_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(save_model(SUPPORTED["gemma3-vision"], tmp_path / "tiny"))
+    assert "is served for text only; its weights for images or sound take memory and are not used" in caplog.text
+    caplog.clear()
+    load(save_model(SUPPORTED["llama"], tmp_path / "plain"))
+    assert "text only" not in caplog.text
 
 
 def test_logits_are_float32_and_only_of_the_rows_asked_for(tmp_path: Path) -> None:

@@ -7,30 +7,25 @@ are copied there one after the other, so that host memory never holds the whole 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from common.machine import return_free_memory
 from common.model_source import ModelError, ModelSource, model_errors, read_gguf
-from executor.checkpoint.files import check_weights, weight_files
+from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
 from executor.checkpoint.quantized_linear import QuantizedLinear
 from executor.checkpoint.quiet import quiet_transformers
-from executor.checkpoint.support import check_configuration, check_network, network_class
-from executor.formats.folder import IGNORED_SUFFIXES, format_of, load_folder, quantization_of
+from executor.checkpoint.support import check_configuration, check_network
+from executor.formats.dense_folder import load_dense
+from executor.formats.folder import format_of, load_folder, quantization_of
 from executor.formats.gguf_file import load_gguf, unsupported_reason
 
 log = logging.getLogger(__name__)
-
-# Types of safetensors that only quantized weights have.
-INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 
 
 def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Path]:
@@ -83,55 +78,7 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
             log.warning("%s: adapter_config.json has no effect; --adapter-folder serves adapters", folder)
         if quantization := quantization_of(folder):
             return load_folder(folder, config, quantization, dtype, device)
-        return _load_dense(folder, config, dtype, device)
-
-
-def _load_dense(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    kind, config = network_class(config)
-    with _tensors_of(folder) as tensors:
-        # By the path of a folder, transformers would also load an adapter that lies there, if PEFT is installed.
-        loaded: Any = kind.from_pretrained(
-            None,
-            state_dict=tensors,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            device_map=None if device.type == "cpu" else {"": device},
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    network: PreTrainedModel = loaded[0]
-    _check_report(folder, loaded[1])
-    return network
-
-
-@contextmanager
-def _tensors_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """Opens the weight files. Tensors are read when they are used."""
-    with ExitStack() as files:
-        tensors: dict[str, Any] = {}
-        for name in weight_files(folder):
-            file = files.enter_context(safe_open(folder / name, framework="pt"))
-            tensors |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        for key, tensor in tensors.items():
-            if key.endswith(".weight") and tensor.get_dtype() in INTEGERS:
-                # transformers would take the numbers as they are.
-                raise ModelError(f"{key} is of {tensor.get_dtype()}, and config.json names no quantization")
-        yield tensors
-
-
-def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for tensors that are missing, superfluous or of another shape. transformers would continue
-    with random numbers, or without them."""
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"model folder {folder} lacks {len(missing)} weights, such as {missing[0]}")
-    if mismatched := sorted(report["mismatched_keys"]):
-        name, found, expected = mismatched[0]
-        raise ModelError(f"{name} has the shape {list(found)} instead of {list(expected)}")
-    if unexpected := sorted(key for key in report["unexpected_keys"] if not key.endswith(IGNORED_SUFFIXES)):
-        others = f" and {len(unexpected) - 1} more tensors of its files" if len(unexpected) > 1 else ""
-        raise ModelError(f"the model has no place for {unexpected[0]}{others}")
+        return load_dense(folder, config, dtype, device)
 
 
 def _configuration(folder: Path) -> PretrainedConfig:

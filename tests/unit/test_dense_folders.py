@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
 from common.model_source import ModelError, resolve_model
 from executor.formats.loading import describe_weights, load_network
@@ -56,7 +56,7 @@ def quantized(dtype: torch.dtype, scale: str) -> Callable[[Tensors], None]:
 
     def change(tensors: Tensors) -> None:
         tensors[f"{LAYER}.q_proj.weight"] = tensors[f"{LAYER}.q_proj.weight"].to(dtype)
-        tensors[f"{LAYER}.q_proj.{scale}"] = torch.ones(1)
+        tensors[f"{LAYER}.q_proj.{scale}"] = torch.tensor(1.0)
 
     return change
 
@@ -104,6 +104,55 @@ def test_tensor_of_another_shape_is_refused_with_both_shapes(
     words = rf"{LAYER}.k_proj.weight has the shape \[{rows}, {columns}\] instead of \[32, 64\]"
     with pytest.raises(ModelError, match=words):
         load(changed(llama, tmp_path / "model", change))
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(MixtralConfig(**sizes(num_local_experts=4)), tmp_path_factory.mktemp("mixtral") / "model")
+
+
+EXPERTS = "model.layers.0.block_sparse_moe.experts"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {f"{EXPERTS}.1.w1.weight": torch.ones(96, 16)},
+            r"experts.1.w1.weight has the shape \[96, 16\], others \[96, 64\]",
+        ),
+        ({f"{EXPERTS}.1.w1.weight": None}, "experts.1.w1.weight is missing"),
+        ({f"{EXPERTS}.2.w{i}.weight": None for i in (1, 2, 3)}, "experts.2.w1.weight is missing"),
+        (
+            {f"{EXPERTS}.{n}.w3.weight": None for n in range(4)},
+            "tensors of its files, such as those of experts, do not make those of the model",
+        ),
+        ({"model.layers.0.block_sparse_moe.gate.weight": torch.ones(5, 64)}, r"gate.weight has the shape \[5, 64\]"),
+    ],
+    ids=["shape", "tensor", "expert", "projection", "gate"],
+)
+def test_experts_that_differ_are_refused_by_name(
+    change: dict[str, Tensor | None], words: str, mixtral: Path, tmp_path: Path
+) -> None:
+    def apply(tensors: Tensors) -> None:
+        for name, tensor in change.items():
+            assert name in tensors
+            del tensors[name]
+            if tensor is not None:
+                tensors[name] = tensor
+
+    with pytest.raises(ModelError, match=words):
+        load(changed(mixtral, tmp_path / "model", apply))
+
+
+def test_experts_are_not_renumbered(mixtral: Path, tmp_path: Path) -> None:
+    # Given as many experts as there should be, one of which has the number of another
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith(f"{EXPERTS}.2.")]:
+            tensors[name.replace("experts.2.", "experts.4.")] = tensors.pop(name)
+
+    with pytest.raises(ModelError, match=r"experts.2.w1.weight is missing"):
+        load(changed(mixtral, tmp_path / "model", change))
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])

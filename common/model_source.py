@@ -39,6 +39,9 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json
 # `Model.Q4_1.gguf`, `model-f16.gguf`: the weight format is not part of the name.
 QUANTIZATION_SUFFIX = re.compile(r"[.-](i?q\d\w*|f16|f32|bf16|fp16)$", re.IGNORECASE)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Tokenizer classes that do not say how text is prepared.
+GENERIC_TOKENIZERS = frozenset({None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"})
+OWN_CODE = "it needs Python code of its own (auto_map), which is never run"
 WHOLE_FILE_BYTES = 1 << 30
 END_BYTES = 1 << 20
 # Part of the key of GGUF imports. Increase it when an import has a different result.
@@ -67,6 +70,24 @@ class ModelSource:
         return cache_folder() / "models" / f"{self.name.replace('/', '--')}-{self.revision}"
 
 
+def is_path(model: str) -> bool:
+    """Returns whether there is a folder or file of this name."""
+    try:
+        return bool(model) and Path(model).expanduser().exists()
+    except (OSError, RuntimeError):
+        return False  # too long, or of a user who does not exist
+
+
+def folder_name(folder: Path) -> str:
+    """Returns the name of a model in a folder: that of the folder, or of the repository of which it is a snapshot in
+    the cache of the Hugging Face hub (`models--<owner>--<name>/snapshots/<commit>`)."""
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return folder.name
+
+
 def resolve_model(model: str) -> ModelSource:
     """Finds a local folder, a GGUF file, the default model (`""` or its name) or a model of the Hugging Face hub."""
     with model_errors(f"model {model!r} cannot be read"):
@@ -80,12 +101,13 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     with model_errors(f"the tokenizer of {source.name!r} cannot be loaded"):
         import transformers
 
-        if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-            raise FileNotFoundError(f"{folder} has no files of a tokenizer, such as tokenizer.json")
+        _check_tokenizer_files(folder)
         # This class means that `tokenizer.json` is complete; `AutoTokenizer` would import torch to find out.
         is_plain = _tokenizer_class(folder) == "TokenizersBackend"
         loader: Any = transformers.TokenizersBackend if is_plain else transformers.AutoTokenizer
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         return tokenizer
 
 
@@ -107,7 +129,9 @@ def model_errors(what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{what}: {_first_line(error)}") from error
+        # transformers names this option where a model brings Python code of its own and the option is off.
+        is_code = "trust_remote_code" in str(error)
+        raise ModelError(f"{what}: {OWN_CODE if is_code else _first_line(error)}") from error
 
 
 def read_gguf(path: Path) -> GgufHeader:
@@ -169,7 +193,7 @@ def _find_default_model() -> ModelSource | None:
 
 def _folder_model(folder: Path, name: str | None = None) -> ModelSource:
     if (folder / "config.json").is_file():
-        return ModelSource(name or folder.resolve().name, folder, None, _digest_of_files(_revision_files(folder)))
+        return ModelSource(name or folder_name(folder), folder, None, _digest_of_files(_revision_files(folder)))
     gguf_files = sorted(folder.glob("*.gguf"))
     if len(gguf_files) == 1:
         return _gguf_model(gguf_files[0])
@@ -238,7 +262,9 @@ def _write_tokenizer(source: ModelSource, folder: Path) -> None:
 
     assert source.gguf_file is not None
     metadata = read_gguf(source.gguf_file).metadata
-    tokenizer = AutoTokenizer.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(source.folder), gguf_file=source.gguf_file.name, trust_remote_code=False
+    )
     if metadata.get("tokenizer.ggml.pre") == "smollm":
         # llama.cpp (src/llama-vocab.cpp) splits every digit off first for this vocabulary, as SmolLM's own
         # tokenizer.json does. transformers 5.23 does not know the name, and would tokenize "\n\n1" differently.
@@ -246,6 +272,22 @@ def _write_tokenizer(source: ModelSource, folder: Path) -> None:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     tokenizer.save_pretrained(str(folder))
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Raises `ValueError` for a tokenizer that is missing, or that transformers would read with a wrong reason or
+    result."""
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ValueError(f"{folder} has no files of a tokenizer, such as tokenizer.json")
+    if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
+        return
+    if importlib.util.find_spec("sentencepiece") is None:
+        raise ValueError(f"{folder} has tokenizer.model and no tokenizer.json: `pip install sentencepiece` to read it")
+    if _tokenizer_class(folder) in GENERIC_TOKENIZERS:
+        # Without a class, transformers leaves out the space in front of a text.
+        raise ValueError(
+            f"{folder} has tokenizer.model and no tokenizer.json: tokenizer_config.json must name its tokenizer_class"
+        )
 
 
 def _tokenizer_class(folder: Path) -> str | None:

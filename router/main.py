@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from common.http.metrics_page import new_registry
-from common.model_source import ModelSource, load_tokenizer, resolve_model
+from common.model_source import ModelSource, is_path, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.rpc.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
@@ -76,7 +76,7 @@ def tool_settings(settings: RouterSettings) -> ToolSettings:
 
 def _source(entry: str) -> ModelSource:
     name, separator, source = entry.partition("=")
-    if not separator:
+    if not separator or is_path(entry):
         return resolve_model(entry)
     return dataclasses.replace(resolve_model(source), name=name)
 

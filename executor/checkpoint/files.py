@@ -71,7 +71,10 @@ def check_weights(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Returns the names of the safetensors files of a model folder."""
+    """Returns the names of the safetensors files of a model folder. Files beside model.safetensors are those of an
+    adapter, or the same weights in another form."""
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
     index = read_json(folder / "model.safetensors.index.json")
     return sorted(set(index.get("weight_map", {}).values())) or sorted(
         path.name for path in folder.glob("*.safetensors")

@@ -57,7 +57,9 @@ def import_configuration(source: ModelSource) -> Path:
 def _write_configuration(source: ModelSource, folder: Path) -> None:
     assert source.gguf_file is not None
     with quiet_transformers():
-        config = AutoConfig.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name)
+        config = AutoConfig.from_pretrained(
+            str(source.folder), gguf_file=source.gguf_file.name, trust_remote_code=False
+        )
     config.save_pretrained(str(folder))
     _write_generation_config(source.gguf_file, folder)
 
@@ -72,6 +74,7 @@ def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> N
             gguf_file=source.gguf_file.name,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
         )
         network.save_pretrained(str(folder))
     _write_generation_config(source.gguf_file, folder)

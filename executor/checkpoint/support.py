@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from common.model_source import ModelError
+from common.model_source import OWN_CODE, ModelError
 from executor.checkpoint.longrope import longrope_obstacles
 
 # Attention kinds that a layer may have; other kinds keep state other than keys and values.
@@ -25,6 +25,16 @@ def check_configuration(config: PretrainedConfig) -> None:
     """Refuses a model by its configuration, before its weights are loaded."""
     for reason in _configuration_obstacles(config.get_text_config(decoder=True), config):
         raise ModelError(f"model architecture {config.model_type!r} is not supported: {reason}")
+
+
+def network_class(config: PretrainedConfig) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """Returns the class of a model in transformers, and the configuration that it is made with."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        reason = OWN_CODE if hasattr(config, "auto_map") else "transformers has no decoder for it"
+        raise ModelError(f"model architecture {config.model_type!r} is not supported: {reason}")
+    text_config = config.get_text_config(decoder=True)
+    return kind, text_config if kind.config_class is type(text_config) else config
 
 
 def check_network(network: PreTrainedModel) -> None:

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 from executor.formats.layer_tensors import SCALE_DTYPES, LayerTensors, unpacked
-from executor.formats.quantization_config import ANY, check_fields, group_size_of, groups_in_words, whole_number
+from executor.formats.quantization_config import (
+    ANY,
+    AUTO_ROUND_FIELDS,
+    check_fields,
+    group_size_of,
+    groups_in_words,
+    whole_number,
+)
 
 WHAT = "AWQ checkpoint"
 BITS = 4
@@ -36,13 +43,15 @@ _WITHOUT_EFFECT = (
     "modules_to_not_convert",
 )
 _FIELDS: Mapping[str, Any] = {
+    **AUTO_ROUND_FIELDS,
     **dict.fromkeys(_WITHOUT_EFFECT, ANY),
     "quant_method": ("awq",),
     "bits": (BITS,),
     "group_size": ANY,
     "version": ("gemm", "GEMM"),
     "format": ("gemm",),
-    "zero_point": (True,),
+    # AutoRound stores the zeros of symmetric weights, too.
+    "zero_point": (True, False),
 }
 
 

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from common.model_source import ModelError, read_json
 from executor.checkpoint.files import weight_files
 from executor.checkpoint.quantized_weight import Matrix
+from executor.formats.auto_round import read_auto_round
 from executor.formats.awq import read_awq
 from executor.formats.compressed_tensors import read_compressed_tensors
 from executor.formats.gptq import read_gptq
@@ -26,7 +27,13 @@ from executor.formats.layer_tensors import LayerTensors
 from executor.formats.network import empty_network, fill, linear_layers, placed
 
 # Buffers that older checkpoints contain and that follow from the configuration.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+IGNORED_SUFFIXES = (
+    ".rotary_emb.inv_freq",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".attn.bias",
+    ".attn.masked_bias",
+)
 
 
 class Format(Protocol):
@@ -45,6 +52,7 @@ class Format(Protocol):
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "gptq": read_gptq,
@@ -57,6 +65,9 @@ def quantization_of(folder: Path) -> Mapping[str, Any] | None:
     fields = config.get("quantization_config") or config.get("compression_config")
     if not fields and (legacy := read_json(folder / "quantize_config.json")):
         fields = {"quant_method": "gptq"} | legacy
+    if not fields and (model_opt := read_json(folder / "hf_quant_config.json").get("quantization")):
+        algorithms = {name: model_opt.get(name) for name in ("quant_algo", "kv_cache_quant_algo")}
+        fields = {"quant_method": "modelopt", **algorithms} if any(algorithms.values()) else None
     if fields is None or isinstance(fields, dict):
         return fields or None
     raise ModelError(f"{folder / 'config.json'}: quantization_config is not an object")
@@ -66,7 +77,10 @@ def format_of(quantization: Mapping[str, Any]) -> Format:
     """Returns how a checkpoint with this quantization is encoded. Raises `ModelError` if it is not supported."""
     method = str(quantization.get("quant_method"))
     if method not in _READERS:
-        raise ModelError(f"quantization method {method!r} is not supported; only {', '.join(sorted(_READERS))}")
+        kv_cache = quantization.get("kv_cache_quant_algo")
+        algorithm = quantization.get("quant_algo") or (f"KV cache {kv_cache}" if kv_cache else None)
+        named = f"{method!r} ({algorithm})" if algorithm else repr(method)
+        raise ModelError(f"quantization method {named} is not supported; only {', '.join(sorted(_READERS))}")
     return _READERS[method](quantization)
 
 

@@ -20,7 +20,14 @@ import torch
 
 from executor.checkpoint.quantized_weight import QuantizedWeight
 from executor.formats.layer_tensors import INDEX_DTYPES, SCALE_DTYPES, LayerTensors, as_bytes, unpacked
-from executor.formats.quantization_config import ANY, check_fields, group_size_of, groups_in_words, whole_number
+from executor.formats.quantization_config import (
+    ANY,
+    AUTO_ROUND_FIELDS,
+    check_fields,
+    group_size_of,
+    groups_in_words,
+    whole_number,
+)
 
 WHAT = "GPTQ checkpoint"
 BITS = (4, 8)
@@ -29,15 +36,13 @@ FORMATS = ("gptq", "gptq_v2")
 _WITHOUT_EFFECT = (
     "act_group_aware",
     "backend",
-    "batch_size",
-    "block_name_to_quantize",
     "cache_block_outputs",
     "damp_auto_increment",
     "damp_percent",
-    "dataset",
     "desc_act",
     "disable_exllama",
     "exllama_config",
+    "failsafe",
     "lm_head",
     "max_input_length",
     "meta",
@@ -53,7 +58,6 @@ _WITHOUT_EFFECT = (
     "pad_token_id",
     "quantizer",
     "static_groups",
-    "sym",
     "tokenizer",
     "true_sequential",
     "use_cuda_fp16",
@@ -61,6 +65,7 @@ _WITHOUT_EFFECT = (
     "version",
 )
 _FIELDS: Mapping[str, Any] = {
+    **AUTO_ROUND_FIELDS,
     **dict.fromkeys(_WITHOUT_EFFECT, ANY),
     "quant_method": ("gptq",),
     "method": ("gptq",),
@@ -110,7 +115,13 @@ class Gptq:
 
 def read_gptq(config: Mapping[str, Any]) -> Gptq:
     """Returns how a checkpoint with this configuration is encoded."""
-    check_fields(WHAT, config, _FIELDS)
+    check_fields(WHAT, {name: value for name, value in config.items() if not _only_excludes(name, value)}, _FIELDS)
     bits, group_size = whole_number(WHAT, config, "bits"), group_size_of(WHAT, config)
     stored = config.get("checkpoint_format") or config.get("format") or FORMATS[0]
     return Gptq(bits, group_size, stores_zeros_less_one=stored == FORMATS[0])
+
+
+def _only_excludes(name: str, value: Any) -> bool:
+    """Returns whether a field is `dynamic` with rules that only leave layers out (`-:regex`). Those are dense in the
+    files; rules of the other kinds change how a layer is encoded."""
+    return name == "dynamic" and isinstance(value, dict) and all(str(rule).startswith("-:") for rule in value)

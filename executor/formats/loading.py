@@ -7,18 +7,21 @@ are copied there one after the other, so that host memory never holds the whole 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from common.machine import return_free_memory
 from common.model_source import ModelError, ModelSource, model_errors, read_gguf
 from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
+from executor.checkpoint.quantized_linear import QuantizedLinear
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.support import check_configuration, check_network
+from executor.formats.dense_folder import load_dense
 from executor.formats.folder import format_of, load_folder, quantization_of
 from executor.formats.gguf_file import load_gguf, unsupported_reason
 
@@ -33,6 +36,7 @@ def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) 
     else:
         network, folder = _load_folder(source.folder, dtype, device), source.folder
     check_network(network)
+    _check_numbers(network)
     network.eval().requires_grad_(False).to(device)
     return_free_memory()
     return network, folder
@@ -65,26 +69,36 @@ def _load_gguf(
 def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
         config = _configuration(folder)
+        if config.get_text_config(decoder=True) is not config:
+            log.warning(
+                "%s is served for text only; its weights for images or sound take memory and are not used", folder
+            )
         check_weights(folder)
+        if (folder / "adapter_config.json").is_file():
+            log.warning("%s: adapter_config.json has no effect; --adapter-folder serves adapters", folder)
         if quantization := quantization_of(folder):
             return load_folder(folder, config, quantization, dtype, device)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            device_map=None if device.type == "cpu" else {"": device},
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    if missing := sorted(loaded[1]["missing_keys"]):
-        # transformers would continue with random numbers in their place.
-        raise ModelError(f"model folder {folder} lacks {len(missing)} weights, such as {missing[0]}")
-    network: PreTrainedModel = loaded[0]
-    return network
+        return load_dense(folder, config, dtype, device)
 
 
 def _configuration(folder: Path) -> PretrainedConfig:
-    config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     check_configuration(config)
     return config
+
+
+def _check_numbers(network: PreTrainedModel) -> None:
+    """Raises `ModelError` for a weight that is not a number, or infinite."""
+    for name, tensor in _numbers(network):
+        if tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+            # Does not copy the tensor, and passes NaN on.
+            least, greatest = tensor.aminmax()
+            if not (torch.isfinite(least) and torch.isfinite(greatest)):
+                raise ModelError(f"{name} has numbers that are not finite (NaN or infinite)")
+
+
+def _numbers(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    yield from network.named_parameters()
+    for name, module in network.named_modules():
+        if isinstance(module, QuantizedLinear):
+            yield from ((f"{name}.weight", part) for part in (module.weight.scale, module.weight.offset))

@@ -22,7 +22,9 @@ from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
 def empty_network(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Returns a network without memory for its parameters."""
     with init_empty_weights(include_buffers=False):
-        network: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
     return network
 
 
@@ -68,6 +70,8 @@ def _set(network: PreTrainedModel, name: str, weight: Matrix) -> None:
     if parameter.shape != weight.shape:
         raise ModelError(f"{name} has the shape {list(weight.shape)} instead of {list(parameter.shape)}")
     if not isinstance(weight, QuantizedWeight):
+        if not weight.is_floating_point():
+            raise ModelError(f"{name} is of {str(weight.dtype).removeprefix('torch.')}, and has no scales")
         setattr(module, leaf, nn.Parameter(weight.to(parameter.dtype), requires_grad=False))
         return
     if type(module) is nn.Linear:

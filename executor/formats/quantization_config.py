@@ -12,6 +12,42 @@ from common.model_source import ModelError
 
 # Accepts every value of a field.
 ANY = None
+# Fields of AutoRound, which stores checkpoints under its own label and under those of GPTQ and AWQ.
+AUTO_ROUND_FIELDS: Mapping[str, Collection[Any] | None] = {
+    **dict.fromkeys(
+        (
+            "act_data_type",
+            "act_dynamic",
+            "act_group_size",
+            "act_sym",
+            "amp",
+            "autoround_version",
+            "batch_size",
+            "block_name_to_quantize",
+            "dataset",
+            "enable_minmax_tuning",
+            "enable_norm_bias_tuning",
+            "enable_quanted_input",
+            "gradient_accumulate_steps",
+            "iters",
+            "low_gpu_mem_usage",
+            "lr",
+            "minmax_lr",
+            "nsamples",
+            "provider",
+            "quant_block_list",
+            "scale_dtype",
+            "seqlen",
+            "supported_types",
+            "sym",
+            "to_quant_block_names",
+        ),
+        ANY,
+    ),
+    # With 16 or more bits activations are not quantized.
+    "act_bits": (16, 32),
+    "data_type": ("int",),
+}
 # Values of fields that are not set.
 _UNSET: tuple[Any, ...] = (None, {}, [], "")
 

@@ -171,7 +171,7 @@ class PagedModel:
         choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
         _check_choice(choice, layer_kv_dtypes, device)
         sampler = _native_sampler(choice.backend, device, instructions)
-        with _unsupported(network.config):
+        with model_errors(f"model {source.name!r} cannot be prepared"):
             description = _describe(source, folder, network, layers)
             native = _native_forward(
                 network, layers, choice, description, weight_dtype, forward_name, weight_stream, shard, device
@@ -181,7 +181,8 @@ class PagedModel:
             model.same_on_all_ranks = native.same_on_all_ranks
             if group is not None:
                 model._lead(group)
-            if expectation is not None:
+        if expectation is not None:
+            with _unsupported(network.config):
                 model._check(expectation)
         del network
         return_free_memory()

@@ -2,7 +2,8 @@
 
 Two short random prompts are computed twice: one by one with transformers' plain attention, and together with paged
 attention, the longer one in two chunks, the second of which shares its step with a decode of the other. That covers
-every kind of row in a step.
+every kind of row in a step. Both computations have the same weights, so weights that were read wrongly are not seen
+here: `executor.formats` refuses them by the names of tensors.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from common.kv_size import MOST_SEATS, most_seats
 from common.model_source import ModelError
 from common.settings import SettingError
 from inflight.catalogue import Capacity
@@ -65,6 +66,7 @@ def _size(flags: argparse.Namespace) -> Sizing:
     traffic = _traffic(flags)
     shape = read_model_shape(flags.model)
     capacity = _capacity(flags) if flags.from_running else None
+    flags.max_num_sequences = flags.max_num_sequences or _most_seats(flags, capacity)
     pool, machine = _pool(flags, shape, capacity)
     if machine is not None:
         pool = _with_windows(flags, shape, traffic, machine, pool)
@@ -92,6 +94,12 @@ def _size(flags: argparse.Namespace) -> Sizing:
         is_pool_given=bool(flags.max_tokens_in_paged_kv_cache),
         measured_at="" if capacity is None else "the running system",
     )
+
+
+def _most_seats(flags: argparse.Namespace, capacity: Capacity | None) -> int:
+    """Returns the seats of the smallest running executor, else the most that an executor has by itself."""
+    running = [] if capacity is None else [executor.seats_total for executor in capacity.executors]
+    return min(running, default=0) or most_seats("cuda" if flags.memory_gib is None else "cpu", flags.max_num_tokens)
 
 
 def _seats(flags: argparse.Namespace, pool: Pool, traffic: Traffic) -> tuple[str, SeatsHeld, SeatsHeld]:
@@ -256,7 +264,11 @@ def _add_pool_flags(group: argparse._ArgumentGroup) -> None:
         "--max-tokens-in-paged-kv-cache", type=_whole, default=0, metavar="N", help="size of the pool; default: all"
     )
     group.add_argument(
-        "--max-num-sequences", type=_whole, default=256, metavar="N", help="maximum number of seats; default: 256"
+        "--max-num-sequences",
+        type=_whole,
+        metavar="N",
+        help=f"maximum number of seats; default: that of an executor, {MOST_SEATS['cuda']} on a GPU, "
+        f"{MOST_SEATS['cpu']} on a CPU",
     )
     group.add_argument(
         "--max-num-tokens",

@@ -13,6 +13,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -50,6 +52,22 @@ SUPPORTED: dict[str, PretrainedConfig] = {
     "mistral-window": MistralConfig(**sizes(sliding_window=8)),
     "gemma2-window-softcap": Gemma2Config(**sizes(sliding_window=8, attn_logit_softcapping=2.0)),
     "gpt2": GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+    # The text of a model for text and images, whose image tokens are ids of its vocabulary.
+    "gemma3-vision": Gemma3Config(
+        text_config=Gemma3TextConfig(**sizes(sliding_window=8)),
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        boi_token_index=VOCABULARY_SIZE - 3,
+        image_token_index=VOCABULARY_SIZE - 2,
+        eoi_token_index=VOCABULARY_SIZE - 1,
+    ),
 }
 
 
@@ -80,6 +98,14 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, backend: st
 
     for output_ids, prompt in zip(together, prompts, strict=True):
         assert_same(output_ids, generate_alone(network, prompt, 20))
+
+
+def test_model_for_images_says_that_it_serves_text_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(save_model(SUPPORTED["gemma3-vision"], tmp_path / "tiny"))
+    assert "is served for text only; its weights for images or sound take memory and are not used" in caplog.text
+    caplog.clear()
+    load(save_model(SUPPORTED["llama"], tmp_path / "plain"))
+    assert "text only" not in caplog.text
 
 
 def test_logits_are_float32_and_only_of_the_rows_asked_for(tmp_path: Path) -> None:
@@ -118,6 +144,30 @@ def test_description_says_what_the_model_is(tmp_path: Path) -> None:
     )
     # Keys and values of 2 layers, 2 heads of 16 numbers of 4 bytes, 16 tokens.
     assert model.kv_bytes_per_block(16) == 2 * 2 * 2 * 16 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("generation", "words"),
+    [
+        ({"temperature": -1}, r"generation_config.json: temperature is -1; must be at least 0"),
+        ({"bad_words_ids": [[VOCABULARY_SIZE]]}, r"generation_config.json: bad_words_ids has token id 96 of 96"),
+    ],
+)
+def test_errors_of_other_files_do_not_blame_the_architecture(
+    tmp_path: Path, generation: dict[str, Any], words: str
+) -> None:
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(ModelError, match=f"^{words}"):
+        load(folder)
+
+
+def test_errors_of_settings_do_not_blame_the_architecture(tmp_path: Path) -> None:
+    folder = save_model(SUPPORTED["gpt2"], tmp_path / "tiny")
+    with pytest.raises(ModelError, match=r"^int8 weights need the native forward pass on a CPU, and the attention"):
+        load(folder, weight_dtype="int8")
+    with pytest.raises(ModelError, match=r"^int8 weights need the native forward pass on a CPU, and "):
+        load(folder, weight_dtype="int8", backend_name="cpu")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
+import torch
 
 from common.model_source import ModelError, load_tokenizer, resolve_model
 from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
+from executor.formats.loading import load_network
+from inflight.tools.sizing.model_shape import read_model_shape
 
 
 def write_folder(folder: Path, **files: str) -> Path:
@@ -62,6 +65,23 @@ def test_folder_of_the_default_models_name_goes_first(tmp_path: Path, monkeypatc
 def test_folder_is_served_under_its_name(tmp_path: Path) -> None:
     source = resolve_model(str(write_folder(tmp_path / "My-Model")))
     assert (source.name, source.folder, source.gguf_file) == ("My-Model", tmp_path / "My-Model", None)
+
+
+@pytest.mark.parametrize(
+    ("repository", "name"),
+    [("models--HuggingFaceTB--SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"), ("models--gpt2", "gpt2")],
+)
+def test_snapshot_of_the_hubs_cache_is_served_under_the_models_name(tmp_path: Path, repository: str, name: str) -> None:
+    # Given a snapshot as the hub's library writes it: links to files that are named by their content
+    blob = write_folder(tmp_path / repository / "blobs") / "config.json"
+    snapshot = tmp_path / repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "vocab_size": 9}
+    blob.write_text(json.dumps(config))
+    (snapshot / "config.json").symlink_to(blob)
+
+    assert resolve_model(str(snapshot)).name == name
+    assert read_model_shape(str(snapshot)).name == read_model_shape(str(snapshot / "config.json")).name == name
 
 
 def test_revision_follows_configuration_and_tokenizer_and_not_the_place(tmp_path: Path) -> None:
@@ -232,3 +252,53 @@ def test_generation_config_out_of_range_is_refused_by_name(tmp_path: Path, wrong
     folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(wrong)})
     with pytest.raises(ModelError, match=f"generation_config.json: {next(iter(wrong))} "):
         read_generation_defaults(folder)
+
+
+def test_tokenizer_that_needs_sentencepiece_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = resolve_model(str(write_folder(tmp_path / "model", **{"tokenizer.model": "x"})))
+    installed: set[str] = set()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    with pytest.raises(ModelError, match=r"has tokenizer.model and no tokenizer.json: `pip install sentencepiece`"):
+        load_tokenizer(source)
+    # Without a class, transformers would leave out the space in front of a text.
+    installed.add("sentencepiece")
+    for content in ("{}", '{"tokenizer_class": "PreTrainedTokenizerFast"}'):
+        (source.folder / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ModelError, match=r"tokenizer_config.json must name its tokenizer_class"):
+            load_tokenizer(source)
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with code of its own, for which transformers would ask in a terminal."""
+    folder = write_folder(tmp_path / "model", **{"own.py": f"open({str(tmp_path / 'ran')!r}, 'w')"})
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asked: {prompt}"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "odd", "auto_map": {"AutoConfig": "own.Config"}}, "cannot be loaded: it needs Python code"),
+        (
+            {"model_type": "clip_vision_model", "auto_map": {"AutoModelForCausalLM": "own.Model"}},
+            "'clip_vision_model' is not supported: it needs Python code",
+        ),
+    ],
+    ids=["configuration", "model"],
+)
+def test_code_of_a_model_is_refused_by_name_and_never_run(own_code: Path, config: dict[str, Any], words: str) -> None:
+    (own_code / "config.json").write_text(json.dumps(config))
+    write_safetensors(own_code / "model.safetensors", 4, 4)
+    with pytest.raises(ModelError, match=rf"{words} of its own \(auto_map\), which is never run"):
+        load_network(resolve_model(str(own_code)), torch.float32, torch.device("cpu"))
+    assert not (own_code.parent / "ran").exists()
+
+
+def test_code_of_a_tokenizer_is_refused_by_name_and_never_run(own_code: Path) -> None:
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}
+    (own_code / "config.json").write_text('{"model_type": "odd"}')
+    (own_code / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"'model' cannot be loaded: it needs Python code of its own \(auto_map\)"):
+        load_tokenizer(resolve_model(str(own_code)))
+    assert not (own_code.parent / "ran").exists()

@@ -28,6 +28,7 @@ from common.model_source import ModelError, resolve_model
 from executor.checkpoint.gguf import import_gguf
 from executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
 from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
+from executor.formats.folder import format_of
 from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
 from executor.formats.loading import describe_weights, load_network
 from executor.model.model import PagedModel
@@ -35,7 +36,9 @@ from inflight.cli import doctor
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.quantized_checkpoints import (
+    AUTO_ROUND,
     Encoder,
+    auto_round_config,
     awq,
     awq_config,
     compressed,
@@ -67,6 +70,11 @@ CASES: dict[str, tuple[Encoder, dict[str, Any]]] = {
     "gptq act-order, int8": (gptq(8, 64, has_act_order=True), gptq_config(8, 64, desc_act=True)),
     "gptq groups of 256": (gptq(4, 256), gptq_config(4, 256)),
     "awq": (awq(64), awq_config(64)),
+    "auto-round": (gptq(4, 64), auto_round_config("auto_round:auto_gptq", 64)),
+    "auto-round without a packing": (gptq(4, 64), auto_round_config(None, 64)),
+    "auto-round as awq": (awq(64), auto_round_config("auto_round:auto_awq", 64)),
+    "auto-round under the label gptq": (gptq(4, 64), gptq_config(4, 64, **AUTO_ROUND)),
+    "auto-round under the label awq": (awq(64), awq_config(64, zero_point=False, **AUTO_ROUND)),
     "packed int4": case_of("pack-quantized", num_bits=4, type="int", symmetric=True, **GROUP),
     "packed int4 with zeros": case_of("pack-quantized", num_bits=4, type="int", symmetric=False, **GROUP),
     "packed int8": case_of("pack-quantized", num_bits=8, type="int", symmetric=False, **CHANNEL),
@@ -134,6 +142,44 @@ def test_matrices_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     for key, weight in expected.items():
         # Packages round products to the type of the scales; here they are not rounded.
         assert torch.equal(found[key].to(weight.dtype), weight), key
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"failsafe": {"strategy": "rtn", "threshold": "1.0%"}},
+        {"dynamic": {"-:lm_head": {}, r"-:.*\.mlp\.gate$": {}}},
+        {"data_type": "int", "act_bits": 16},
+        AUTO_ROUND,
+    ],
+)
+def test_fields_that_change_no_number_are_accepted(fields: dict[str, Any], gptq_folder: Path, tmp_path: Path) -> None:
+    assert count_quantized(load(changed(gptq_folder, tmp_path / "model", **fields))) == 14
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"packing_format": "auto_round:gptqmodel"}, "packing_format 'auto_round:gptqmodel' is not supported"),
+        ({"packing_format": "auto_round:llm_compressor"}, "packing_format 'auto_round:llm_compressor' is not"),
+        ({"backend": "auto_round:exllamav2"}, "backend 'auto_round:exllamav2' is not supported"),
+        ({"extra_config": {"lm_head": {"bits": 8}}}, "extra_config has other settings for lm_head"),
+        ({"extra_config": {"lm_head": {"group_size": 32}}}, "extra_config has other settings for lm_head"),
+        ({"data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
+        ({"act_bits": 8}, "act_bits 8 is not supported"),
+        ({"bits": 2}, "bits 2 is not supported"),
+        ({"super_bits": 6}, "super_bits is not supported"),
+        ({"rotation_configs": [{}]}, "rotation_configs is not supported"),
+    ],
+)
+def test_auto_round_that_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        format_of(auto_round_config("auto_round:auto_gptq", 64) | fields)
+
+
+def test_layers_that_auto_round_leaves_dense_are_accepted() -> None:
+    config = auto_round_config("auto_round:auto_gptq", 64, extra_config={"lm_head": {"bits": 16, "data_type": "fp"}})
+    assert format_of(config).description == "GPTQ, 4 bits, groups of 64"
 
 
 def test_awq_has_the_numbers_of_another_reader() -> None:
@@ -238,11 +284,13 @@ def changed(folder: Path, target: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes' is not supported; only awq, "),
+        ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes' is not supported; only auto-round, "),
         ({"bits": 3}, "GPTQ checkpoint: bits 3 is not supported; only 4 or 8"),
         ({"bits": None}, "GPTQ checkpoint: bits is missing"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
         ({"dynamic": {"+:.*": {"bits": 8}}}, "GPTQ checkpoint: dynamic is not supported"),
+        ({"dynamic": {"-:lm_head": {}, ".*down.*": {"bits": 8}}}, "GPTQ checkpoint: dynamic is not supported"),
+        ({"data_type": "fp"}, "GPTQ checkpoint: data_type 'fp' is not supported"),
         ({"is_marlin_format": True}, "is_marlin_format True is not supported"),
         ({"group_size": 0}, "group_size 0 is neither -1 nor positive"),
         ({"group_size": 96}, "down_proj: 512 columns are not a multiple of groups of 96"),
@@ -364,7 +412,10 @@ def test_format_is_described_in_words(gptq_folder: Path, tmp_path: Path) -> None
         describe_weights(resolve_model(str(changed(gptq_folder, tmp_path / "model", bits=3))))
 
 
-@pytest.mark.parametrize("name", ["gptq int4", "gptq int8, whole rows", "awq", "packed int4 with zeros", "int8"])
+@pytest.mark.parametrize(
+    "name",
+    ["gptq int4", "gptq int8, whole rows", "awq", "auto-round", "auto-round as awq", "packed int4 with zeros", "int8"],
+)
 def test_size_counts_the_weights_of_a_quantized_folder(name: str, tmp_path: Path) -> None:
     encode, config = CASES[name]
     folder = save_quantized(tmp_path / "model", "llama", config, encode)

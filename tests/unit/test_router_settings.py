@@ -9,9 +9,10 @@ import pytest
 from common.settings import SettingError, describe, load
 from router.app import resume_tokens, store_settings_of
 from router.auth.resume_token import ResumeTokens
-from router.main import run_router
+from router.main import load_texts, run_router
 from router.settings import RouterSettings
 from router.store.settings import StoreSettings
+from tests.text_models import llama_like
 
 
 def test_defaults_are_those_of_the_store() -> None:
@@ -61,3 +62,21 @@ async def test_router_does_not_start_with_an_admission_file_that_is_wrong(tmp_pa
     path.write_text("[tenants.a]\nmax_running = -1")
     with pytest.raises(SettingError, match="line 2"):
         await run_router(RouterSettings(admission_file=path), {})
+
+
+@pytest.mark.parametrize("name", ["a,b", "a=b", "a, b=c,d"])
+def test_models_whose_paths_have_commas_or_equals_signs_are_served(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (name, "plain"):
+        llama_like().save_pretrained(folder)
+        (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')
+
+    def served(model: str) -> list[str]:
+        return [*load_texts(load(RouterSettings, "inflight router", ["--model", model]))]
+
+    assert served(f"./{name}") == served(str(tmp_path / name)) == [name]
+    assert served(f"mine=./{name}") == ["mine"]
+    assert served(f"./plain, ./{name},other=./plain") == ["plain", name, "other"]
+    assert served("one=./plain,two=./plain") == ["one", "two"]

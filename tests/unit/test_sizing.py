@@ -295,12 +295,26 @@ def test_size_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None
     assert sizing["executor_flags"][:2] == ["--dtype", "bfloat16"]
 
 
+@pytest.mark.parametrize(("flags", "seats"), [(["--gpu", "h100-80gb"], 256), (["--memory-gib", "64"], 64)])
+def test_size_assumes_the_seats_that_an_executor_has_by_itself(
+    flags: list[str], seats: int, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = json.loads(config_file.read_text()) | {"num_hidden_layers": 1}
+    config_file.write_text(json.dumps(tiny))
+    assert main(["size", "--json", "--model", str(config_file), *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["seats_per_replica"] == seats
+
+
 def test_size_takes_figures_of_a_running_system(capsys: pytest.CaptureFixture[str]) -> None:
     router = ScriptedRouter()
     router.capacity = inference_pb2.GetCapacityResponse(
         executors=[
-            inference_pb2.ExecutorCapacity(executor_id="e0", blocks_total=4000, block_size=32, step_ms=12.5),
-            inference_pb2.ExecutorCapacity(executor_id="e1", blocks_total=3000, block_size=32, step_ms=10.0),
+            inference_pb2.ExecutorCapacity(
+                executor_id="e0", blocks_total=4000, block_size=32, step_ms=12.5, seats_total=24
+            ),
+            inference_pb2.ExecutorCapacity(
+                executor_id="e1", blocks_total=3000, block_size=32, step_ms=10.0, seats_total=32
+            ),
         ]
     )
     with serving(router) as address:
@@ -309,6 +323,7 @@ def test_size_takes_figures_of_a_running_system(capsys: pytest.CaptureFixture[st
         sizing = json.loads(capsys.readouterr().out)
         assert (sizing["pool"]["num_blocks"], sizing["pool"]["tokens_per_block"]) == (3000, 32)
         assert sizing["speed"]["step_ms"] == 12.5
+        assert sizing["seats_per_replica"] == 24
         assert sizing["demand"]["seats_busy"] == pytest.approx(4 * 200 * 0.0125)
 
 

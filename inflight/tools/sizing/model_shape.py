@@ -12,7 +12,7 @@ from typing import Any
 
 from common.gguf_header import GgufHeader
 from common.kv_size import numbers_of_ranks
-from common.model_source import HUB_NAME, ModelError, read_gguf, read_json, resolve_model
+from common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
 from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.weights import Role, Weights, computed_weights, weights_of_folder, weights_of_gguf
 
@@ -64,9 +64,9 @@ def read_model_shape(model: str) -> ModelShape:
         gguf_files = sorted(path.glob("*.gguf"))
         if not (path / "config.json").is_file() and len(gguf_files) == 1:
             return _of_gguf(gguf_files[0], read_gguf(gguf_files[0]))
-        return _of_folder(path.resolve().name, path / "config.json")
+        return _of_folder(folder_name(path), path / "config.json")
     if path.is_file():
-        return _of_folder(path.resolve().parent.name, path)
+        return _of_folder(folder_name(path.parent), path)
     if model.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(model):
         raise ModelError(f"model {model!r}: there is no such folder or file")
     return _of_folder(model, _hub_folder(model) / "config.json")

@@ -133,6 +133,8 @@ def weights_of_folder(folder: Path, config: Mapping[str, Any]) -> Weights | None
     """Counts the weights in the headers of the safetensors files; None if one or all are missing."""
     index = read_json(folder / "model.safetensors.index.json")
     names = sorted(set(index.get("weight_map", {}).values())) or [path.name for path in folder.glob("*.safetensors")]
+    if "model.safetensors" in names:
+        names = ["model.safetensors"]  # others are those of an adapter, or the same weights in another form
     if not names or not all((folder / name).is_file() for name in names):
         return None
     quantization = _Quantization(config)
@@ -177,7 +179,10 @@ class _Quantization:
         groups = [*(fields.get("config_groups") or {}).values()]
         weights = groups[0]["weights"] if groups else fields
         self._is_quantized = bool(fields)
-        self._has_row_words = fields.get("quant_method") == "awq"
+        self._has_row_words = "awq" in (
+            fields.get("quant_method"),
+            str(fields.get("packing_format")).rpartition("_")[2],
+        )
         self._is_float = weights.get("type") == "float"
         self._bits = max(1, int(weights.get("num_bits", 8) if groups else weights.get("bits", 8)))
         self._group_size = int(weights.get("group_size") or -1)

@@ -31,8 +31,9 @@ from tests.deploy.manifests import (
 from tests.deploy.rules import ALERTS, COPY, DASHBOARD, RULES, rules_of
 from tests.deploy.test_manifests import settings_of
 
-# The oldest with `preStop: sleep` on by default; image volumes, which `ha` mounts, came one later.
-OLDEST = {"ha": "1.31"}
+# The oldest with `preStop: sleep` on by default; image volumes, which `ha` mounts, came later, and
+# with `subPath` in 1.33.
+OLDEST = {"ha": "1.33"}
 NEWEST = kubernetes_validate.latest_version()
 
 

@@ -246,7 +246,7 @@ class Node:
 
 def _mounted(volumes: Mapping[str, Path], mount: Object) -> Path:
     """Returns the part of a volume that a container sees."""
-    return volumes[mount["name"]] / mount.get("subPath", "")
+    return volumes[mount["name"]].joinpath(mount.get("subPath", ""))
 
 
 def _replaced(text: str, replaced: Mapping[str, str]) -> str:

@@ -165,7 +165,7 @@ async def test_replica_of_a_master_that_is_not_the_sentinels_fails_its_probe_and
         password = on.overlay.content("Secret", "inflight-redis-server")["sentinel-password"].decode()
         async with Redis(host=replica.address, username="sentinel", password=password) as redis:
             # When a replica follows a server that is gone, as one that started during a failover does
-            await redis.execute_command("SLAVEOF", NO_SERVER, 6379)
+            await redis.slaveof(NO_SERVER, 6379)
             # Then it has failed
             assert not await replica.probe("livenessProbe")
             # And neither have the others

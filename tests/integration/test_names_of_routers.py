@@ -30,15 +30,15 @@ class Dns(asyncio.DatagramProtocol):
     def connection_made(self, transport: asyncio.DatagramTransport) -> None:  # type: ignore[override]
         self._transport = transport
 
-    def datagram_received(self, data: bytes, address: tuple[str | None, int]) -> None:
+    def datagram_received(self, asked: bytes, address: tuple[str | None, int]) -> None:
         assert self._transport is not None
-        end = data.index(0, 12) + 5  # of the question: the name's labels, a type and a class
-        (kind,) = struct.unpack(">H", data[end - 4 : end - 2])
+        end = asked.index(0, 12) + 5  # of the question: the name's labels, a type and a class
+        (kind,) = struct.unpack(">H", asked[end - 4 : end - 2])
         answer = b"\xc0\x0c" + struct.pack(">HHIH4B", TYPE_A, 1, 0, 4, 127, 0, 0, 1)
         answers = answer if self.is_known and kind == TYPE_A else b""
         code = 0 if self.is_known else self._failure
-        header = data[:2] + struct.pack(">5H", 0x8180 | code, 1, int(bool(answers)), 0, 0)
-        self._transport.sendto(header + data[12:end] + answers, address)
+        header = asked[:2] + struct.pack(">5H", 0x8180 | code, 1, int(bool(answers)), 0, 0)
+        self._transport.sendto(header + asked[12:end] + answers, address)
 
 
 @pytest.fixture(params=[NO_SUCH_NAME, NO_ADDRESS], ids=["no such name", "no address"])

@@ -15,6 +15,7 @@ from gateway.answers import FinishedChoice, shown_usage
 from gateway.conversion import ApiRequest
 from gateway.event_ids import Place
 from gateway.logprobs import prompt_positions
+from gateway.metrics import Metrics
 from inflight import AsyncClient, AsyncStream
 from inflight.events import (
     Accepted,
@@ -35,10 +36,11 @@ MAX_KEYS = 4
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source of the events: the routers, and the metadata of this client's calls."""
+    """Source of the events: the routers, the metadata of this client's calls, and where they are counted."""
 
     client: AsyncClient
     metadata: Mapping[str, str]
+    metrics: Metrics
 
     async def begun(self, request: inference_pb2.GenerateRequest, *, takes_back: bool) -> AsyncGenerator[Event, None]:
         """Yields the events of a new request. With `takes_back`, a further `Accepted` makes the events before it void.
@@ -50,7 +52,7 @@ class Source:
             is_last = number == MAX_KEYS - 1 or not request.idempotency_key
             stream = self.client.send(_with_key(request, number), metadata=self.metadata)
             has_output, was_cancelled = False, False
-            async with aclosing(stream.events()) as events:
+            async with aclosing(self._counted(stream)) as events:
                 async for event in events:
                     has_output = has_output or isinstance(event, Delta | Prompt)
                     if not is_last and _is_cancelled(event) and (takes_back or not has_output):
@@ -69,9 +71,17 @@ class Source:
             text_bytes=[place.text_bytes for place in places],
             metadata=self.metadata,
         )
-        async with aclosing(stream.events()) as events:
+        async with aclosing(self._counted(stream)) as events:
             async for event in events:
                 yield event
+
+    async def _counted(self, stream: AsyncStream) -> AsyncGenerator[Event, None]:
+        with self.metrics.generating() as begin:
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    if isinstance(event, Delta | Prompt):
+                        begin()
+                    yield event
 
     async def collected(self, api_request: ApiRequest) -> list[tuple[list[FinishedChoice], Usage]]:
         """Returns the choices and the usage of every prompt. Raises as `begun`, and cancels the others then."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -28,12 +28,36 @@ class Metrics:
             registry=self.registry,
             buckets=BUCKETS_S,
         )
+        self._waiting = Gauge(
+            "inflight_gateway_requests_waiting", "Requests at routers without output yet.", registry=self.registry
+        )
+        self._running = Gauge(
+            "inflight_gateway_requests_running", "Requests at routers with output.", registry=self.registry
+        )
         self._streams = Gauge("inflight_gateway_streams", "Responses that are being streamed.", registry=self.registry)
 
     def ended(self, route: str, status: int, seconds: float) -> None:
         """Counts an HTTP request that has ended."""
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
+
+    @contextmanager
+    def generating(self) -> Iterator[Callable[[], None]]:
+        """Counts a request to the routers: as waiting, and from the call of the yielded function on as running."""
+        counted = self._waiting
+
+        def begin() -> None:
+            nonlocal counted
+            if counted is self._waiting:
+                counted.dec()
+                counted = self._running
+                counted.inc()
+
+        counted.inc()
+        try:
+            yield begin
+        finally:
+            counted.dec()
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

@@ -84,7 +84,7 @@ class GatewayService:
             raise form.refusal(error) from None
 
     async def _complete(self, request: Request, convert: Convert) -> ASGIApp:
-        source = Source(self._client, _metadata(request))
+        source = Source(self._client, _metadata(request), self._metrics)
         api_request, form = convert(await self._body(request), _key(request))
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id is not None:

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2
 
 from inflight import requests
 from inflight.access import UNARY_TIMEOUT_S, AccessOptions, open_access
-from inflight.aio_connection import CALL_FAILURES, AsyncConnection, AsyncStreamCalls, error_of
+from inflight.aio_connection import CALL_FAILURES, AsyncConnection, AsyncStreamCalls
 from inflight.aio_stream import AsyncStream
 from inflight.beams.search import Beam, BeamParams, BeamSearch, EarlyStopping
 from inflight.catalogue import (
@@ -35,7 +35,6 @@ from inflight.catalogue import (
     decode_standing,
     decode_state,
 )
-from inflight.errors import from_rpc_error
 from inflight.events import Completion, Logprob
 from inflight.recovery import Recovery, RecoveryPolicy, new_idempotency_key
 from inflight.statistics import Statistics, decode_stats, stats_request
@@ -306,7 +305,8 @@ class AsyncClient:
         """Returns whether the router that answers has an executor."""
         try:
             answer = await self._connection.health_stub().Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-        except grpc.RpcError:
+        except grpc.RpcError as error:
+            self._connection.error_of(error)
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -334,7 +334,7 @@ class AsyncClient:
             async for wire in call:
                 yield decode_stats(wire)
         except CALL_FAILURES as failure:
-            raise error_of(failure) from None
+            raise self._connection.error_of(failure) from None
         finally:
             call.cancel()
 
@@ -343,4 +343,4 @@ class AsyncClient:
         try:
             return await call(request, timeout=timeout, metadata=self._connection.metadata(metadata))
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._connection.error_of(error) from None

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self, TextIO
 
-from inflight.aio_connection import CALL_FAILURES, AsyncCancelFlag, AsyncStreamCalls, error_of
+from inflight.aio_connection import CALL_FAILURES, AsyncCancelFlag, AsyncStreamCalls
 from inflight.errors import InflightError
 from inflight.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
 from inflight.recovery import Again, Recovery
@@ -56,7 +56,7 @@ class AsyncStream:
                         for event in self._recovery.take(response.event, time.monotonic()):
                             yield event
                 except CALL_FAILURES as failure:
-                    error = error_of(failure)
+                    error = self._calls.error_of(failure)
                 if not await self._goes_on(error):
                     return
         finally:

@@ -88,6 +88,11 @@ def names_no_host(error: InflightError) -> bool:
     return unresolved_target(error) is not None and any(text in description for text in _UNKNOWN_NAME)
 
 
+# gRPC asks DNS again after 1 s, then after 1.6 times as long each time, up to 2 minutes, and has no setting for that.
+# After this time a client opens another channel, which asks at once.
+RESOLVE_AGAIN_S = 5.0
+
+
 def client_closed() -> InflightError:
     """Returns the error of a stream whose client was closed."""
     return InflightError(grpc.StatusCode.CANCELLED, "the client was closed")

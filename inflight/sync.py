@@ -34,11 +34,10 @@ from inflight.catalogue import (
     decode_standing,
     decode_state,
 )
-from inflight.errors import from_rpc_error
 from inflight.events import Completion, Logprob
 from inflight.recovery import Recovery, RecoveryPolicy, new_idempotency_key
 from inflight.statistics import Statistics, decode_stats, stats_request
-from inflight.sync_connection import CALL_FAILURES, Connection, StreamCalls, error_of
+from inflight.sync_connection import CALL_FAILURES, Connection, StreamCalls
 from inflight.sync_stream import Stream
 from inflight.v1 import inference_pb2
 
@@ -304,7 +303,8 @@ class Client:
         """Returns whether the router that answers has an executor."""
         try:
             answer = self._connection.health_stub().Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-        except grpc.RpcError:
+        except grpc.RpcError as error:
+            self._connection.error_of(error)
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -332,7 +332,7 @@ class Client:
             for wire in call:
                 yield decode_stats(wire)
         except CALL_FAILURES as failure:
-            raise error_of(failure) from None
+            raise self._connection.error_of(failure) from None
         finally:
             call.cancel()
 
@@ -341,4 +341,4 @@ class Client:
         try:
             return call(request, timeout=timeout, metadata=self._connection.metadata(metadata))
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._connection.error_of(error) from None

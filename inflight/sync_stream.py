@@ -16,7 +16,7 @@ from typing import Self, TextIO
 from inflight.errors import InflightError
 from inflight.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
 from inflight.recovery import Again, Recovery
-from inflight.sync_connection import CALL_FAILURES, CancelFlag, StreamCalls, error_of
+from inflight.sync_connection import CALL_FAILURES, CancelFlag, StreamCalls
 
 
 class Stream:
@@ -56,7 +56,7 @@ class Stream:
                     for response in self._call:
                         yield from self._recovery.take(response.event, time.monotonic())
                 except CALL_FAILURES as failure:
-                    error = error_of(failure)
+                    error = self._calls.error_of(failure)
                 if not self._goes_on(error):
                     return
         finally:

@@ -7,7 +7,8 @@ What stands for what, and nothing else differs:
     0.0.0.0                         the pod's address
     a Service's or pod's name       the addresses of its pods, those that will be started later, too
     Secret, ConfigMap, emptyDir     folders of the pod's own; paths in values and in ConfigMaps' files follow
-    models on a claim or image      a folder with a tiny model under the name that the overlay gives it
+    models on a claim               a folder with a tiny model under the name that the overlay gives it
+    models from an image            the same folder as /models of the image, whose root is the volume
     inflight, valkey-server         this repository; the Redis of this machine
     an image, where there are any   a root file system of the image, see `images.py`; mounts, user and files' modes as
                                     the manifest says, and the models of their own image
@@ -25,7 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Pod:
     log: Path
     image: Image | None = None
     process: asyncio.subprocess.Process | None = None
+    # Starts a command with the files and the environment of its container.
+    run: Callable[[Sequence[str]], Awaitable[asyncio.subprocess.Process]] | None = None
 
     @property
     def container(self) -> Object:
@@ -64,10 +67,18 @@ class Pod:
         (container,) = self.spec["containers"]
         return dict(container)
 
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """What its containers may read of it by `fieldRef`."""
+        return {"metadata.name": self.name, "status.podIP": self.address}
+
     async def probe(self, kind: str) -> bool:
-        """Probes once, as a kubelet does: over the pod's address, in the clear."""
+        """Probes once, as a kubelet does: over the pod's address, in the clear, or by a command in the container."""
         probe = self.container[kind]
         timeout_s = 60.0  # not the manifest's: what it says of time would be about this machine
+        if "exec" in probe:
+            assert self.run is not None
+            return await (await self.run(probe["exec"]["command"])).wait() == 0
         if "grpc" in probe:
             return await _grpc_serves(
                 f"{self.address}:{probe['grpc']['port']}", probe["grpc"].get("service", ""), timeout_s
@@ -101,6 +112,15 @@ class Pod:
         finally:
             self.kill()
 
+    async def restart(self) -> None:
+        """Starts its container, as a kubelet does after a failed liveness probe: what was running ends at once."""
+        self.kill()
+        if self.process is not None:
+            await self.process.wait()
+        assert self.run is not None
+        container = self.container
+        self.process = await self.run([*container["command"], *container.get("args", ())])
+
     def kill(self) -> None:
         """Ends it at once, if it has not ended."""
         if self.process is not None and self.process.returncode is None:
@@ -129,7 +149,12 @@ class Node:
         for container in spec.get("initContainers", ()):
             process = await self._run(container, pod, volumes)
             assert await process.wait() == 0, pod.log.read_text()
-        pod.process = await self._run(pod.container, pod, volumes)
+
+        async def run(command: Sequence[str]) -> asyncio.subprocess.Process:
+            return await self._run({**pod.container, "command": command, "args": ()}, pod, volumes)
+
+        pod.run = run
+        await pod.restart()
         self.pods.append(pod)
         return pod
 
@@ -147,9 +172,11 @@ class Node:
 
     def _make(self, volume: Object, folder: Path, pod: Pod) -> Path:
         """The folder that stands for a volume."""
-        if "persistentVolumeClaim" in volume or "image" in volume:
+        if "persistentVolumeClaim" in volume:
             return self.models
         folder.mkdir(parents=True)
+        if "image" in volume:
+            (folder / "models").symlink_to(self.models)
         if pod.image is not None and "emptyDir" in volume:
             os.chown(folder, -1, pod.spec["securityContext"]["fsGroup"])
             folder.chmod(0o2777)
@@ -173,7 +200,7 @@ class Node:
             return await self._run_image(image, container, pod, volumes)
         environment = {
             name: self._mapped(value, pod, container, volumes)
-            for name, value in environment_of(self.overlay, container, {"metadata.name": pod.name}).items()
+            for name, value in environment_of(self.overlay, container, pod.fields).items()
         }
         words = [expanded(word, environment) for word in (*container["command"], *container.get("args", ()))]
         program, *arguments = (self._mapped(word, pod, container, volumes) for word in words)
@@ -187,15 +214,14 @@ class Node:
         security, names = pod.spec["securityContext"], {**self.names, "0.0.0.0": pod.address}
         assert image.settings["User"] == f"{security['runAsUser']}:{security['runAsGroup']}"
         environment = {
-            name: _replaced(value, names)
-            for name, value in environment_of(self.overlay, container, {"metadata.name": pod.name}).items()
+            name: _replaced(value, names) for name, value in environment_of(self.overlay, container, pod.fields).items()
         }
         words = [
             _replaced(expanded(word, environment), names)
             for word in (*container["command"], *container.get("args", ()))
         ]
         mounts = [
-            Mount(volumes[mount["name"]], mount["mountPath"], "ro" if mount.get("readOnly") else "rw")
+            Mount(_mounted(volumes, mount).resolve(), mount["mountPath"], "ro" if mount.get("readOnly") else "rw")
             for mount in container["volumeMounts"]
         ]
         command = image.command(words, _of_this_machine(container, environment), mounts, pod.name)
@@ -209,13 +235,18 @@ class Node:
         if container is None:  # a file of a ConfigMap, which the pod's only container reads
             container = pod.container
         for mount in container.get("volumeMounts", ()):
-            folder = pod.log.parent / pod.name / mount["name"] if volumes is None else volumes[mount["name"]]
+            folder = pod.log.parent / pod.name / mount["name"] if volumes is None else _mounted(volumes, mount)
             replaced[mount["mountPath"]] = str(folder)
         if container is not pod.container and "/models" not in {
             mount["mountPath"] for mount in container["volumeMounts"]
         }:
             replaced["/models"] = str(self.models)  # of the init container's own image
         return _replaced(text, replaced)
+
+
+def _mounted(volumes: Mapping[str, Path], mount: Object) -> Path:
+    """Returns the part of a volume that a container sees."""
+    return volumes[mount["name"]].joinpath(mount.get("subPath", ""))
 
 
 def _replaced(text: str, replaced: Mapping[str, str]) -> str:

@@ -56,10 +56,9 @@ DROPPED = {
     "app.kubernetes.io/part-of",
     "app.kubernetes.io/version",
     "helm.sh/chart",
-    "checksum/config",  # restarts pods, as kustomize's hash in the names of ConfigMaps does
     "helm.sh/resource-policy",  # keeps the claim when the release is uninstalled
 }
-HASH = re.compile(r"(inflight-(?:router|gateway|executor|model|redis)(?:-small|-large)?)-[a-z0-9]{10}")
+HASH = re.compile(r"((?:blue-)?inflight-(?:router|gateway|executor|model|redis)(?:-small|-large)?)-[a-z0-9]{10}")
 IN_QUERIES = ',app_kubernetes_io_instance="inflight"'
 # The default policies apply to the release's pods; in an overlay to all of the namespace, which is its own.
 PODS_OF_THE_RELEASE = {"matchLabels": {"app.kubernetes.io/name": "inflight"}}
@@ -107,6 +106,16 @@ def _normal(value: Any) -> Any:
 
 def names(objects: Iterable[Object]) -> set[tuple[str, str]]:
     return {(one["kind"], one["metadata"]["name"]) for one in objects}
+
+
+def named(objects: Iterable[Object], kind: str, name: str) -> Object:
+    (found,) = (one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def pod_specs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The pods' templates of a release `inflight`, by the names of their workloads."""
+    return {one["metadata"]["name"]: one["spec"]["template"] for one in template(values) if one["kind"] in WORKLOADS}
 
 
 def test_values_files_and_defaults_are_valid() -> None:
@@ -201,9 +210,9 @@ def test_two_releases_in_one_namespace_share_nothing() -> None:
     assert not first & second
     assert {
         name.replace("inflight.blue-inflight", "inflight.inflight").replace("blue-inflight", "inflight")
-        for _, name in second
+        for name in map(without_hash, second)
         if "download" not in name
-    } == {name for _, name in first if "download" not in name}
+    } == {name for name in map(without_hash, first) if "download" not in name}
     for one, other in (releases, releases[::-1]):
         pods = [pod_labels(found) for found in one if found["kind"] in WORKLOADS]
         for found in other:
@@ -212,6 +221,159 @@ def test_two_releases_in_one_namespace_share_nothing() -> None:
         assert not {name for found in one for name in secrets_of(found)} & {
             name for found in other for name in secrets_of(found)
         }
+
+
+def without_hash(kind_and_name: tuple[str, str]) -> str:
+    hashed = HASH.fullmatch(kind_and_name[1])
+    return hashed[1] if hashed else kind_and_name[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "restarted"),
+    [
+        ({"gateway": {"settings": {"INFLIGHT_LOG_LEVEL": "debug"}}}, {"inflight-gateway"}),
+        ({"router": {"settings": {"INFLIGHT_LOG_LEVEL": "debug"}}}, {"inflight-router"}),
+        ({"executor": {"settings": {"INFLIGHT_LOG_LEVEL": "debug"}}}, {"inflight-executor"}),
+        ({"pools": {"main": {"model": "/models/b"}}}, {"inflight-router", "inflight-executor"}),
+        # Redis holds the ledger: what concerns processes of inflight does not restart it.
+        *(
+            (
+                {"defaults": {key: value}},
+                {"inflight-router", "inflight-gateway", "inflight-executor", "inflight-pod-costs"},
+            )
+            for key, value in (
+                ("extraEnv", [{"name": "A", "value": "b"}]),
+                ("podAnnotations", {"example.org/restarted": "1"}),
+                ("podLabels", {"example.org/team": "llm"}),
+                ("resources", {"requests": {"cpu": "2"}}),
+            )
+        ),
+    ],
+)
+def test_change_of_values_restarts_only_what_it_concerns(changed: dict[str, Any], restarted: set[str]) -> None:
+    before, after = pod_specs(MODEL), pod_specs({**MODEL, **changed})
+    assert {name for name in before if before[name] != after[name]} == restarted
+
+
+@pytest.mark.slow
+def test_pods_use_the_config_maps_that_are_there() -> None:
+    objects = template(EVERYTHING)
+    maps = {one["metadata"]["name"] for one in objects if one["kind"] == "ConfigMap"}
+    used = set()
+    for one in objects:
+        if one["kind"] in WORKLOADS:
+            pod = one["spec"]["template"]["spec"]
+            used |= {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume}
+            for container in pod["containers"]:
+                used |= {source["configMapRef"]["name"] for source in container.get("envFrom", ())}
+    assert used <= maps
+    assert {name for name in maps - used if "dashboard" not in name} == set()
+    assert all(HASH.fullmatch(name) for name in used)
+
+
+@pytest.mark.slow
+def test_only_the_api_is_published() -> None:
+    objects = template(EVERYTHING)
+    ingress, route = (named(objects, kind, "inflight-gateway") for kind in ("Ingress", "HTTPRoute"))
+    (rule,) = ingress["spec"]["rules"]
+    assert [path["path"] for path in rule["http"]["paths"]] == ["/v1"]
+    (rule,) = route["spec"]["rules"]
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
+
+
+WORKLOAD_VALUES: dict[str, Any] = {
+    "serviceAccountName": "team",
+    "dnsConfig": {"options": [{"name": "ndots", "value": "2"}]},
+    "strategy": {"type": "RollingUpdate"},
+    "minReadySeconds": 7,
+    "livenessProbe": {"failureThreshold": 99},
+    "extraContainers": [{"name": "beside", "image": "busybox:1.37.0"}],
+    "tolerations": [{"key": "team", "operator": "Exists"}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("component", ["router", "gateway", "executor", "redis", "redis.sentinel"])
+def test_values_of_a_workload_change_that_workload(component: str) -> None:
+    changed: dict[str, Any] = WORKLOAD_VALUES
+    for key in reversed(component.split(".")):
+        changed = {key: changed}
+    values = EVERYTHING | changed | ({"redis": {"mode": "sentinel"} | changed["redis"]} if "redis" in changed else {})
+    kind = "StatefulSet" if "redis" in component else "Deployment"
+    name = f"inflight-{component.rpartition('.')[2]}"
+    plain, found = (named(template(one), kind, name)["spec"] for one in (EVERYTHING, values))
+    pod, container = found["template"]["spec"], found["template"]["spec"]["containers"][0]
+    assert (pod["serviceAccountName"], pod["dnsConfig"]) == ("team", WORKLOAD_VALUES["dnsConfig"])
+    assert pod["tolerations"] == plain["template"]["spec"].get("tolerations", []) + WORKLOAD_VALUES["tolerations"]
+    assert found["strategy" if kind == "Deployment" else "updateStrategy"] == {"type": "RollingUpdate"}
+    assert found["minReadySeconds"] == 7
+    before = plain["template"]["spec"]["containers"][0]["livenessProbe"]
+    assert container["livenessProbe"] == before | {"failureThreshold": 99}
+    assert pod["containers"][1]["name"] == "beside"
+
+
+@pytest.mark.slow
+def test_routers_get_a_public_service_beside_the_headless_one() -> None:
+    annotations = {"example.org/balancer": "internal"}
+    objects = template({**MODEL, "router": {"service": {"type": "LoadBalancer", "annotations": annotations}}})
+    headless, public = (named(objects, "Service", name) for name in ("inflight-router", "inflight-router-public"))
+    assert headless["spec"]["clusterIP"] == "None"
+    assert (public["spec"]["type"], public["metadata"]["annotations"]) == ("LoadBalancer", annotations)
+    assert public["spec"]["selector"] == headless["spec"]["selector"]
+    assert "clusterIP" not in public["spec"]
+
+
+@pytest.mark.slow
+def test_other_dns_servers_a_collector_and_more_objects_are_values() -> None:
+    cache = {"ipBlock": {"cidr": "169.254.20.10/32"}}
+    more = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}, "data": {"a": "b"}}
+    values = {
+        **MODEL,
+        "networkPolicy": {"dns": [cache], "dnsPorts": [53, 5353]},
+        "otel": {"endpoint": "http://collector.monitoring.svc:4317", "to": [{"namespaceSelector": {}}]},
+        "extraObjects": [more],
+    }
+    objects = template(values)
+    assert more in objects
+    (rule,) = named(objects, "NetworkPolicy", "inflight-dns")["spec"]["egress"]
+    assert cache in rule["to"]
+    assert {port["port"] for port in rule["ports"]} == {53, 5353}
+    (rule,) = named(objects, "NetworkPolicy", "inflight-traces")["spec"]["egress"]
+    assert rule == {"ports": [{"protocol": "TCP", "port": 4317}], "to": [{"namespaceSelector": {}}]}
+    exporting = [
+        one["metadata"]["name"] for one in objects if "INFLIGHT_OTLP_ENDPOINT" in one.get("data", {}) and one != more
+    ]
+    assert {without_hash(("ConfigMap", name)) for name in exporting} == {"inflight-router", "inflight-executor"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["inflight", "blue"])
+def test_pod_costs_expects_the_name_in_the_routers_certificate(release: str) -> None:
+    name = "inflight-pod-costs" if release == "inflight" else "blue-inflight-pod-costs"
+    deployment = named(template(MODEL, release), "Deployment", name)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    environment = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert environment[SERVER_NAME_VARIABLE] == "inflight-router"
+    assert environment[ADDRESS_VARIABLE] == f"dns:///{name.removesuffix('pod-costs')}router:50051"
+
+
+@pytest.mark.slow
+def test_sentinel_mode_prefers_separate_nodes_where_the_values_say_so() -> None:
+    for preferred in (False, True):
+        redis = {"mode": "sentinel", "antiAffinity": "preferred" if preferred else "required"}
+        objects = template({**MODEL, "redis": redis})
+        for name in ("inflight-redis", "inflight-sentinel"):
+            apart = named(objects, "StatefulSet", name)["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+            assert list(apart) == [f"{'preferred' if preferred else 'required'}DuringSchedulingIgnoredDuringExecution"]
+
+
+@pytest.mark.slow
+def test_pull_policy_is_that_of_every_container_of_an_image_of_inflight() -> None:
+    values = {**MODEL, "models": {"source": "copy"}, "image": {"pullPolicy": "Always"}}
+    for found in pod_specs(values).values():
+        for container in (*found["spec"].get("initContainers", ()), *found["spec"]["containers"]):
+            assert container["imagePullPolicy"] == "Always"
 
 
 @pytest.mark.slow
@@ -389,7 +551,7 @@ def test_valid_values_render_to_objects_that_kubernetes_accepts(values: dict[str
     assert len(names(rendered)) == len(rendered)
     for found in rendered:
         check(found, NEWEST)
-        assert len(found["metadata"]["name"]) <= 63 or found["kind"] == "PriorityClass"
+        assert len(found["metadata"]["name"]) <= 63 or found["kind"] in ("PriorityClass", "ConfigMap")
     for workload in (found for found in rendered if found["kind"] in WORKLOADS):
         assert matches(workload["spec"]["selector"], pod_labels(workload))
 

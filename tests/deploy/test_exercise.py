@@ -13,13 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from redis.asyncio import Redis
 
 from bench.fleet.tiny_model import write_tiny_model
 from inflight import AsyncClient
 from inflight.events import Completion, FinishReason
 from tests.deploy.images import NEEDS_IMAGES, Image
 from tests.deploy.kubelet import Node, Pod, addresses_of
-from tests.deploy.manifests import OVERLAYS, Overlay, environment_of, needs_kubectl, overlay
+from tests.deploy.manifests import OVERLAYS, WORKLOADS, Overlay, environment_of, needs_kubectl, overlay
 
 pytestmark = needs_kubectl
 
@@ -28,6 +29,7 @@ EXECUTORS = ("127.1.0.3", "127.1.0.4", "127.1.0.5")
 GATEWAY = "127.1.0.6"
 REDIS = ("127.1.0.7", "127.1.0.8", "127.1.0.9")
 SENTINELS = ("127.1.0.10", "127.1.0.11", "127.1.0.12")
+NO_SERVER = "127.1.0.13"
 MODELS = ("smollm2-135m-instruct", "Qwen2.5-7B-Instruct", "small", "large")
 TIMEOUT_S = 240.0
 MAX_TOKENS = 24
@@ -80,7 +82,7 @@ async def start_redis(on: Node) -> list[Pod]:
     """Every pod of Redis, and of Sentinel where there are any."""
     pods = []
     for component, addresses in (("redis", REDIS), ("sentinel", SENTINELS)):
-        for workload in on.overlay.of_kind("StatefulSet"):
+        for workload in on.overlay.of_kind(*WORKLOADS):
             if workload["metadata"]["name"] != f"inflight-{component}":
                 continue
             for index in range(workload["spec"]["replicas"]):
@@ -150,6 +152,28 @@ async def test_overlay_starts_is_probed_answers_and_ends(name: str, tmp_path: Pa
         # And every process ends within its grace when it is told to
         for pod in (gateway, router, *executors):
             assert await pod.delete() == 0, pod.log.read_text()
+
+
+async def test_replica_of_a_master_that_is_not_the_sentinels_fails_its_probe_and_is_right_after_a_restart(
+    tmp_path: Path, models: Path
+) -> None:
+    async with node("ha", tmp_path, models) as on:
+        pods = await start_redis(on)
+        for pod in pods:
+            await pod.wait_until_ready()
+        replica = pods[1]
+        password = on.overlay.content("Secret", "inflight-redis-server")["sentinel-password"].decode()
+        async with Redis(host=replica.address, username="sentinel", password=password) as redis:
+            # When a replica follows a server that is gone, as one that started during a failover does
+            await redis.slaveof(NO_SERVER, 6379)
+            # Then it has failed
+            assert not await replica.probe("livenessProbe")
+            # And neither have the others
+            assert all([await pod.probe("livenessProbe") for pod in (pods[0], pods[2])])
+            # And its successor follows the master
+            await replica.restart()
+            await replica.wait_until_ready()
+            assert (await redis.info("replication"))["master_host"] == REDIS[0]
 
 
 class Load:

@@ -39,8 +39,8 @@ SETTINGS: dict[str, type[ProcessSettings]] = {
     "gateway": GatewaySettings,
 }
 # Of the command line's client, which is no process with settings.
-CLIENT_VARIABLES = {ADDRESS_VARIABLE, flags.API_KEY_VARIABLE, flags.CA_FILE_VARIABLE}
-FIELDS = {"metadata.name": "a-pod"}
+CLIENT_VARIABLES = {ADDRESS_VARIABLE, flags.API_KEY_VARIABLE, flags.CA_FILE_VARIABLE, flags.SERVER_NAME_VARIABLE}
+FIELDS = {"metadata.name": "a-pod", "status.podIP": "10.0.0.1"}
 # Where the manifests put what several processes read; see deploy/Dockerfile.
 SERVICES = {"router": "inflight.v1.InferenceService", "executor": "inflight.v1.ExecutorService"}
 # The process ends this long after it has drained, at the latest.
@@ -280,7 +280,7 @@ PORTS = {
     "gateway": {8000},
     "redis": {6379},
     "sentinel": {26379},
-    "pod-costs": set[int](),
+    "pod-costs": {8080},
 }
 OUTSIDE = (
     PodKind("client", {"inflight-client": "true"}, frozenset({80}), "apps"),

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import ssl
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import grpc
 import pytest
 
+from common.rpc.server import bind
 from inflight import Client
 from inflight.catalogue import Capacity, ExecutorCapacity
 from inflight.cli.deploy.pod_costs import DEFAULT_SELECTOR
@@ -22,6 +25,7 @@ from inflight.errors import InflightError
 from inflight.local.certificates import make_certificates
 from inflight.tools.pod_costs.costs import ANNOTATION, changed_costs, deletion_cost
 from inflight.tools.pod_costs.follow import follow
+from inflight.tools.pod_costs.health import LoopHealth, served
 from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
 from tests.deploy.manifests import matches, needs_kubectl, overlay, pod_labels
 
@@ -143,7 +147,7 @@ class Routers:
     def capacity(self) -> Capacity:
         self.rounds.release()
         if self.executors is None:
-            raise InflightError(grpc.StatusCode.UNAVAILABLE, "away")
+            raise InflightError(grpc.StatusCode.UNAVAILABLE, "no route to host")
         return Capacity(self.executors, ())
 
 
@@ -152,7 +156,8 @@ def test_costs_follow_what_executors_hold_through_an_outage_of_the_routers(
 ) -> None:
     api_server.pods = {"a": {}, "b": {ANNOTATION: "900"}, "gone-soon": {}}
     routers, stopped = Routers(executor("a", 420), executor("b", 900), executor("deleted", 5)), threading.Event()
-    arguments = (cast(Client, routers), api_server.api, DEFAULT_SELECTOR, 0.01, stopped)
+    health = LoopHealth(0.01)
+    arguments = (cast(Client, routers), api_server.api, DEFAULT_SELECTOR, 0.01, stopped, health)
     thread = threading.Thread(target=follow, args=arguments)
     thread.start()
     try:
@@ -162,15 +167,43 @@ def test_costs_follow_what_executors_hold_through_an_outage_of_the_routers(
         routers.executors = None
         for _ in range(3):
             assert routers.rounds.acquire(timeout=60)
+        assert health.reason("/ready") == "no router says what executors hold: UNAVAILABLE: no route to host"
+        assert health.reason("/health") == ""
         routers.executors = (executor("a", 0), executor("b", 900))
         assert api_server.patched.acquire(timeout=60)
     finally:
         stopped.set()
         thread.join(60)
-    # Then the costs are the newest, nothing else was touched, and the log has said it once
+    # Then the costs are the newest, nothing else was touched, and the log has said why once
     assert api_server.pods == {"a": {ANNOTATION: "0"}, "b": {ANNOTATION: "900"}, "gone-soon": {}}
     assert set(api_server.selectors) == {DEFAULT_SELECTOR}
-    assert len([record for record in caplog.records if "no router answers" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "no route to host" in record.getMessage()]) == 1
+    assert health.reason("/ready") == ""
+
+
+def test_probes_see_a_loop_that_hangs_and_a_round_that_failed() -> None:
+    now_s = 0.0
+    health = LoopHealth(10.0, clock=lambda: now_s)
+    port = bind("127.0.0.1:0")
+    url = f"http://127.0.0.1:{port.getsockname()[1]}"
+
+    def status(path: str) -> int:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{url}{path}", timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    with served(health, port):
+        assert (status("/health"), status("/ready"), status("/")) == (200, 503, 404)
+        health.round_ended("")
+        assert (status("/health"), status("/ready")) == (200, 200)
+        health.round_ended("GET pods: status 403")
+        assert (status("/health"), status("/ready")) == (200, 503)
+        now_s = 71.0
+        assert (status("/health"), status("/ready")) == (503, 503)
 
 
 def test_pod_that_is_gone_is_no_error_and_a_wrong_token_is(api_server: ApiServer, tmp_path: Path) -> None:

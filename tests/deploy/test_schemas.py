@@ -13,6 +13,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
+from gateway.metrics import Metrics
 from router.settings import RouterSettings
 from router.store.redis_url import parse_redis_url
 from tests.dashboards.queries import selectors_of
@@ -31,8 +32,9 @@ from tests.deploy.manifests import (
 from tests.deploy.rules import ALERTS, COPY, DASHBOARD, RULES, rules_of
 from tests.deploy.test_manifests import settings_of
 
-# The oldest with `preStop: sleep` on by default; image volumes, which `ha` mounts, came one later.
-OLDEST = {"ha": "1.31"}
+# The oldest with `preStop: sleep` on by default; image volumes, which `ha` mounts, came later, and
+# with `subPath` in 1.33.
+OLDEST = {"ha": "1.33"}
 NEWEST = kubernetes_validate.latest_version()
 
 
@@ -182,6 +184,23 @@ def test_examples_of_ways_in_are_valid_and_lead_to_the_gateway(name: str) -> Non
             labels = pod_labels(overlay("gpu").workload("gateway"))
             assert manifest["spec"]["selector"]["matchLabels"].items() <= labels.items()
             assert manifest["spec"]["targetPorts"] == [{"number": 8000}]
+
+
+def test_endpoint_picker_of_the_example_reads_metrics_of_the_gateway_on_its_pods() -> None:
+    values = yaml.safe_load((FOLDER / "examples" / "inference-pool-values.yaml").read_text())
+    labels = pod_labels(overlay("gpu").workload("gateway"))
+    assert values["inferencePool"]["modelServers"]["matchLabels"].items() <= labels.items()
+    extension = values["inferenceExtension"]
+    picker = yaml.safe_load(extension["pluginsCustomConfig"][extension["pluginsConfigFile"]])
+    (extractor,) = (plugin for plugin in picker["plugins"] if plugin["type"] == "core-metrics-extractor")
+    (engine,) = extractor["parameters"]["engineConfigs"]
+    assert engine["name"] == extractor["parameters"]["defaultEngine"]
+    exported = {family.name for family in Metrics().registry.collect()}
+    read = {value for key, value in engine.items() if key.endswith("Spec") and value}
+    assert len(read) == 2
+    assert read <= exported
+    used = {use["pluginRef"] for profile in picker["schedulingProfiles"] for use in profile["plugins"]}
+    assert used <= {plugin["type"] for plugin in picker["plugins"]}
 
 
 def test_group_example_is_whole() -> None:

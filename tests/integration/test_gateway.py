@@ -125,6 +125,8 @@ async def test_disconnect_cancels_the_request_and_its_blocks_are_free(
         executor.brake.permit(3)
         await until(lambda: executor.engine.num_steps == 3)
         assert executor.scheduler.pool.num_used > 0
+        assert await metric(gateway, "inflight_gateway_requests_running") == 1
+        assert await metric(gateway, "inflight_gateway_requests_waiting") == 0
         # When its client goes away
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -138,6 +140,7 @@ async def test_disconnect_cancels_the_request_and_its_blocks_are_free(
     await until_empty(cluster)
     assert await metric(gateway, 'inflight_gateway_requests_total{route="/v1/completions",status=') == 1
     assert await metric(gateway, "inflight_gateway_streams") == 0
+    assert await metric(gateway, "inflight_gateway_requests_running") == 0
 
 
 async def test_disconnect_while_queued_leaves_the_line(redis_url: str, pool: str) -> None:
@@ -151,6 +154,7 @@ async def test_disconnect_while_queued_leaves_the_line(redis_url: str, pool: str
             async with events_of(url, held_body(pool)) as waiting:
                 assert (await anext(waiting)).text == ": queued, 0 ahead"
                 assert len(dispatcher.streams) == 2
+                assert await metric(gateway, "inflight_gateway_requests_waiting") == 2
             await until(lambda: len(dispatcher.streams) == 1)
         executor.brake.release()
         await until_empty(cluster)

@@ -6,13 +6,16 @@ import argparse
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 
+from common.rpc.server import ListenError, bind
 from common.telemetry.logs import start_logging
 from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.tools.pod_costs.costs import ANNOTATION
 from inflight.tools.pod_costs.follow import follow
+from inflight.tools.pod_costs.health import LoopHealth, served
 from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
 
 DEFAULT_SELECTOR = "app.kubernetes.io/name=inflight,app.kubernetes.io/component=executor"
@@ -31,8 +34,15 @@ def main(argv: Sequence[str]) -> int:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with connected(flags) as client:
-        follow(client, api, flags.selector, flags.interval_s, stopped)
+    health = LoopHealth(flags.interval_s)
+    with ExitStack() as stack:
+        if flags.health_listen:
+            try:
+                stack.enter_context(served(health, bind(flags.health_listen)))
+            except ListenError as error:
+                raise CommandError(f"--health-listen: {error}", EXIT_USAGE) from None
+        client = stack.enter_context(connected(flags))
+        follow(client, api, flags.selector, flags.interval_s, stopped, health)
     return 0
 
 
@@ -52,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--interval-s", type=float, default=10.0, metavar="S", help="seconds between two updates (default: 10)"
+    )
+    parser.add_argument(
+        "--health-listen",
+        default="",
+        metavar="HOST:PORT",
+        help="port for probes: /health while rounds are made, /ready while the last one succeeded (default: none)",
     )
     parser.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="least severe level logged"

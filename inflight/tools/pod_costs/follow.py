@@ -12,16 +12,25 @@ import threading
 from inflight.errors import InflightError
 from inflight.sync import Client
 from inflight.tools.pod_costs.costs import changed_costs
+from inflight.tools.pod_costs.health import LoopHealth
 from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
 
 log = logging.getLogger(__name__)
 
 
-def follow(client: Client, api: KubernetesApi, selector: str, interval_s: float, stopped: threading.Event) -> None:
+def follow(
+    client: Client,
+    api: KubernetesApi,
+    selector: str,
+    interval_s: float,
+    stopped: threading.Event,
+    health: LoopHealth,
+) -> None:
     """Updates the costs at once and then every `interval_s` seconds, until `stopped`."""
     trouble = ""
     while True:
         said = _round(client, api, selector)
+        health.round_ended(said)
         if said and said != trouble:
             log.warning("costs stay as they are: %s", said)
         elif trouble and not said:
@@ -39,7 +48,7 @@ def _round(client: Client, api: KubernetesApi, selector: str) -> str:
             if api.set_cost(pod, cost):
                 log.debug("pod %s costs %d", pod, cost)
     except InflightError as error:
-        return f"no router answers: {error.code.name}"
+        return f"no router says what executors hold: {error}"
     except KubernetesError as error:
         return str(error)
     return ""

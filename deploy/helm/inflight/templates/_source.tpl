@@ -49,9 +49,12 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- $text = $text | replace "podSelector: {}" (printf "podSelector: {matchLabels: {app.kubernetes.io/name: inflight, app.kubernetes.io/instance: %s}}" $release) -}}
 {{- /* The names of labels stay. */ -}}
 {{- $text = $text | replace "inflight-client: \"true\"" "CLIENT-LABEL" | replace "inflight-pool" "POOL-LABEL" -}}
+{{- /* The name in the routers' certificate. */ -}}
+{{- $text = $text | replace "SERVER_NAME, value: inflight-router" "CERTIFIED-NAME" -}}
 {{- $text = $text | replace "inflight-" (printf "%s-" $full) -}}
 {{- $text = regexReplaceAll "(?m)^  name: inflight$" $text (printf "  name: %s" $full) -}}
 {{- $text = $text | replace "kind: Issuer, name: inflight}" (printf "kind: Issuer, name: %s}" $full) -}}
+{{- $text = $text | replace "CERTIFIED-NAME" "SERVER_NAME, value: inflight-router" -}}
 {{- $text = $text | replace "CLIENT-LABEL" "inflight-client: \"true\"" | replace "POOL-LABEL" "inflight-pool" -}}
 {{- range $kind, $name := .root.Values.secrets -}}
 {{- if $name -}}
@@ -115,13 +118,23 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- toJson $found -}}
 {{- end -}}
 
-{{/* A ConfigMap of settings. `root`, `name`, `settings`. */}}
+{{/* The name of a ConfigMap with the hash of its content: changed settings restart the pods that use it, and no others. A
+name that is not among `configured` stays. `name`, `configured`. */}}
+{{- define "inflight.hashed" -}}
+{{- if hasKey .configured .name -}}
+{{- printf "%s-%s" .name (get .configured .name | toJson | sha256sum | trunc 10) -}}
+{{- else -}}
+{{- .name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A ConfigMap of settings. `root`, `name` (without the hash), `settings`. */}}
 {{- define "inflight.configMap" }}
 ---
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: {{ .name }}
+  name: {{ include "inflight.hashed" (dict "name" .name "configured" (dict .name .settings)) }}
   labels:
     {{- include "inflight.labels" .root | nindent 4 }}
 data:

@@ -12,11 +12,16 @@
 
 {{/*
 Changes a workload of the sources as its values say, and returns it as JSON. `root`, `object`, `values` (of the component,
-laid over `defaults` here), `image`, `kind` (of its PriorityClass; empty: none), `config` (what restarts its pods when it
-changes), `scaled` (another object sets the number of replicas).
+laid over `defaults` here), `image`, `kind` (of its PriorityClass; empty: none), `configured` (the content of ConfigMaps by
+their names in the sources: the pods use them by the names that have its hash), `scaled` (another object sets the number of
+replicas), `foreign` (not a process of inflight: of `defaults`, only what says where and as whom pods run).
 */}}
 {{- define "inflight.workload" -}}
-{{- $values := mergeOverwrite (deepCopy .root.Values.defaults) (deepCopy .values) -}}
+{{- $defaults := .root.Values.defaults -}}
+{{- if .foreign -}}
+{{- $defaults = pick $defaults "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "runtimeClassName" "schedulerName" "priorityClassName" "podSecurityContext" "serviceAccountName" "dnsConfig" -}}
+{{- end -}}
+{{- $values := mergeOverwrite (deepCopy $defaults) (deepCopy .values) -}}
 {{- $object := .object -}}
 {{- $template := $object.spec.template -}}
 {{- $pod := $template.spec -}}
@@ -26,12 +31,14 @@ changes), `scaled` (another object sets the number of replicas).
 {{- else if hasKey $values "replicas" -}}
 {{- $_ := set $object.spec "replicas" (int $values.replicas) -}}
 {{- end -}}
-{{- if .config -}}
-{{- $_ := set $template.metadata "annotations" (dict "checksum/config" (toJson .config | sha256sum)) -}}
+{{- $configured := .configured | default dict -}}
+{{- range $source := $container.envFrom -}}
+{{- with $source.configMapRef }}{{ $_ := set . "name" (include "inflight.hashed" (dict "name" .name "configured" $configured)) }}{{ end -}}
 {{- end -}}
-{{- with $values.podAnnotations -}}
-{{- $_ := set $template.metadata "annotations" (merge (deepCopy .) ($template.metadata.annotations | default dict)) -}}
+{{- range $volume := $pod.volumes -}}
+{{- with $volume.configMap }}{{ $_ := set . "name" (include "inflight.hashed" (dict "name" .name "configured" $configured)) }}{{ end -}}
 {{- end -}}
+{{- with $values.podAnnotations }}{{ $_ := set $template.metadata "annotations" . }}{{ end -}}
 {{- with $values.podLabels -}}
 {{- $_ := set $template.metadata "labels" (merge $template.metadata.labels (deepCopy .)) -}}
 {{- end -}}
@@ -42,8 +49,14 @@ changes), `scaled` (another object sets the number of replicas).
 {{- else -}}
 {{- $_ := unset $pod "priorityClassName" -}}
 {{- end -}}
-{{- range $name := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "runtimeClassName" "schedulerName" -}}
+{{- range $name := list "nodeSelector" "affinity" "topologySpreadConstraints" "runtimeClassName" "schedulerName" "serviceAccountName" "dnsConfig" -}}
 {{- with get $values $name }}{{ $_ := set $pod $name . }}{{ end -}}
+{{- end -}}
+{{- with $values.tolerations }}{{ $_ := set $pod "tolerations" (concat ($pod.tolerations | default list) .) }}{{ end -}}
+{{- if not (kindIs "invalid" $values.minReadySeconds) }}{{ $_ := set $object.spec "minReadySeconds" (int $values.minReadySeconds) }}{{ end -}}
+{{- with $values.strategy }}{{ $_ := set $object.spec (ternary "strategy" "updateStrategy" (eq $object.kind "Deployment")) . }}{{ end -}}
+{{- range $name := list "startupProbe" "readinessProbe" "livenessProbe" -}}
+{{- with get $values $name }}{{ $_ := set $container $name (mergeOverwrite (get $container $name | default dict) (deepCopy .)) }}{{ end -}}
 {{- end -}}
 {{- with $values.podSecurityContext -}}
 {{- $_ := set $pod "securityContext" (mergeOverwrite $pod.securityContext (deepCopy .)) -}}
@@ -73,6 +86,7 @@ changes), `scaled` (another object sets the number of replicas).
 {{- with get $values $from }}{{ $_ := set $container $to (concat (get $container $to | default list) .) }}{{ end -}}
 {{- end -}}
 {{- with $values.extraVolumes }}{{ $_ := set $pod "volumes" (concat $pod.volumes .) }}{{ end -}}
+{{- with $values.extraContainers }}{{ $_ := set $pod "containers" (concat $pod.containers .) }}{{ end -}}
 {{- with $values.extraInitContainers }}{{ $_ := set $pod "initContainers" (concat ($pod.initContainers | default list) .) }}{{ end -}}
 {{- toJson $object -}}
 {{- end -}}
@@ -97,8 +111,14 @@ changes), `scaled` (another object sets the number of replicas).
 {{- $volumes = append $volumes $volume -}}
 {{- end -}}
 {{- $_ := set .pod "volumes" $volumes -}}
+{{- if eq $models.source "image" -}}
+{{- range $mount := (first .pod.containers).volumeMounts -}}
+{{- if eq $mount.name "models" }}{{ $_ := set $mount "subPath" "models" }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- if eq $models.source "copy" -}}
 {{- $copy := dict "name" "models" "image" (include "inflight.image" (dict "root" .root "image" $models.image)) "command" (list "cp" "-r" "/models/." "/copied") -}}
+{{- with .root.Values.image.pullPolicy }}{{ $_ := set $copy "imagePullPolicy" . }}{{ end -}}
 {{- $_ := set $copy "resources" (dict "requests" (dict "cpu" "100m" "memory" "64Mi") "limits" (dict "memory" "256Mi")) -}}
 {{- $_ := set $copy "securityContext" (first .pod.containers).securityContext -}}
 {{- $_ := set $copy "volumeMounts" (list (dict "name" "models" "mountPath" "/copied")) -}}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.gguf_header import GgufHeader
+from common.gguf_header import GgufHeader, parts_of
 from common.kv_size import numbers_of_ranks
 from common.model_source import HUB_NAME, ModelError, read_gguf, read_json, resolve_model
 from inflight.tools.sizing.layer_sizes import LayerSizes
@@ -62,7 +62,8 @@ def read_model_shape(model: str) -> ModelShape:
         return _of_gguf(path, read_gguf(path))
     if path.is_dir():
         gguf_files = sorted(path.glob("*.gguf"))
-        if not (path / "config.json").is_file() and len(gguf_files) == 1:
+        is_one = bool(gguf_files) and set(gguf_files) <= set(parts_of(gguf_files[0]))
+        if is_one and not (path / "config.json").is_file():
             return _of_gguf(gguf_files[0], read_gguf(gguf_files[0]))
         return _of_folder(path.resolve().name, path / "config.json")
     if path.is_file():
@@ -121,7 +122,9 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
 
 def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
     kind = header.metadata.get("general.architecture")
-    config = {name.removeprefix(f"{kind}."): value for name, value in header.metadata.items()}
+    config = {
+        name.removeprefix(f"{kind}."): value for name, value in header.metadata.items() if not isinstance(value, tuple)
+    }
     num_heads, hidden_size = _number(config, "attention.head_count"), _number(config, "embedding_length")
     num_kv_heads = int(config.get("attention.head_count_kv") or num_heads)
     head_dim = int(config.get("attention.key_length") or hidden_size // num_heads)

@@ -168,6 +168,11 @@ class ExecutorSettings(ProcessSettings):
     max_sequence_length: int = Field(
         0, ge=0, description="maximum tokens of prompt and output together; 0: the model's context length"
     )
+    eos_token_ids: tuple[NonNegativeInt, ...] = Field(
+        (),
+        description="token ids that end an output, instead of those that generation_config.json, config.json, the "
+        "tokenizer and the end of a turn in the chat template name together; empty: those",
+    )
     num_threads: int = Field(
         0,
         ge=0,

@@ -41,6 +41,7 @@ from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupporte
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.cpu.streams import WeightStream
 from executor.formats.loading import load_network
+from executor.model.end_tokens import find_end_tokens
 from executor.model.layer_check import compare_layers
 from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, compare, expect
 from executor.parallel.decoder import ParallelDecoder
@@ -141,6 +142,7 @@ class PagedModel:
         instructions: str = "auto",
         weight_stream: WeightStream | None = None,
         max_sequence_length: int = 0,
+        eos_token_ids: Sequence[int] = (),
         shard: Shard = WHOLE,
         group: WorkerGroup | None = None,
     ) -> PagedModel:
@@ -153,8 +155,8 @@ class PagedModel:
         the activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
         fastest way is measured. `max_sequence_length`, or with 0 the context length, decides between the factors of
-        longrope. Of several ranks, this is the one of `shard`; the leader has the `group` of the others, which must
-        join before the model is checked.
+        longrope. `eos_token_ids` replace those of the model's files. Of several ranks, this is the one of `shard`; the
+        leader has the `group` of the others, which must join before the model is checked.
         """
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
@@ -171,8 +173,9 @@ class PagedModel:
         choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
         _check_choice(choice, layer_kv_dtypes, device)
         sampler = _native_sampler(choice.backend, device, instructions)
+        end_ids = find_end_tokens(source, folder, vocabulary_size, eos_token_ids) if shard.rank == 0 else ()
         with _unsupported(network.config):
-            description = _describe(source, folder, network, layers)
+            description = _describe(source, folder, network, layers, end_ids)
             native = _native_forward(
                 network, layers, choice, description, weight_dtype, forward_name, weight_stream, shard, device
             )
@@ -558,7 +561,7 @@ def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
 
 
 def _describe(
-    source: ModelSource, folder: Path, network: PreTrainedModel, layers: tuple[Layer, ...]
+    source: ModelSource, folder: Path, network: PreTrainedModel, layers: tuple[Layer, ...], end_ids: tuple[int, ...]
 ) -> ModelDescription:
     vocabulary_size = _vocabulary_size(network)
     return ModelDescription(
@@ -569,7 +572,7 @@ def _describe(
         head_dim=layers[0].shape.head_dim,
         vocabulary_size=vocabulary_size,
         context_length=_context_length(network),
-        defaults=_defaults(folder, vocabulary_size),
+        defaults=_defaults(folder, vocabulary_size, end_ids),
     )
 
 
@@ -589,8 +592,8 @@ def _context_length(network: PreTrainedModel) -> int:
     return context_length
 
 
-def _defaults(folder: Path, vocabulary_size: int) -> GenerationDefaults:
-    defaults = read_generation_defaults(folder)
+def _defaults(folder: Path, vocabulary_size: int, end_ids: tuple[int, ...]) -> GenerationDefaults:
+    defaults = read_generation_defaults(folder, end_ids)
     highest = max((max(ids) for ids in defaults.bad_word_ids), default=0)
     if highest >= vocabulary_size:
         raise ModelError(f"generation_config.json: bad_words_ids has token id {highest} of {vocabulary_size}")

@@ -49,7 +49,7 @@ SUPPORTED: dict[str, PretrainedConfig] = {
     "qwen3-experts": Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)),
     "mistral-window": MistralConfig(**sizes(sliding_window=8)),
     "gemma2-window-softcap": Gemma2Config(**sizes(sliding_window=8, attn_logit_softcapping=2.0)),
-    "gpt2": GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+    "gpt2": GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256, eos_token_id=2),
 }
 
 

@@ -166,33 +166,17 @@ def test_weights_that_are_cut_short_or_missing(tmp_path: Path) -> None:
         check_weights(folder)
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "eos_token_ids"),
-    [
-        ('{"eos_token_id": [7, 8]}', "{}", (7, 8)),
-        ('{"eos_token_id": 7}', '{"eos_token_id": 1}', (7,)),
-        ("{}", '{"eos_token_id": 1}', (1,)),
-        ("{}", '{"text_config": {"eos_token_id": [2]}}', (2,)),
-        ("{}", "{}", ()),
-    ],
-)
-def test_end_of_sequence_ids(tmp_path: Path, generation: str, config: str, eos_token_ids: tuple[int, ...]) -> None:
-    folder = write_folder(tmp_path / "model", **{"generation_config.json": generation, "config.json": config})
-    assert read_generation_defaults(folder).eos_token_ids == eos_token_ids
-
-
 def test_sampling_that_the_model_asks_for(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", **{"generation_config.json": '{"temperature": 0.6, "top_p": 0.9}'})
-    defaults = read_generation_defaults(folder)
+    defaults = read_generation_defaults(folder, ())
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, None, 0.9)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
-        read_generation_defaults(folder)
+        read_generation_defaults(folder, ())
 
 
 def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = {
-        "eos_token_id": [2],
         "repetition_penalty": 1.1,
         "min_p": 0.05,
         "no_repeat_ngram_size": 3,
@@ -203,7 +187,7 @@ def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog:
         "num_beams": 1,
     }
     folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(asked)})
-    assert read_generation_defaults(folder) == GenerationDefaults(
+    assert read_generation_defaults(folder, (2,)) == GenerationDefaults(
         eos_token_ids=(2,),
         min_p=0.05,
         repetition_penalty=1.1,
@@ -231,4 +215,4 @@ def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog:
 def test_generation_config_out_of_range_is_refused_by_name(tmp_path: Path, wrong: dict[str, Any]) -> None:
     folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(wrong)})
     with pytest.raises(ModelError, match=f"generation_config.json: {next(iter(wrong))} "):
-        read_generation_defaults(folder)
+        read_generation_defaults(folder, ())

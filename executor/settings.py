@@ -166,7 +166,7 @@ class ExecutorSettings(ProcessSettings):
         "recomputed",
     )
     max_sequence_length: int = Field(
-        0, ge=0, description="maximum tokens of prompt and output together; 0: the model's context length"
+        0, ge=0, description="maximum tokens of prompt and output together, at most the model's context length; 0: that"
     )
     eos_token_ids: tuple[NonNegativeInt, ...] = Field(
         (),

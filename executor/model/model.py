@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from common.context_length import context_length_of
 from common.machine import num_available_memory_bytes, return_free_memory
 from common.model_source import ModelError, ModelSource, model_errors
 from common.version import installed_version
@@ -61,8 +62,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # The attention backends whose forward pass multiplies weights of these types.
 NEEDED_BACKENDS = {"int8": "cpu", "int4": "cpu", "fp8": "triton"}
-# Names of the context length in the configurations of different models.
-CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +161,7 @@ class PagedModel:
         dtype = choose_dtype(dtype_name, device)
         # The whole model need not fit in the memory of one rank's GPU.
         network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
+        _check_length(network, max_sequence_length)
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
             _choose_rope(network, max_sequence_length)
@@ -577,19 +577,26 @@ def _describe(
 
 
 def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:
-    context_length = _context_length(network)
-    choice = fix_longrope(network, min(max_sequence_length or context_length, context_length))
+    choice = fix_longrope(network, max_sequence_length or _context_length(network))
     if choice is not None:
         log.info("longrope uses its %s", choice)
 
 
 def _context_length(network: PreTrainedModel) -> int:
-    config = network.config.get_text_config(decoder=True)
-    lengths = (getattr(config, name, None) for name in CONTEXT_LENGTH_NAMES)
-    context_length = next((int(length) for length in lengths if length), None)
+    context_length = context_length_of(network.config.get_text_config(decoder=True).to_dict())
     if context_length is None:
         raise ModelError("its configuration has no context length")
     return context_length
+
+
+def _check_length(network: PreTrainedModel, max_sequence_length: int) -> None:
+    with _unsupported(network.config):
+        context_length = _context_length(network)
+    if max_sequence_length > context_length:
+        raise ModelError(
+            f"max_sequence_length={max_sequence_length} is above {context_length}, the context length that the model's "
+            "configuration gives; 0 takes that"
+        )
 
 
 def _defaults(folder: Path, vocabulary_size: int, end_ids: tuple[int, ...]) -> GenerationDefaults:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.context_length import context_length_of
 from common.gguf_header import GgufHeader, parts_of
 from common.kv_size import numbers_of_ranks
 from common.model_source import HUB_NAME, ModelError, read_gguf, read_json, resolve_model
@@ -110,7 +111,7 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        context_length=_optional(config, "max_position_embeddings", "n_positions"),
+        context_length=context_length_of(config),
         num_parameters=_num_parameters(weights, is_tied),
         counted=counted is not None,
         weights=weights,
@@ -134,7 +135,17 @@ def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
         num_layers=_number(config, "block_count"),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        context_length=_optional(config, "context_length"),
+        context_length=context_length_of(
+            {
+                "model_type": kind,
+                "max_position_embeddings": config.get("context_length"),
+                "rope_scaling": {
+                    "type": config.get("rope.scaling.type", "linear"),
+                    "factor": config.get("rope.scaling.factor"),
+                    "original_max_position_embeddings": config.get("rope.scaling.original_context_length"),
+                },
+            }
+        ),
         num_parameters=header.num_parameters,
         counted=True,
         weights=weights_of_gguf(header),

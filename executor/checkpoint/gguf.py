@@ -27,6 +27,7 @@ from common.gguf_header import GgufHeader, join_parts, parts_of
 from common.model_source import ModelError, ModelSource, import_tokenizer, model_errors, read_gguf
 from executor.checkpoint.gguf_metadata import ROPE_TENSORS, apply_metadata
 from executor.checkpoint.quiet import quiet_transformers
+from executor.checkpoint.support import ignore_padding
 
 # llama.cpp ends generation at any of these (end of sequence, of turn, of a tool call).
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -63,6 +64,7 @@ def _write_configuration(source: ModelSource, folder: Path) -> None:
     with quiet_transformers():
         config = AutoConfig.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name)
     apply_metadata(config, read_gguf(source.gguf_file))
+    ignore_padding(config)
     config.save_pretrained(str(folder))
     _write_generation_config(source.gguf_file, folder)
 

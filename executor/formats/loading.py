@@ -19,7 +19,7 @@ from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
 from executor.checkpoint.gguf_metadata import unused_keys
 from executor.checkpoint.quiet import quiet_transformers
-from executor.checkpoint.support import check_configuration, check_network
+from executor.checkpoint.support import check_configuration, check_network, ignore_padding
 from executor.formats.folder import format_of, load_folder, quantization_of
 from executor.formats.gguf_file import load_gguf, unsupported_reason
 
@@ -92,4 +92,5 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
 def _configuration(folder: Path) -> PretrainedConfig:
     config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     check_configuration(config)
+    ignore_padding(config)
     return config

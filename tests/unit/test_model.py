@@ -201,6 +201,14 @@ def test_without_a_compiler_the_reference_runs_and_says_why(
         load(folder, backend_name="cpu")
 
 
+@pytest.mark.parametrize("padding", [VOCABULARY_SIZE, -1, 32000])
+def test_padding_outside_the_vocabulary_is_ignored(tmp_path: Path, padding: int) -> None:
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+    fields = json.loads((folder / "config.json").read_text()) | {"pad_token_id": padding}
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert load(folder).description.vocabulary_size == VOCABULARY_SIZE
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [

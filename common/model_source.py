@@ -40,6 +40,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json
 # `Model.Q4_1.gguf`, `model-f16.gguf`: the weight format is not part of the name.
 QUANTIZATION_SUFFIX = re.compile(r"[.-](i?q\d\w*|f16|f32|bf16|fp16)$", re.IGNORECASE)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+LONGROPE = "longrope"
 WHOLE_FILE_BYTES = 1 << 30
 END_BYTES = 1 << 20
 # Part of the key of GGUF imports. Increase it when an import has a different result.
@@ -87,8 +88,26 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         # This class means that `tokenizer.json` is complete; `AutoTokenizer` would import torch to find out.
         is_plain = _tokenizer_class(folder) == "TokenizersBackend"
         loader: Any = transformers.TokenizersBackend if is_plain else transformers.AutoTokenizer
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(folder), local_files_only=True)
+        # Which class a tokenizer has depends on the configuration.
+        config = None if is_plain else old_configuration(folder)
+        options = {} if config is None else {"config": config}
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(folder), local_files_only=True, **options)
         return tokenizer
+
+
+def old_configuration(folder: Path) -> Any:
+    """Returns the configuration of a folder whose longrope is written as transformers no longer reads it, with the name
+    `su` (Phi-3) or a length of heads that is null; None for another folder."""
+    fields = read_json(folder / "config.json")
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = fields.get(name)
+    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
+    if kind != "su" and (kind != LONGROPE or fields.get("head_dim", 0) is not None):
+        return None
+    from transformers import AutoConfig
+
+    kept = {key: value for key, value in fields.items() if key != "head_dim" or value is not None}
+    return AutoConfig.for_model(**kept | {name: {**fields[name], "rope_type": LONGROPE, "type": LONGROPE}})
 
 
 def import_tokenizer(source: ModelSource) -> Path:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common.machine import return_free_memory
-from common.model_source import ModelError, ModelSource, model_errors, read_gguf
+from common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
 from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
 from executor.checkpoint.gguf_metadata import unused_keys
@@ -90,7 +90,9 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
 
 
 def _configuration(folder: Path) -> PretrainedConfig:
-    config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    config: PretrainedConfig = old_configuration(folder) or AutoConfig.from_pretrained(
+        str(folder), local_files_only=True
+    )
     check_configuration(config)
     ignore_padding(config)
     return config

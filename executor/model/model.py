@@ -176,8 +176,9 @@ class PagedModel:
         end_ids = find_end_tokens(source, folder, vocabulary_size, eos_token_ids) if shard.rank == 0 else ()
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers, end_ids)
+            length = max_sequence_length or description.context_length
             native = _native_forward(
-                network, layers, choice, description, weight_dtype, forward_name, weight_stream, shard, device
+                network, layers, choice, description, weight_dtype, forward_name, length, weight_stream, shard, device
             )
             parts = (network, _layers_of(layers, shard), choice, description, native.gpu, native.native, sampler)
             model = cls(*parts, layer_kv_dtypes, weight_dtype, device=device)
@@ -404,6 +405,7 @@ def _native_forward(
     description: ModelDescription,
     weight_dtype: str,
     forward_name: str,
+    context_length: int,
     weight_stream: WeightStream | None,
     shard: Shard,
     device: torch.device,
@@ -416,7 +418,9 @@ def _native_forward(
         _check_fp8_weights(network)
     if choice.backend.name == "triton":
         make_dense(network, network.dtype)
-    weights = read_decoder(network, layers) if forward_name == "auto" else "forward=transformers is set"
+    weights: DecoderWeights | str = "forward=transformers is set"
+    if forward_name == "auto":
+        weights = read_decoder(network, layers, context_length)
     if choice.backend.name == "triton" and not isinstance(weights, str):
         gpu = _gpu_decoder(weights, choice, description, weight_dtype == "fp8", shard, device)
         if not isinstance(gpu, str):

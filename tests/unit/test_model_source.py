@@ -14,6 +14,7 @@ import pytest
 
 from common.model_source import ModelError, load_tokenizer, resolve_model
 from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
+from tests.text_models import llama_like
 
 
 def write_folder(folder: Path, **files: str) -> Path:
@@ -216,3 +217,15 @@ def test_generation_config_out_of_range_is_refused_by_name(tmp_path: Path, wrong
     folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(wrong)})
     with pytest.raises(ModelError, match=f"generation_config.json: {next(iter(wrong))} "):
         read_generation_defaults(folder, ())
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast", None])
+def test_tokenizer_of_a_model_with_the_old_name_of_longrope_is_read(tmp_path: Path, name: str | None) -> None:
+    rope = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "original_max_position_embeddings": 64}
+    config = {"model_type": "phi3", "rope_scaling": rope, **sizes}
+    folder = write_folder(tmp_path / "model", **{"config.json": json.dumps(config)})
+    llama_like().save_pretrained(str(folder))
+    fields = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    assert load_tokenizer(resolve_model(str(folder))).convert_tokens_to_ids("</s>") == 2

@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
+    Glm4Config,
     GraniteConfig,
+    HunYuanDenseV1Config,
     Ministral3Config,
     MixtralConfig,
     Olmo2Config,
@@ -321,3 +326,25 @@ def test_longrope_is_read_as_the_files_on_the_hub_have_it(kind: str, rotated: fl
         model.allocate_kv(16, BLOCK_SIZE)
         logits.append(one_by_one(model, (TEXTS[0] * 2)[:40], 1))
     assert torch.equal(*logits)
+
+
+# Families that differ in more than the data of `decoder_weights` describes.
+OTHERS: dict[str, PretrainedConfig] = {
+    "arcee": ArceeConfig(**sizes()),
+    "cohere2": Cohere2Config(**sizes(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+    "glm4": Glm4Config(**sizes()),
+    "ernie4.5": Ernie4_5Config(**sizes()),
+    "hunyuan": HunYuanDenseV1Config(**sizes()),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_run_through_transformers(name: str, tmp_path: Path) -> None:
+    folder = save_model(OTHERS[name], tmp_path / name, has_random_vectors=True)
+    network = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    model = load(folder, "float32")
+    assert model.native is None
+    model.allocate_kv(16, BLOCK_SIZE)
+    with torch.inference_mode():
+        expected = network(torch.tensor([TEXTS[0]])).logits[0]
+    assert relative_distance(one_by_one(model, TEXTS[0], 1), expected) < 1e-4

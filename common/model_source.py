@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.disk_cache import build_once, cache_folder
 from common.gguf_header import MAGIC, PART_NAME, GgufError, GgufHeader, parts_of, read_gguf_header
-from common.gguf_pre_tokenizer import set_pre_tokenizer
+from common.model_files.gguf_pre_tokenizer import set_pre_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

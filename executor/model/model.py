@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from common.context_length import context_length_of
 from common.machine import num_available_memory_bytes, return_free_memory
+from common.model_files.context_length import context_length_of
 from common.model_source import ModelError, ModelSource, model_errors
 from common.version import installed_version
 from executor.attention.backend import AttentionBackend, KvShape, LayerKv
@@ -148,8 +148,7 @@ class PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
         `weight_dtype` is `auto` (that of the checkpoint), `dense`, which expands a quantized checkpoint to the dtype,
-        `int8` or `fp8`, with which products of layers are in that type, or `int4`, with which linear layers are rounded
-        to 4 bits.
+        `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
         `kv_cache_dtype` is `auto`, `int8` or `fp8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of
         the activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
@@ -161,12 +160,11 @@ class PagedModel:
         dtype = choose_dtype(dtype_name, device)
         # The whole model need not fit in the memory of one rank's GPU.
         network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
-        _check_length(network, max_sequence_length)
+        length = _sequence_length(network, max_sequence_length)
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
-            _choose_rope(network, max_sequence_length)
-            has_fp8 = "fp8" in (weight_dtype, kv_cache_dtype)
-            vocabulary_size = _vocabulary_size(network)
+            _choose_rope(network, length)
+            vocabulary_size, has_fp8 = _vocabulary_size(network), "fp8" in (weight_dtype, kv_cache_dtype)
             expectation = expect(network, vocabulary_size, has_states=has_fp8) if shard.rank == 0 else None
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
@@ -176,7 +174,6 @@ class PagedModel:
         end_ids = find_end_tokens(source, folder, vocabulary_size, eos_token_ids) if shard.rank == 0 else ()
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers, end_ids)
-            length = max_sequence_length or description.context_length
             native = _native_forward(
                 network, layers, choice, description, weight_dtype, forward_name, length, weight_stream, shard, device
             )
@@ -581,7 +578,7 @@ def _describe(
 
 
 def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:
-    choice = fix_longrope(network, max_sequence_length or _context_length(network))
+    choice = fix_longrope(network, max_sequence_length)
     if choice is not None:
         log.info("longrope uses its %s", choice)
 
@@ -593,7 +590,8 @@ def _context_length(network: PreTrainedModel) -> int:
     return context_length
 
 
-def _check_length(network: PreTrainedModel, max_sequence_length: int) -> None:
+def _sequence_length(network: PreTrainedModel, max_sequence_length: int) -> int:
+    """Returns the longest sequence that is accepted. Raises `ModelError` if the setting is above the context length."""
     with _unsupported(network.config):
         context_length = _context_length(network)
     if max_sequence_length > context_length:
@@ -601,6 +599,7 @@ def _check_length(network: PreTrainedModel, max_sequence_length: int) -> None:
             f"max_sequence_length={max_sequence_length} is above {context_length}, the context length that the model's "
             "configuration gives; 0 takes that"
         )
+    return max_sequence_length or context_length
 
 
 def _defaults(folder: Path, vocabulary_size: int, end_ids: tuple[int, ...]) -> GenerationDefaults:

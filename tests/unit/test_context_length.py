@@ -10,7 +10,7 @@ import gguf
 import pytest
 from transformers import LlamaConfig
 
-from common.context_length import context_length_of
+from common.model_files.context_length import context_length_of
 from common.model_source import ModelError, resolve_model
 from executor.model.model import PagedModel
 from inflight.tools.sizing.model_shape import read_model_shape

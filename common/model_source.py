@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.disk_cache import build_once, cache_folder
-from common.gguf_header import MAGIC, GgufError, GgufHeader, read_gguf_header
+from common.gguf_header import MAGIC, PART_NAME, GgufError, GgufHeader, parts_of, read_gguf_header
+from common.model_files.gguf_pre_tokenizer import set_pre_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,10 +43,11 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Tokenizer classes that do not say how text is prepared.
 GENERIC_TOKENIZERS = frozenset({None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"})
 OWN_CODE = "it needs Python code of its own (auto_map), which is never run"
+LONGROPE = "longrope"
 WHOLE_FILE_BYTES = 1 << 30
 END_BYTES = 1 << 20
 # Part of the key of GGUF imports. Increase it when an import has a different result.
-IMPORT_VERSION = b"2"
+IMPORT_VERSION = b"3"
 
 
 class ModelError(ValueError):
@@ -54,7 +56,8 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model found on disk. `gguf_file` is None for a Hugging Face folder, else the file in `folder`.
+    """A model found on disk. `gguf_file` is None for a Hugging Face folder, else the file in `folder`, or the first of
+    several that it was split into.
 
     `revision` is a digest: for a folder of configuration and tokenizer, for a GGUF file of its content.
     """
@@ -105,10 +108,28 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         # This class means that `tokenizer.json` is complete; `AutoTokenizer` would import torch to find out.
         is_plain = _tokenizer_class(folder) == "TokenizersBackend"
         loader: Any = transformers.TokenizersBackend if is_plain else transformers.AutoTokenizer
+        # Which class a tokenizer has depends on the configuration.
+        config = None if is_plain else old_configuration(folder)
+        options = {} if config is None else {"config": config}
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
+            str(folder), local_files_only=True, trust_remote_code=False, **options
         )
         return tokenizer
+
+
+def old_configuration(folder: Path) -> Any:
+    """Returns the configuration of a folder whose longrope is written as transformers no longer reads it, with the name
+    `su` (Phi-3) or a length of heads that is null; None for another folder."""
+    fields = read_json(folder / "config.json")
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = fields.get(name)
+    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
+    if kind != "su" and (kind != LONGROPE or fields.get("head_dim", 0) is not None):
+        return None
+    from transformers import AutoConfig
+
+    kept = {key: value for key, value in fields.items() if key != "head_dim" or value is not None}
+    return AutoConfig.for_model(**kept | {name: {**fields[name], "rope_type": LONGROPE, "type": LONGROPE}})
 
 
 def import_tokenizer(source: ModelSource) -> Path:
@@ -195,7 +216,7 @@ def _folder_model(folder: Path, name: str | None = None) -> ModelSource:
     if (folder / "config.json").is_file():
         return ModelSource(name or folder_name(folder), folder, None, _digest_of_files(_revision_files(folder)))
     gguf_files = sorted(folder.glob("*.gguf"))
-    if len(gguf_files) == 1:
+    if gguf_files and set(gguf_files) <= set(parts_of(gguf_files[0])):
         return _gguf_model(gguf_files[0])
     if gguf_files:
         raise ModelError(f"model folder {folder} holds {len(gguf_files)} GGUF files; name one of them")
@@ -203,12 +224,17 @@ def _folder_model(folder: Path, name: str | None = None) -> ModelSource:
 
 
 def _gguf_model(path: Path) -> ModelSource:
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            empty = path.stat().st_size == 0
-            raise ModelError(f"{path} is {'empty' if empty else 'not a GGUF file, or an incomplete one'}")
-    name = QUANTIZATION_SUFFIX.sub("", path.name.removesuffix(".gguf"))
-    return ModelSource(name, path.parent, path, _digest_of_gguf(path))
+    parts = parts_of(path)
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ModelError(f"{path} is one of {len(parts)} parts of a model; not found beside it: {', '.join(missing)}")
+    for part in parts:
+        with part.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                empty = part.stat().st_size == 0
+                raise ModelError(f"{part} is {'empty' if empty else 'not a GGUF file, or an incomplete one'}")
+    match = PART_NAME.fullmatch(path.name)
+    name = QUANTIZATION_SUFFIX.sub("", path.name.removesuffix(".gguf") if match is None else match["stem"])
+    return ModelSource(name, path.parent, parts[0], _digest_of_gguf(parts))
 
 
 def _hub_model(name: str) -> ModelSource:
@@ -241,23 +267,23 @@ def _digest_of_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _digest_of_gguf(path: Path) -> str:
-    """Returns the digest of the whole file up to a gigabyte (tenths of a second), beyond that of size, time and both
+def _digest_of_gguf(parts: Iterable[Path]) -> str:
+    """Returns the digest of whole files up to a gigabyte (tenths of a second), beyond that of size, time and both
     ends."""
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        digest = hashlib.sha256(IMPORT_VERSION)
-        if size <= WHOLE_FILE_BYTES:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-        else:
-            digest.update(f"{size} {path.stat().st_mtime_ns}".encode() + file.read(END_BYTES))
-            file.seek(-END_BYTES, 2)
-            digest.update(file.read())
+    digest = hashlib.sha256(IMPORT_VERSION)
+    for path in parts:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size <= WHOLE_FILE_BYTES:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+            else:
+                digest.update(f"{size} {path.stat().st_mtime_ns}".encode() + file.read(END_BYTES))
+                file.seek(-END_BYTES, 2)
+                digest.update(file.read())
     return digest.hexdigest()[:16]
 
 
 def _write_tokenizer(source: ModelSource, folder: Path) -> None:
-    from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     assert source.gguf_file is not None
@@ -265,12 +291,10 @@ def _write_tokenizer(source: ModelSource, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
         str(source.folder), gguf_file=source.gguf_file.name, trust_remote_code=False
     )
-    if metadata.get("tokenizer.ggml.pre") == "smollm":
-        # llama.cpp (src/llama-vocab.cpp) splits every digit off first for this vocabulary, as SmolLM's own
-        # tokenizer.json does. transformers 5.23 does not know the name, and would tokenize "\n\n1" differently.
-        backend = tokenizer.backend_tokenizer
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        name = metadata.get("tokenizer.ggml.pre")
+        if reason := set_pre_tokenizer(tokenizer, None if name is None else str(name)):
+            raise ModelError(f"{source.gguf_file}: {reason}")
     tokenizer.save_pretrained(str(folder))
 
 

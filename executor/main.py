@@ -261,13 +261,12 @@ def _runner_sizes(settings: ExecutorSettings, limits: SchedulerLimits) -> Runner
 def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> SchedulerLimits:
     """Returns the limits. If the seats are not set, they are the most there can be: the memory that steps take is
     measured with them, before the KV pool is sized."""
-    context_length = model.description.context_length
     max_num_sequences = settings.max_num_sequences or most_seats(model.device.type, settings.max_num_tokens)
     return SchedulerLimits(
         max_num_sequences=max_num_sequences,
         num_standby_sequences=_num_standby(settings, max_num_sequences),
         max_num_tokens=settings.max_num_tokens,
-        context_length=min(settings.max_sequence_length or context_length, context_length),
+        context_length=settings.max_sequence_length or model.description.context_length,
         enable_chunked_context=settings.enable_chunked_context,
         batching=Batching(settings.batching),
         enable_prefix_cache=settings.enable_kv_cache_reuse,

@@ -111,6 +111,7 @@ def load_shard(settings: ExecutorSettings, source: ModelSource, shard: Shard, gr
         forward_name=settings.forward,
         instructions=settings.cpu_isa,
         max_sequence_length=settings.max_sequence_length,
+        eos_token_ids=settings.eos_token_ids,
         shard=shard,
         group=group,
     )

@@ -166,7 +166,12 @@ class ExecutorSettings(ProcessSettings):
         "recomputed",
     )
     max_sequence_length: int = Field(
-        0, ge=0, description="maximum tokens of prompt and output together; 0: the model's context length"
+        0, ge=0, description="maximum tokens of prompt and output together, at most the model's context length; 0: that"
+    )
+    eos_token_ids: tuple[NonNegativeInt, ...] = Field(
+        (),
+        description="token ids that end an output, instead of those that generation_config.json, config.json, the "
+        "tokenizer and the end of a turn in the chat template name together; empty: those",
     )
     num_threads: int = Field(
         0,

@@ -192,12 +192,20 @@ def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def save_gguf(path: Path, family: str, kinds: Sequence[gguf.GGMLQuantizationType]) -> Path:
+def save_gguf(
+    path: Path,
+    family: str,
+    kinds: Sequence[gguf.GGMLQuantizationType],
+    *,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    tensors_per_file: int = 0,
+) -> Path:
     """Makes a GGUF file with matrices of these types in turn. Their bytes are random, with scales that keep the numbers
-    small."""
+    small. `keys` of the family and `tensors` are added. With `tensors_per_file` there are several files."""
     config: Any = CONFIGS[family]
     generator = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=tensors_per_file)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -207,6 +215,9 @@ def save_gguf(path: Path, family: str, kinds: Sequence[gguf.GGMLQuantizationType
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(64)
     add_vocabulary(writer)
+    add_keys(writer, family, keys or {})
+    for name, numbers in (tensors or {}).items():
+        writer.add_tensor(name, np.asarray(numbers, np.float32))
     num_matrices = 0
 
     def add(name: str, *shape: int) -> None:
@@ -239,6 +250,21 @@ def save_gguf(path: Path, family: str, kinds: Sequence[gguf.GGMLQuantizationType
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_keys(writer: gguf.GGUFWriter, family: str, keys: Mapping[str, Any]) -> None:
+    """Adds keys of an architecture, or of the tokenizer."""
+    adders: dict[type, Any] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for key, value in keys.items():
+        name = key if key.startswith("tokenizer.") else f"{family}.{key}"
+        writer.kv_data[0].pop(name, None)
+        adders[type(value)](name, value)
 
 
 def random_blocks(

@@ -8,7 +8,7 @@ access. Matrices of a quantized checkpoint are as `executor.formats` has read th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,8 @@ class Family:
     """How the network of a class differs from Llama's beyond what its modules show.
 
     `norm_offset` is added to the weights of norms. `has_multipliers`: the configuration multiplies embeddings, what is
-    added to the residual stream, and logits. `caps_logits`: the configuration has a soft cap of logits.
+    added to the residual stream, and logits. `caps_logits`: the configuration has a soft cap of logits. `is_rotated`
+    tells from the attention of a layer whether it has a rotary embedding.
     """
 
     norms: Norms = Norms()
@@ -45,23 +46,31 @@ class Family:
     activation_name: str = "hidden_act"
     has_multipliers: bool = False
     caps_logits: bool = False
+    is_rotated: Callable[[Any], bool] = lambda attention: True
 
 
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND = Norms("input_layernorm", AFTER.attention_output, "pre_feedforward_layernorm", AFTER.feed_forward_output)
 GEMMA = Family(AROUND, norm_offset=1.0, activation_name="hidden_activation", caps_logits=True)
 FAMILIES = {
+    "Exaone4ForCausalLM": Family(
+        AFTER, is_rotated=lambda attention: not attention.sliding_window or attention.is_sliding
+    ),
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
     "GraniteForCausalLM": Family(has_multipliers=True),
     "LlamaForCausalLM": Family(),
+    "Ministral3ForCausalLM": Family(),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(),
     "Olmo2ForCausalLM": Family(AFTER),
+    "Olmo3ForCausalLM": Family(AFTER),
     "Phi3ForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(),
     "Qwen3ForCausalLM": Family(),
     "Qwen3MoeForCausalLM": Family(),
+    "SeedOssForCausalLM": Family(),
+    "SmolLM3ForCausalLM": Family(is_rotated=lambda attention: bool(attention.use_rope)),
 }
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
@@ -171,9 +180,11 @@ class DecoderWeights:
     head: Matrix
 
 
-def read_decoder(network: PreTrainedModel, layers: Sequence[Layer]) -> DecoderWeights | str:
+def read_decoder(
+    network: PreTrainedModel, layers: Sequence[Layer], context_length: int | None = None
+) -> DecoderWeights | str:
     """Returns the weights of a network of the families, or the reason why it is not of one. `layers` is the attention
-    of its layers."""
+    of its layers. Without `context_length` positions are not limited."""
     name = type(network).__name__
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(sorted(FAMILIES))}"
@@ -181,9 +192,9 @@ def read_decoder(network: PreTrainedModel, layers: Sequence[Layer]) -> DecoderWe
     body: Any = network.model
     config = network.config
     head: Any = network.get_output_embeddings()
-    if obstacle := _obstacle(config, family, body, head, layers):
+    if obstacle := _obstacle(config, family, body, head, layers) or _position_obstacle(config, context_length):
         return obstacle
-    ropes, layer_ropes = _read_ropes(body.rotary_emb, config)
+    ropes, layer_ropes = _read_ropes(body, config, family)
     if any(len(rope.inverse_frequencies) != len(ropes[0].inverse_frequencies) for rope in ropes):
         return "its rotary embeddings cover different parts of a head"
     read = tuple(_read_layer(module, family) for module in body.layers)
@@ -231,6 +242,16 @@ def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, la
     return None if head.bias is None else "its output layer has a bias"
 
 
+def _position_obstacle(config: PretrainedConfig, context_length: int | None) -> str | None:
+    """Returns the reason if queries are scaled by their position (Ministral 3). The factor is 1 up to the original
+    context."""
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    if not rope.get("llama_4_scaling_beta") or (context_length is not None and original and context_length <= original):
+        return None
+    return f"its queries are scaled by position beyond {original} tokens"
+
+
 def _scales(config: PretrainedConfig, family: Family, body: Any) -> dict[str, Any]:
     """Returns the constants that multiply or cap embeddings, the residual stream and logits."""
     scales: dict[str, Any] = {}
@@ -263,12 +284,24 @@ def _feed_forward(module: Any) -> Any:
     return getattr(module.mlp, "experts", module.mlp)
 
 
-def _read_ropes(rotary: Any, config: PretrainedConfig) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+def _read_ropes(body: Any, config: PretrainedConfig, family: Family) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """Returns the rotary embeddings, and which of them each layer uses."""
+    rotary = body.rotary_emb
+    ropes: tuple[Rope, ...]
+    layer_ropes: tuple[int, ...]
     if hasattr(rotary, "inv_freq"):
-        return (_read_rope(rotary, ""),), (0,) * config.num_hidden_layers
-    kinds = sorted(set(config.layer_types))
-    return tuple(_read_rope(rotary, f"{kind}_") for kind in kinds), tuple(map(kinds.index, config.layer_types))
+        ropes, layer_ropes = (_read_rope(rotary, ""),), (0,) * config.num_hidden_layers
+    else:
+        kinds = sorted(set(config.layer_types))
+        ropes = tuple(_read_rope(rotary, f"{kind}_") for kind in kinds)
+        layer_ropes = tuple(map(kinds.index, config.layer_types))
+    rotated = [family.is_rotated(module.self_attn) for module in body.layers]
+    if all(rotated):
+        return ropes, layer_ropes
+    # A rotation by the angle 0 leaves queries and keys as they are, to the bit.
+    still = Rope((0.0,) * len(ropes[0].inverse_frequencies), 1.0)
+    indices = (index if one else len(ropes) for index, one in zip(layer_ropes, rotated, strict=True))
+    return (*ropes, still), tuple(indices)
 
 
 def _read_rope(rotary: Any, prefix: str) -> Rope:

@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Content of `generation_config.json`; None for fields that it lacks."""
+    """Tokens that end an output, and content of `generation_config.json`; None for fields that it lacks."""
 
     eos_token_ids: tuple[int, ...]
     temperature: float | None = None
@@ -81,13 +81,9 @@ def weight_files(folder: Path) -> list[str]:
     )
 
 
-def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Reads the end-of-sequence ids and sampling of a model folder. The ids may be in config.json instead. Raises
-    `ModelError` for a value out of range."""
+def read_generation_defaults(folder: Path, eos_token_ids: tuple[int, ...]) -> GenerationDefaults:
+    """Reads the sampling of a model folder. Raises `ModelError` for a value out of range."""
     generation = read_json(folder / "generation_config.json")
-    config = read_json(folder / "config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id")))
-    eos_token_ids = _as_ids(eos)
     for name, neutral in _WITHOUT_EFFECT.items():
         if generation.get(name) not in (None, *neutral):
             log.warning("generation_config.json: %s has no effect: it is not implemented", name)
@@ -123,12 +119,6 @@ def _bad_word_ids(sequences: Any, eos_token_ids: tuple[int, ...]) -> tuple[tuple
             f"{MAX_BAD_WORD_SEQUENCES} sequences of {MAX_BAD_WORD_IDS} ids are allowed"
         )
     return kept
-
-
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
 
 
 def _check_safetensors(path: Path) -> None:

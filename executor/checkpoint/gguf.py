@@ -17,12 +17,17 @@ from typing import Any
 
 import torch
 import transformers.modeling_gguf_pytorch_utils as legacy_loader
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PretrainedConfig
+from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from common.disk_cache import build_once
-from common.model_source import ModelSource, import_tokenizer, model_errors
+from common.gguf_header import GgufHeader, join_parts, parts_of
+from common.model_source import ModelError, ModelSource, import_tokenizer, model_errors, read_gguf
+from executor.checkpoint.gguf_metadata import ROPE_TENSORS, apply_metadata
 from executor.checkpoint.quiet import quiet_transformers
+from executor.checkpoint.support import ignore_padding
 
 # llama.cpp ends generation at any of these (end of sequence, of turn, of a tool call).
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -60,28 +65,67 @@ def _write_configuration(source: ModelSource, folder: Path) -> None:
         config = AutoConfig.from_pretrained(
             str(source.folder), gguf_file=source.gguf_file.name, trust_remote_code=False
         )
+    apply_metadata(config, read_gguf(source.gguf_file))
+    ignore_padding(config)
     config.save_pretrained(str(folder))
     _write_generation_config(source.gguf_file, folder)
 
 
 def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> None:
     assert source.gguf_file is not None
-    # By default transformers keeps GGUF blocks packed and multiplies with its own kernels; the native forward passes
-    # need plain `nn.Linear`s.
-    with quiet_transformers(), _quiet_dequantization():
-        network = AutoModelForCausalLM.from_pretrained(
-            str(source.folder),
-            gguf_file=source.gguf_file.name,
+    with quiet_transformers(), _quiet_dequantization(), _whole_file(source.gguf_file, folder) as file:
+        config = AutoConfig.from_pretrained(str(import_configuration(source)))
+        _check_tensors(config, read_gguf(source.gguf_file))
+        # By default transformers keeps GGUF blocks packed and multiplies with its own kernels; the native forward
+        # passes need plain `nn.Linear`s.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(file.parent),
+            gguf_file=file.name,
+            config=config,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             trust_remote_code=False,
+            output_loading_info=True,
         )
-        network.save_pretrained(str(folder))
+        if missing := sorted(loaded[1]["missing_keys"]):
+            raise ModelError(f"GGUF file {source.gguf_file} lacks {len(missing)} weights, such as {missing[0]}")
+        loaded[0].save_pretrained(str(folder))
     _write_generation_config(source.gguf_file, folder)
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     for path in folder.iterdir():
         # safetensors makes files readable by their owner only; an image is built and run by different users.
         path.chmod(0o644)
+
+
+def _check_tensors(config: PretrainedConfig, header: GgufHeader) -> None:
+    """Raises `ModelError` for a tensor without a place in the network. transformers would leave it out."""
+    if header.architecture in GGUF_ARCHS:
+        return  # refused by its configuration; these have no table of names
+    with init_empty_weights(include_buffers=False):
+        network = AutoModelForCausalLM.from_config(config)
+    processor: Any = legacy_loader.TENSOR_PROCESSORS.get(header.architecture, legacy_loader.TensorProcessor)
+    # GPT-2's processor puts this one in its place itself.
+    placed = {*legacy_loader.get_gguf_hf_weights_map(network, processor(config=config.to_dict())), "output.weight"}
+    for tensor in header.tensors:
+        if tensor.name not in placed and tensor.name not in ROPE_TENSORS:
+            raise ModelError(
+                f"GGUF tensor {tensor.name} has no place in a model of the architecture {header.architecture}"
+            )
+
+
+@contextmanager
+def _whole_file(path: Path, folder: Path) -> Iterator[Path]:
+    """Gives a file with all tensors, which transformers needs. That of several parts is removed at the end."""
+    if len(parts_of(path)) == 1:
+        yield path
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = folder / "whole.gguf"
+    try:
+        join_parts(read_gguf(path), whole)
+        yield whole
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def _write_generation_config(gguf_file: Path, folder: Path) -> None:

@@ -46,7 +46,7 @@ def longrope_obstacles(config: PretrainedConfig) -> Iterator[str]:
 
 def fix_longrope(network: nn.Module, context_length: int) -> str | None:
     """Makes the rotary embeddings of a network use the factors for sequences of up to `context_length` tokens, whatever
-    a forward pass contains. Returns the choice in words; None without longrope."""
+    a forward pass contains. Returns the choice in words; None if there is none."""
     choice = None
     for module in network.modules():
         rotary: Any = module
@@ -61,6 +61,8 @@ def fix_longrope(network: nn.Module, context_length: int) -> str | None:
         rotary.attention_scaling = scaling
         # Another type than longrope: transformers must not choose again.
         rotary.rope_type = "default"
+        if config.rope_parameters["short_factor"] == config.rope_parameters["long_factor"]:
+            continue
         name = FACTORS[context_length > original]
         choice = f"{name} for contexts of {context_length} tokens; the original context is {original}"
     return choice

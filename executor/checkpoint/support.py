@@ -37,6 +37,16 @@ def network_class(config: PretrainedConfig) -> tuple[type[PreTrainedModel], Pret
     return kind, text_config if kind.config_class is type(text_config) else config
 
 
+def ignore_padding(config: PretrainedConfig) -> None:
+    """Removes an id of padding that the embedding has no row for, which transformers would refuse. Batches here have no
+    padding."""
+    text_config = config.get_text_config(decoder=True)
+    padding: Any = getattr(text_config, "pad_token_id", None)
+    size: Any = getattr(text_config, "vocab_size", None)
+    if padding is not None and size is not None and not 0 <= padding < size:
+        text_config.pad_token_id = None
+
+
 def check_network(network: PreTrainedModel) -> None:
     """Refuses a model by its code."""
     for reason in _network_obstacles(network):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from common.gguf_header import GgufHeader, GgufTensor
 from common.model_source import ModelError
+from executor.checkpoint.gguf_metadata import ROPE_TENSORS
 from executor.checkpoint.quantized_weight import Matrix
 from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
 from executor.formats.network import empty_network, fill, placed
@@ -36,8 +35,6 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Divisors of the frequencies of the rotary embedding (Llama 3.1 and later).
-ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def unsupported_reason(header: GgufHeader) -> str | None:
@@ -45,7 +42,9 @@ def unsupported_reason(header: GgufHeader) -> str | None:
     if header.architecture not in ARCHITECTURES:
         return f"its architecture is {header.architecture}"
     for tensor in header.tensors:
-        if tensor.name != ROPE_DIVISORS and _parameter(tensor.name) is None:
+        if tensor.name in ROPE_TENSORS:
+            continue
+        if _parameter(tensor.name) is None:
             return f"it has the tensor {tensor.name}"
         kind = BLOCK_TYPES.get(tensor.type_number)
         if kind is None and tensor.type_number not in DENSE_TYPES:
@@ -56,23 +55,21 @@ def unsupported_reason(header: GgufHeader) -> str | None:
 
 
 def load_gguf(
-    path: Path, header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    header: GgufHeader, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Loads a file for which there is no `unsupported_reason`; see `placed`."""
+    """Loads a file for which there is no `unsupported_reason`; see `placed`. `config` has the factors of rotary
+    frequencies that are tensors of the file."""
     network = empty_network(config, dtype)
-    fill(network, placed(_weights(header, config, path), dtype, device))
-    for tensor in header.tensors:
-        if tensor.name == ROPE_DIVISORS:
-            _divide_frequencies(network, _dense(tensor, _bytes(tensor, path)))
+    fill(network, placed(_weights(header, config), dtype, device))
     return network
 
 
-def _weights(header: GgufHeader, config: PretrainedConfig, path: Path) -> Iterator[tuple[str, Matrix]]:
+def _weights(header: GgufHeader, config: PretrainedConfig) -> Iterator[tuple[str, Matrix]]:
     for tensor in header.tensors:
         name = _parameter(tensor.name)
         if name is None:
             continue
-        rows = _bytes(tensor, path)
+        rows = _bytes(tensor)
         kind = BLOCK_TYPES.get(tensor.type_number)
         if kind is not None:
             _check_row(tensor, kind.num_numbers)
@@ -94,9 +91,9 @@ def _parameter(name: str) -> str | None:
     return f"{NAMES[stem]}.{leaf}" if stem in NAMES else None
 
 
-def _bytes(tensor: GgufTensor, path: Path) -> Tensor:
+def _bytes(tensor: GgufTensor) -> Tensor:
     # Not mapped, because what was read of a mapped file stays in the memory of the process.
-    return torch.from_numpy(np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.start))
+    return torch.from_numpy(np.fromfile(tensor.file, np.uint8, tensor.num_bytes, offset=tensor.start))
 
 
 def _dense(tensor: GgufTensor, content: Tensor) -> Tensor:
@@ -116,12 +113,3 @@ def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:
         raise ModelError(f"{num_rows} rows of queries or keys do not belong to {num_heads} heads")
     unpermuted: Tensor = rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2)
     return unpermuted.reshape(rows.shape)
-
-
-def _divide_frequencies(network: PreTrainedModel, divisors: Tensor) -> None:
-    body: Any = network.model
-    rotary = body.rotary_emb
-    if divisors.shape != rotary.inv_freq.shape:
-        raise ModelError(f"{ROPE_DIVISORS} has {divisors.numel()} numbers for {rotary.inv_freq.numel()} frequencies")
-    for name in ("inv_freq", "original_inv_freq"):
-        getattr(rotary, name).div_(divisors)

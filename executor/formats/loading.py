@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from common.machine import return_free_memory
-from common.model_source import ModelError, ModelSource, model_errors, read_gguf
+from common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
 from executor.checkpoint.files import check_weights
 from executor.checkpoint.gguf import import_configuration, import_gguf
+from executor.checkpoint.gguf_metadata import unused_keys
 from executor.checkpoint.quantized_linear import QuantizedLinear
 from executor.checkpoint.quiet import quiet_transformers
-from executor.checkpoint.support import check_configuration, check_network
+from executor.checkpoint.support import check_configuration, check_network, ignore_padding
 from executor.formats.dense_folder import load_dense
 from executor.formats.folder import format_of, load_folder, quantization_of
 from executor.formats.gguf_file import load_gguf, unsupported_reason
@@ -57,13 +58,17 @@ def _load_gguf(
     source: ModelSource, path: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, Path]:
     header = read_gguf(path)
-    if reason := unsupported_reason(header):
-        log.warning("%s is imported as a dense model, because %s", path.name, reason)
-        folder = import_gguf(source)
-        return _load_folder(folder, dtype, device), folder
     folder = import_configuration(source)
+    if unused := unused_keys(header):
+        log.info("keys of %s that are not used: %s", path.name, ", ".join(unused))
     with quiet_transformers(), model_errors(f"GGUF file {path} cannot be loaded"):
-        return load_gguf(path, header, _configuration(folder), dtype, device), folder
+        config = _configuration(folder)
+        reason = unsupported_reason(header)
+        if reason is None:
+            return load_gguf(header, config, dtype, device), folder
+    log.warning("%s is imported as a dense model, because %s", path.name, reason)
+    folder = import_gguf(source)
+    return _load_folder(folder, dtype, device), folder
 
 
 def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -82,8 +87,11 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
 
 
 def _configuration(folder: Path) -> PretrainedConfig:
-    config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    config: PretrainedConfig = old_configuration(folder) or AutoConfig.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
     check_configuration(config)
+    ignore_padding(config)
     return config
 
 

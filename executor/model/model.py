@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from common.machine import num_available_memory_bytes, return_free_memory
+from common.model_files.context_length import context_length_of
 from common.model_source import ModelError, ModelSource, model_errors
 from common.version import installed_version
 from executor.attention.backend import AttentionBackend, KvShape, LayerKv
@@ -41,6 +42,7 @@ from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupporte
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.cpu.streams import WeightStream
 from executor.formats.loading import load_network
+from executor.model.end_tokens import find_end_tokens
 from executor.model.layer_check import compare_layers
 from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, compare, expect
 from executor.parallel.decoder import ParallelDecoder
@@ -60,8 +62,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # The attention backends whose forward pass multiplies weights of these types.
 NEEDED_BACKENDS = {"int8": "cpu", "int4": "cpu", "fp8": "triton"}
-# Names of the context length in the configurations of different models.
-CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,40 +141,41 @@ class PagedModel:
         instructions: str = "auto",
         weight_stream: WeightStream | None = None,
         max_sequence_length: int = 0,
+        eos_token_ids: Sequence[int] = (),
         shard: Shard = WHOLE,
         group: WorkerGroup | None = None,
     ) -> PagedModel:
         """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
         `weight_dtype` is `auto` (that of the checkpoint), `dense`, which expands a quantized checkpoint to the dtype,
-        `int8` or `fp8`, with which products of layers are in that type, or `int4`, with which linear layers are rounded
-        to 4 bits.
+        `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
         `kv_cache_dtype` is `auto`, `int8` or `fp8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of
         the activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
         `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
         fastest way is measured. `max_sequence_length`, or with 0 the context length, decides between the factors of
-        longrope. Of several ranks, this is the one of `shard`; the leader has the `group` of the others, which must
-        join before the model is checked.
+        longrope. `eos_token_ids` replace those of the model's files. Of several ranks, this is the one of `shard`; the
+        leader has the `group` of the others, which must join before the model is checked.
         """
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
         # The whole model need not fit in the memory of one rank's GPU.
         network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
+        length = _sequence_length(network, max_sequence_length)
         weight_dtype = _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
-            _choose_rope(network, max_sequence_length)
-            has_fp8 = "fp8" in (weight_dtype, kv_cache_dtype)
-            vocabulary_size = _vocabulary_size(network)
+            _choose_rope(network, length)
+            vocabulary_size, has_fp8 = _vocabulary_size(network), "fp8" in (weight_dtype, kv_cache_dtype)
             expectation = expect(network, vocabulary_size, has_states=has_fp8) if shard.rank == 0 else None
             layers = _probe_layers(network)
         layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
         choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
         _check_choice(choice, layer_kv_dtypes, device)
         sampler = _native_sampler(choice.backend, device, instructions)
+        end_ids = find_end_tokens(source, folder, vocabulary_size, eos_token_ids) if shard.rank == 0 else ()
         with model_errors(f"model {source.name!r} cannot be prepared"):
-            description = _describe(source, folder, network, layers)
+            description = _describe(source, folder, network, layers, end_ids)
             native = _native_forward(
-                network, layers, choice, description, weight_dtype, forward_name, weight_stream, shard, device
+                network, layers, choice, description, weight_dtype, forward_name, length, weight_stream, shard, device
             )
             parts = (network, _layers_of(layers, shard), choice, description, native.gpu, native.native, sampler)
             model = cls(*parts, layer_kv_dtypes, weight_dtype, device=device)
@@ -402,6 +403,7 @@ def _native_forward(
     description: ModelDescription,
     weight_dtype: str,
     forward_name: str,
+    context_length: int,
     weight_stream: WeightStream | None,
     shard: Shard,
     device: torch.device,
@@ -414,7 +416,9 @@ def _native_forward(
         _check_fp8_weights(network)
     if choice.backend.name == "triton":
         make_dense(network, network.dtype)
-    weights = read_decoder(network, layers) if forward_name == "auto" else "forward=transformers is set"
+    weights: DecoderWeights | str = "forward=transformers is set"
+    if forward_name == "auto":
+        weights = read_decoder(network, layers, context_length)
     if choice.backend.name == "triton" and not isinstance(weights, str):
         gpu = _gpu_decoder(weights, choice, description, weight_dtype == "fp8", shard, device)
         if not isinstance(gpu, str):
@@ -559,7 +563,7 @@ def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
 
 
 def _describe(
-    source: ModelSource, folder: Path, network: PreTrainedModel, layers: tuple[Layer, ...]
+    source: ModelSource, folder: Path, network: PreTrainedModel, layers: tuple[Layer, ...], end_ids: tuple[int, ...]
 ) -> ModelDescription:
     vocabulary_size = _vocabulary_size(network)
     return ModelDescription(
@@ -570,28 +574,37 @@ def _describe(
         head_dim=layers[0].shape.head_dim,
         vocabulary_size=vocabulary_size,
         context_length=_context_length(network),
-        defaults=_defaults(folder, vocabulary_size),
+        defaults=_defaults(folder, vocabulary_size, end_ids),
     )
 
 
 def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:
-    context_length = _context_length(network)
-    choice = fix_longrope(network, min(max_sequence_length or context_length, context_length))
+    choice = fix_longrope(network, max_sequence_length)
     if choice is not None:
         log.info("longrope uses its %s", choice)
 
 
 def _context_length(network: PreTrainedModel) -> int:
-    config = network.config.get_text_config(decoder=True)
-    lengths = (getattr(config, name, None) for name in CONTEXT_LENGTH_NAMES)
-    context_length = next((int(length) for length in lengths if length), None)
+    context_length = context_length_of(network.config.get_text_config(decoder=True).to_dict())
     if context_length is None:
         raise ModelError("its configuration has no context length")
     return context_length
 
 
-def _defaults(folder: Path, vocabulary_size: int) -> GenerationDefaults:
-    defaults = read_generation_defaults(folder)
+def _sequence_length(network: PreTrainedModel, max_sequence_length: int) -> int:
+    """Returns the longest sequence that is accepted. Raises `ModelError` if the setting is above the context length."""
+    with _unsupported(network.config):
+        context_length = _context_length(network)
+    if max_sequence_length > context_length:
+        raise ModelError(
+            f"max_sequence_length={max_sequence_length} is above {context_length}, the context length that the model's "
+            "configuration gives; 0 takes that"
+        )
+    return max_sequence_length or context_length
+
+
+def _defaults(folder: Path, vocabulary_size: int, end_ids: tuple[int, ...]) -> GenerationDefaults:
+    defaults = read_generation_defaults(folder, end_ids)
     highest = max((max(ids) for ids in defaults.bad_word_ids), default=0)
     if highest >= vocabulary_size:
         raise ModelError(f"generation_config.json: bad_words_ids has token id {highest} of {vocabulary_size}")

@@ -180,8 +180,19 @@ class ModelRegistry:
         pool = self.by_name.get(link.description.model)
         if pool is None:
             return f"it serves {link.description.model}, this router {', '.join(sorted(self.by_name))}"
-        if link.description.vocabulary_size < pool.text.vocabulary_size:
-            return f"its vocabulary of {link.description.vocabulary_size} is smaller than the tokenizer's"
+        size = link.description.vocabulary_size
+        if size < pool.text.num_base_tokens:
+            return f"its vocabulary of {size} is smaller than the tokenizer's of {pool.text.num_base_tokens}"
+        if size < pool.text.vocabulary_size:
+            # A token was added to the tokenizer, often for padding, and the model was not made larger.
+            log.warning(
+                "model %s: the tokenizer has %d ids, executor %s %d; prompts with an id from %d on are refused",
+                pool.name,
+                pool.text.vocabulary_size,
+                link.executor_id,
+                size,
+                size,
+            )
         _warn_of_differences(pool, link)
         pool.dispatcher.on_linked(link)
         self._events.executor_linked(link.executor_id, pool.name)

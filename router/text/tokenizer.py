@@ -153,6 +153,11 @@ class TextModel:
         return len(self._tokenizer)
 
     @property
+    def num_base_tokens(self) -> int:
+        """Number of token ids without those of added tokens."""
+        return int(self._tokenizer.vocab_size)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` works."""
         return bool(self._tokenizer.chat_template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -11,8 +12,8 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import ExecutorShape, RunningRouter, run_cluster, token_request
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from tests.cluster import ExecutorShape, RunningRouter, run_cluster, tiny_tokenizer, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of
 
 Request = inference_pb2.GenerateRequest
@@ -146,3 +147,30 @@ async def test_unknown_method_is_unimplemented(redis_url: str, pool: str) -> Non
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await send(b"")
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_tokenizer_with_added_tokens_beyond_the_model_is_served(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def larger_tokenizer() -> Any:
+        tokenizer = tiny_tokenizer()
+        tokenizer.add_special_tokens({"pad_token": "<pad>"})
+        return tokenizer
+
+    monkeypatch.setattr("tests.cluster.tiny_tokenizer", larger_tokenizer)
+    async with run_cluster(redis_url, pool) as cluster:
+        router = cluster.routers[0]
+        assert ids_of(await collect(router, with_text("t1 t2"))) == expected_ids([1, 2], 4)
+        error = await refused(router, with_text("t1 <pad>"))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "text: token id 5 is outside the model's vocabulary of 5 ids (0 to 4)" in (error.details() or "")
+        error = await refused(router, token_request([1, 5], 4))
+        assert "token_ids.ids[1]: token id 5 is outside" in (error.details() or "")
+    assert "the tokenizer has 6 ids, executor executor-0 5; prompts with an id from 5 on are refused" in caplog.text
+
+
+async def test_executor_with_fewer_ids_than_the_vocabulary_itself_is_not_linked(redis_url: str, pool: str) -> None:
+    async with run_cluster(redis_url, pool) as cluster:
+        pools = cluster.routers[0].pools
+        link: Any = SimpleNamespace(description=executor_pb2.DescribeResponse(model=pool, vocabulary_size=4))
+        assert pools.on_linked(link) == "its vocabulary of 4 is smaller than the tokenizer's of 5"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
@@ -15,10 +16,13 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from common.model_source import resolve_model
@@ -42,6 +46,10 @@ LOADED: dict[str, PretrainedConfig] = {
         **sizes(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.1, logits_scaling=4.0)
     ),
     "olmo2": Olmo2Config(**sizes()),
+    "olmo3": Olmo3Config(**sizes(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+    "smollm3": SmolLM3Config(**sizes(no_rope_layers=[1, 0])),
+    "exaone4": Exaone4Config(**sizes(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+    "seed-oss": SeedOssConfig(**sizes(attention_bias=True, attention_out_bias=True)),
     "gemma2": Gemma2Config(**sizes(**GEMMA, attn_logit_softcapping=2.0)),
     "gemma3": Gemma3TextConfig(**sizes(**GEMMA, layer_types=["sliding_attention", "full_attention"])),
 }

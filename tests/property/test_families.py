@@ -3,6 +3,8 @@ same bits alone, in chunks and in a batch."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,24 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
+    Glm4Config,
     GraniteConfig,
+    HunYuanDenseV1Config,
+    Ministral3Config,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 from transformers import Gemma3TextConfig as Gemma3Config
 
@@ -40,6 +52,18 @@ GENERATOR = torch.Generator().manual_seed(0)
 TEXTS = [torch.randint(3, VOCABULARY_SIZE, (n,), generator=GENERATOR).tolist() for n in (24, 3, 17)]
 # Windows and caps that matter within the texts.
 GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+}
+# Queries are scaled from position 64 on.
+MINISTRAL = {
+    "rope_parameters": YARN["rope_parameters"] | {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "phi3": Phi3Config(**sizes()),
     "phi3-partial-rotary-window": Phi3Config(**sizes(partial_rotary_factor=0.5, sliding_window=8)),
@@ -57,6 +81,14 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3Config(
         **sizes(**GEMMA, num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     ),
+    "olmo3": Olmo3Config(**sizes(sliding_window=8, layer_types=["sliding_attention", "full_attention"], **YARN)),
+    "smollm3": SmolLM3Config(**sizes(num_hidden_layers=3, no_rope_layers=[1, 0, 1], attention_bias=True)),
+    "exaone4": Exaone4Config(
+        **sizes(sliding_window=8, layer_types=["sliding_attention", "full_attention"], sliding_window_pattern=2)
+    ),
+    "exaone4-without-windows": Exaone4Config(**sizes(sliding_window=None, layer_types=["full_attention"] * 2)),
+    "seed-oss": SeedOssConfig(**sizes(attention_bias=True, attention_out_bias=True)),
+    "ministral3": Ministral3Config(**sizes(**MINISTRAL)),
     "mixtral": MixtralConfig(**sizes(num_local_experts=4, num_experts_per_tok=2)),
     "qwen3-moe": Qwen3MoeConfig(
         **sizes(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False)
@@ -109,7 +141,8 @@ def load(folder: Path, form: str, **options: Any) -> PagedModel:
 @pytest.fixture(scope="module")
 def model(case: tuple[str, str], folder: Path) -> PagedModel:
     _, form = case
-    loaded = load(folder, form)
+    # Queries of Ministral 3 are not scaled up to this length.
+    loaded = load(folder, form, max_sequence_length=64)
     assert loaded.native is not None
     return loaded
 
@@ -248,3 +281,70 @@ def test_layers_without_experts_beside_those_with_experts_are_left_to_transforme
     with caplog.at_level("INFO"):
         assert load(save_model(config, tmp_path / "mixed"), "float32").native is None
     assert "because some of its layers have experts and others have not" in caplog.text
+
+
+@pytest.mark.parametrize("length", [64, 65])
+def test_queries_that_are_scaled_by_position_are_left_to_transformers(
+    length: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model(Ministral3Config(**sizes(**MINISTRAL)), tmp_path / "long")
+    with caplog.at_level("INFO"):
+        model = load(folder, "float32", max_sequence_length=length)
+    assert (model.native is None) == (length > 64)
+    assert ("because its queries are scaled by position beyond 64 tokens" in caplog.text) == (length > 64)
+
+
+def test_positions_that_scale_queries_are_computed_by_transformers(tmp_path: Path) -> None:
+    folder = save_model(Ministral3Config(**sizes(**MINISTRAL)), tmp_path / "long")
+    network = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    text = (TEXTS[0] * 6)[:140]
+    model = load(folder, "float32")
+    model.allocate_kv(16, BLOCK_SIZE)
+    with torch.inference_mode():
+        expected = network(torch.tensor([text])).logits[0]
+    assert relative_distance(one_by_one(model, text, 1), expected) < 1e-4
+
+
+@pytest.mark.parametrize("rotated", [1.0, 0.5], ids=["Phi-3-mini-128k", "Phi-4-mini"])
+@pytest.mark.parametrize("kind", ["su", "longrope"])
+def test_longrope_is_read_as_the_files_on_the_hub_have_it(kind: str, rotated: float, tmp_path: Path) -> None:
+    config = longrope(partial_rotary_factor=rotated)
+    factors: Any = config.rope_parameters
+    for name, numbers in (("short_factor", [1.0, 1.1, 1.2, 1.5]), ("long_factor", [1.0, 2.0, 4.0, 7.0])):
+        factors[name] = numbers if rotated == 0.5 else numbers + [number + 0.5 for number in numbers]
+    folder = save_model(config, tmp_path / "new", has_random_vectors=True)
+    old = shutil.copytree(folder, tmp_path / "old")
+    fields = json.loads((old / "config.json").read_text())
+    rope = fields.pop("rope_parameters")
+    fields["rope_scaling"] = {"type": kind, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    fields |= {"rope_theta": rope["rope_theta"], "original_max_position_embeddings": 32, "head_dim": None}
+    fields |= {} if rotated == 1.0 else {"partial_rotary_factor": rotated}
+    (old / "config.json").write_text(json.dumps(fields))
+
+    logits = []
+    for model in (load(folder, "float32"), load(old, "float32")):
+        model.allocate_kv(16, BLOCK_SIZE)
+        logits.append(one_by_one(model, (TEXTS[0] * 2)[:40], 1))
+    assert torch.equal(*logits)
+
+
+# Families that differ in more than the data of `decoder_weights` describes.
+OTHERS: dict[str, PretrainedConfig] = {
+    "arcee": ArceeConfig(**sizes()),
+    "cohere2": Cohere2Config(**sizes(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+    "glm4": Glm4Config(**sizes()),
+    "ernie4.5": Ernie4_5Config(**sizes()),
+    "hunyuan": HunYuanDenseV1Config(**sizes()),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_run_through_transformers(name: str, tmp_path: Path) -> None:
+    folder = save_model(OTHERS[name], tmp_path / name, has_random_vectors=True)
+    network = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    model = load(folder, "float32")
+    assert model.native is None
+    model.allocate_kv(16, BLOCK_SIZE)
+    with torch.inference_mode():
+        expected = network(torch.tensor([TEXTS[0]])).logits[0]
+    assert relative_distance(one_by_one(model, TEXTS[0], 1), expected) < 1e-4

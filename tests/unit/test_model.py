@@ -51,7 +51,7 @@ SUPPORTED: dict[str, PretrainedConfig] = {
     "qwen3-experts": Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)),
     "mistral-window": MistralConfig(**sizes(sliding_window=8)),
     "gemma2-window-softcap": Gemma2Config(**sizes(sliding_window=8, attn_logit_softcapping=2.0)),
-    "gpt2": GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+    "gpt2": GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256, eos_token_id=2),
     # The text of a model for text and images, whose image tokens are ids of its vocabulary.
     "gemma3-vision": Gemma3Config(
         text_config=Gemma3TextConfig(**sizes(sliding_window=8)),
@@ -249,6 +249,14 @@ def test_without_a_compiler_the_reference_runs_and_says_why(
     assert "there is no C++ compiler" in caplog.text
     with pytest.raises(ModelError, match="attention backend 'cpu' cannot run: there is no C"):
         load(folder, backend_name="cpu")
+
+
+@pytest.mark.parametrize("padding", [VOCABULARY_SIZE, -1, 32000])
+def test_padding_outside_the_vocabulary_is_ignored(tmp_path: Path, padding: int) -> None:
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+    fields = json.loads((folder / "config.json").read_text()) | {"pad_token_id": padding}
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert load(folder).description.vocabulary_size == VOCABULARY_SIZE
 
 
 @pytest.mark.parametrize(

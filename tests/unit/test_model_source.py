@@ -17,6 +17,7 @@ from common.model_source import ModelError, load_tokenizer, resolve_model
 from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
 from executor.formats.loading import load_network
 from inflight.tools.sizing.model_shape import read_model_shape
+from tests.text_models import llama_like
 
 
 def write_folder(folder: Path, **files: str) -> Path:
@@ -186,33 +187,17 @@ def test_weights_that_are_cut_short_or_missing(tmp_path: Path) -> None:
         check_weights(folder)
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "eos_token_ids"),
-    [
-        ('{"eos_token_id": [7, 8]}', "{}", (7, 8)),
-        ('{"eos_token_id": 7}', '{"eos_token_id": 1}', (7,)),
-        ("{}", '{"eos_token_id": 1}', (1,)),
-        ("{}", '{"text_config": {"eos_token_id": [2]}}', (2,)),
-        ("{}", "{}", ()),
-    ],
-)
-def test_end_of_sequence_ids(tmp_path: Path, generation: str, config: str, eos_token_ids: tuple[int, ...]) -> None:
-    folder = write_folder(tmp_path / "model", **{"generation_config.json": generation, "config.json": config})
-    assert read_generation_defaults(folder).eos_token_ids == eos_token_ids
-
-
 def test_sampling_that_the_model_asks_for(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", **{"generation_config.json": '{"temperature": 0.6, "top_p": 0.9}'})
-    defaults = read_generation_defaults(folder)
+    defaults = read_generation_defaults(folder, ())
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, None, 0.9)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
-        read_generation_defaults(folder)
+        read_generation_defaults(folder, ())
 
 
 def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = {
-        "eos_token_id": [2],
         "repetition_penalty": 1.1,
         "min_p": 0.05,
         "no_repeat_ngram_size": 3,
@@ -223,7 +208,7 @@ def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog:
         "num_beams": 1,
     }
     folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(asked)})
-    assert read_generation_defaults(folder) == GenerationDefaults(
+    assert read_generation_defaults(folder, (2,)) == GenerationDefaults(
         eos_token_ids=(2,),
         min_p=0.05,
         repetition_penalty=1.1,
@@ -251,7 +236,7 @@ def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog:
 def test_generation_config_out_of_range_is_refused_by_name(tmp_path: Path, wrong: dict[str, Any]) -> None:
     folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(wrong)})
     with pytest.raises(ModelError, match=f"generation_config.json: {next(iter(wrong))} "):
-        read_generation_defaults(folder)
+        read_generation_defaults(folder, ())
 
 
 def test_tokenizer_that_needs_sentencepiece_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +287,15 @@ def test_code_of_a_tokenizer_is_refused_by_name_and_never_run(own_code: Path) ->
     with pytest.raises(ModelError, match=r"'model' cannot be loaded: it needs Python code of its own \(auto_map\)"):
         load_tokenizer(resolve_model(str(own_code)))
     assert not (own_code.parent / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast", None])
+def test_tokenizer_of_a_model_with_the_old_name_of_longrope_is_read(tmp_path: Path, name: str | None) -> None:
+    rope = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "original_max_position_embeddings": 64}
+    config = {"model_type": "phi3", "rope_scaling": rope, **sizes}
+    folder = write_folder(tmp_path / "model", **{"config.json": json.dumps(config)})
+    llama_like().save_pretrained(str(folder))
+    fields = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    assert load_tokenizer(resolve_model(str(folder))).convert_tokens_to_ids("</s>") == 2

@@ -235,21 +235,6 @@ def assert_runs_like(path: Path, dense: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_rope_divisors_of_gguf_divide_the_frequencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = gguf.GGUFWriter.write_header_to_file
-    plain = load(save_gguf(tmp_path / "plain.gguf", "llama", [KINDS["Q8_0"]])).model.rotary_emb.inv_freq
-    divisors = np.linspace(1, 8, 32, dtype=np.float32)
-
-    def with_divisors(writer: gguf.GGUFWriter) -> None:
-        writer.add_tensor("rope_freqs.weight", divisors)
-        add(writer)
-
-    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_divisors)
-    divided = load(save_gguf(tmp_path / "divided.gguf", "llama", [KINDS["Q8_0"]])).model.rotary_emb.inv_freq
-    assert torch.equal(divided, plain / torch.from_numpy(divisors))
-
-
-@pytest.mark.usefixtures("cache")
 def test_gguf_of_another_kind_is_imported_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.gguf_header import GgufHeader
+from common.gguf_header import GgufHeader, parts_of
 from common.kv_size import numbers_of_ranks
+from common.model_files.context_length import context_length_of
 from common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
 from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.weights import Role, Weights, computed_weights, weights_of_folder, weights_of_gguf
@@ -62,7 +63,8 @@ def read_model_shape(model: str) -> ModelShape:
         return _of_gguf(path, read_gguf(path))
     if path.is_dir():
         gguf_files = sorted(path.glob("*.gguf"))
-        if not (path / "config.json").is_file() and len(gguf_files) == 1:
+        is_one = bool(gguf_files) and set(gguf_files) <= set(parts_of(gguf_files[0]))
+        if is_one and not (path / "config.json").is_file():
             return _of_gguf(gguf_files[0], read_gguf(gguf_files[0]))
         return _of_folder(folder_name(path), path / "config.json")
     if path.is_file():
@@ -109,7 +111,7 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        context_length=_optional(config, "max_position_embeddings", "n_positions"),
+        context_length=context_length_of(config),
         num_parameters=_num_parameters(weights, is_tied),
         counted=counted is not None,
         weights=weights,
@@ -121,7 +123,9 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
 
 def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
     kind = header.metadata.get("general.architecture")
-    config = {name.removeprefix(f"{kind}."): value for name, value in header.metadata.items()}
+    config = {
+        name.removeprefix(f"{kind}."): value for name, value in header.metadata.items() if not isinstance(value, tuple)
+    }
     num_heads, hidden_size = _number(config, "attention.head_count"), _number(config, "embedding_length")
     num_kv_heads = int(config.get("attention.head_count_kv") or num_heads)
     head_dim = int(config.get("attention.key_length") or hidden_size // num_heads)
@@ -131,7 +135,17 @@ def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
         num_layers=_number(config, "block_count"),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        context_length=_optional(config, "context_length"),
+        context_length=context_length_of(
+            {
+                "model_type": kind,
+                "max_position_embeddings": config.get("context_length"),
+                "rope_scaling": {
+                    "type": config.get("rope.scaling.type", "linear"),
+                    "factor": config.get("rope.scaling.factor"),
+                    "original_max_position_embeddings": config.get("rope.scaling.original_context_length"),
+                },
+            }
+        ),
         num_parameters=header.num_parameters,
         counted=True,
         weights=weights_of_gguf(header),

@@ -230,7 +230,7 @@ class ExecutorSettings(ProcessSettings):
         ge=1,
         le=3600,
         description="seconds with work but without a step after which the executor reports itself unhealthy and "
-        "returns its requests",
+        "returns its requests; three times the predicted time of the step if that is longer",
     )
     drain_timeout_s: float = Field(
         30.0, ge=0, description="seconds that running sequences have to finish after SIGTERM"

@@ -30,6 +30,8 @@ PULL = 1e-3
 LARGEST_SURPRISE = 3.0
 # Steps of each kind before a prediction is useful.
 FEWEST_STEPS = 4
+# Expected time of a token before that: longer than a model of 8 billion parameters takes on one core.
+UNKNOWN_TOKEN_S = 0.25
 # The coefficients are solved for after each of the first steps, later once in this many.
 STEPS_PER_SOLUTION = 8
 
@@ -91,6 +93,12 @@ class StepTime:
     def predict(self, load: StepLoad) -> float:
         """Returns the predicted seconds of a step; 0 before the first."""
         return float(_features(load) @ self._solved())
+
+    def expect(self, load: StepLoad) -> float:
+        """Returns the seconds that a step may be expected to take. That is the prediction, once enough steps of its
+        kind have been observed."""
+        is_known = self._num_steps[int(load.prefill_work > 0)] >= FEWEST_STEPS
+        return self.predict(load) if is_known else UNKNOWN_TOKEN_S * load.num_tokens
 
     def by_tokens(self, decode_context: int) -> Callable[[int], float]:
         """Returns the predicted seconds of a step without prefill by its tokens."""

@@ -111,10 +111,11 @@ def open_client(settings: GatewaySettings) -> AsyncClient:
         if settings.router_tls_ca_file is None:
             if not all(map(is_this_machine, settings.routers)):
                 log.warning("the keys of clients are sent to routers without TLS: set router_tls_ca_file")
-            return AsyncClient(*settings.routers, share_calls=settings.share_calls)
+            return AsyncClient(*settings.routers, share_calls=settings.share_calls, http_proxy=False)
         return AsyncClient(
             *settings.routers,
             share_calls=settings.share_calls,
+            http_proxy=False,
             credentials=_credentials(settings),
             server_name=settings.router_tls_name or None,
         )

@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from common.protocol import PROTOCOL_VERSION
+from common.rpc.options import NO_PROXY
 from common.rpc.server import GrpcServer
 from common.telemetry.tracing import NO_TRACING, Tracing
 from executor.adapters.store import AdapterStore
@@ -345,7 +346,7 @@ async def run_router(
     address = await parts.server.start("127.0.0.1:0")
     work = asyncio.create_task(_work(parts.pools, parts.tokens, addresses))
     with patch.object(dispatcher, "SUBMIT_TURN_S", PATIENCE_S):
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with grpc.aio.insecure_channel(address, [NO_PROXY]) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             try:
                 yield RunningRouter(address, stub, parts, registry, work)

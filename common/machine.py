@@ -1,14 +1,38 @@
-"""Resources of the machine that this process may use: cores and memory, including the limits of its container."""
+"""Resources of the machine that this process may use: cores and memory, including the limits of its container, and file
+descriptors."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import os
+import resource
+from contextlib import suppress
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+
+# The kernel's own limit by default. Containers often have no other, or one of a billion.
+MAX_OPEN_FILES = 1024 * 1024
+# Descriptors for everything but connections of clients: libraries, logs, Redis, links, files that are read again.
+RESERVED_FILES = 128
+
+
+def raise_open_files_limit() -> None:
+    """Raises the soft limit of file descriptors to the hard one. Shells and systemd set 1024, for programs that use
+    `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # a sandbox that forbids it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def max_client_connections() -> int:
+    """Returns the connections of clients for which there are file descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else max(1, soft - RESERVED_FILES)
 
 
 def num_usable_cores(cgroup: Path = CGROUP) -> int:

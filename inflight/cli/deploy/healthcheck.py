@@ -24,7 +24,8 @@ from inflight.cli.parser import CommandParser
 from inflight.local.state import StackState, read_state
 
 HEALTH_LISTEN_VARIABLE = "INFLIGHT_HEALTH_LISTEN"
-LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}
+# A port on `[::]` also takes IPv4, and takes only that where the container has no IPv6.
+LOOPBACK_OF = dict.fromkeys(("0.0.0.0", "", "::"), "127.0.0.1")
 HTTP = "http://"
 
 

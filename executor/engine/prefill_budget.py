@@ -4,7 +4,8 @@ A step with prefill may take as long as the smallest inter-token target of the s
 `max_inter_token_ms`, and in any case at most `LONGEST_STEP_S`, because cancels and new sequences wait for its end. If
 less than `LEAST_SHARE` of the time of the decodes would be left, prompts get this share, and always at least one block
 of tokens. So while sequences decode, prompts get at least a third of the device's time, or a block of tokens per step
-if that takes longer. Until the cost of prompts is known, they get `FIRST_TOKENS` per step.
+if that takes longer. Until the cost of prompts is known, they get `FIRST_TOKENS` per step, and more after the first
+step if nothing asks for short ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from executor.engine.copy_time import CopyTime
 from executor.engine.step_time import LARGEST_SURPRISE, StepLoad, StepTime
 from executor.scheduler.sequence import StepPlan
-from executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance
+from executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance, PrefillCost
 
 # Factor on the target, so that variance between steps does not exceed it.
 MARGIN = 0.95
@@ -62,12 +63,20 @@ class PrefillBudget:
         if decodes.num_decodes:
             longest_s = min(longest_s, self.longest_step_s(decodes, decode_s) or longest_s)
         if not self.step_time.knows_prefill:
-            return PrefillAllowance(max(FIRST_TOKENS, block_size))
+            return self._first_allowance(longest_s, block_size)
         seconds = max(longest_s * MARGIN - decode_s, LEAST_SHARE * decode_s)
         cost, copy_s = self.step_time.prefill_cost(), self.copy_time.block_s
         # A prompt takes blocks whose content has to be copied to host memory first.
         cost = replace(cost, token_s=cost.token_s + copy_s / block_size)
         return PrefillAllowance(block_size, seconds, cost, copy_s)
+
+    def _first_allowance(self, longest_s: float, block_size: int) -> PrefillAllowance:
+        """Returns what prompts may take while their cost is unknown. Without a target, the time per token of a first
+        step is enough to know how many tokens do not take too long."""
+        num_tokens, token_s = max(FIRST_TOKENS, block_size), self.step_time.longest_token_s
+        if longest_s < LONGEST_STEP_S or token_s is None:
+            return PrefillAllowance(num_tokens)
+        return PrefillAllowance(num_tokens, LONGEST_STEP_S * MARGIN, PrefillCost(token_s))
 
     def copy_cost(self) -> CopyCost | None:
         """Returns what copying a block costs against computing its tokens; None while that is not known."""

@@ -9,6 +9,7 @@ is known of prompts. A weak pull towards zero determines what the steps leave op
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,6 +68,9 @@ class StepTime:
         self._products = np.zeros((2, len(SCALE), len(SCALE)))
         self._sums = np.zeros((2, len(SCALE)))
         self._num_steps = [0, 0]
+        # The least time of a step with prefill per token of it, which includes what does not depend on the tokens. None
+        # before the first.
+        self.longest_token_s: float | None = None
         self._coefficients: Floats | None = None
 
     @property
@@ -82,6 +86,8 @@ class StepTime:
         if self._num_steps[kind] >= FEWEST_STEPS:
             expected = self.predict(load)
             seconds = min(seconds, LARGEST_SURPRISE * expected) if expected > 0 else seconds
+        if kind:
+            self.longest_token_s = min(self.longest_token_s or math.inf, seconds / load.num_tokens)
         x = _features(load) / seconds
         self._products[kind] = FORGETTING * self._products[kind] + np.outer(x, x)
         self._sums[kind] = FORGETTING * self._sums[kind] + x

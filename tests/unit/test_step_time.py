@@ -129,11 +129,20 @@ class TestPrefillBudget:
         together_s = step_seconds(StepLoad(load.num_decodes + chunk, load.context, work))
         assert MARGIN * 0.9 * LONGEST_STEP_S < together_s < LONGEST_STEP_S
 
-    @pytest.mark.parametrize("load", [decodes(20, 10.0), decodes(20, None), decodes(0, 10.0)])
-    def test_prompts_get_few_tokens_while_their_cost_is_unknown(self, load: DecodeLoad) -> None:
+    @pytest.mark.parametrize("load", [decodes(20, None), decodes(0, 10.0)])
+    @pytest.mark.parametrize(("token_s", "num_tokens"), [(0.001, 4750), (1.0, FIRST_TOKENS)])
+    def test_prompts_without_a_target_get_few_tokens_only_before_the_first_step(
+        self, load: DecodeLoad, token_s: float, num_tokens: int
+    ) -> None:
+        fresh = PrefillBudget()
+        assert fresh.allowance(load, 16).fitting(10_000, 500) == FIRST_TOKENS
+        fresh.step_time.observe(StepLoad(100, 0, 100.0), 100 * token_s)
+        assert fresh.allowance(load, 16).fitting(10_000, 500) == num_tokens
+
+    def test_prompts_get_few_tokens_beside_decodes_while_their_cost_is_unknown(self) -> None:
         fresh = PrefillBudget()
         for _ in range(FEWEST_STEPS):
-            allowance = fresh.allowance(load, 16)
+            allowance = fresh.allowance(decodes(20, 10.0), 16)
             assert allowance.fitting(10_000, 500) == FIRST_TOKENS
             allowance.take(FIRST_TOKENS - 1, 500)
             assert allowance.fitting(10_000, 0) == 1

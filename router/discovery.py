@@ -1,4 +1,5 @@
-"""Executor addresses: static ones, and all addresses of DNS names, which are resolved periodically."""
+"""Executor addresses: static ones, and all addresses of DNS names, which are resolved periodically. Of a name with
+IPv4 and IPv6 addresses, the IPv4 ones are used."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ async def _look_up(name: str, known: frozenset[str]) -> frozenset[str]:
     except (OSError, TimeoutError, UnicodeError) as error:
         log.warning("cannot resolve %s: %s", name, error)
         return known
-    return frozenset(_join(str(address[0]), int(address[1])) for *_, address in answers)
+    # A host with addresses of both families is one executor. It may listen on IPv4 alone.
+    used = min((family for family, *_ in answers), key=lambda family: family != socket.AF_INET)
+    return frozenset(_join(str(address[0]), int(address[1])) for family, *_, address in answers if family == used)
 
 
 def _join(host: str, port: int) -> str:

@@ -19,7 +19,11 @@ MIN_SECRET_CHARACTERS = 32
 class RouterSettings(ProcessSettings):
     """Settings of the router, which accepts requests, queues them in Redis and places them on executors."""
 
-    listen: str = Field("127.0.0.1:50051", description="address for clients, host:port; port 0 picks a free port")
+    listen: str = Field(
+        "127.0.0.1:50051",
+        description="address for clients, host:port; host [::] is every interface, with IPv6 if there is any; port 0 "
+        "picks a free port",
+    )
     redis_url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
         description="URL of the Redis with the queues and the ledger: a server, Sentinels or a cluster; may "

@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from common.protocol import PROTOCOL_VERSION
+from common.rpc.options import NO_PROXY
 from common.rpc.server import GrpcServer
 from common.telemetry.tracing import NO_TRACING, Tracing
 from executor.adapters.store import AdapterStore
@@ -232,6 +233,7 @@ async def start_executor(
     generation: int = 1,
     port: int = 0,
     *,
+    host: str = "127.0.0.1",
     retention: RetentionPolicy | None = None,
     watchdog_s: float | None = None,
     tracing: Tracing = NO_TRACING,
@@ -266,7 +268,7 @@ async def start_executor(
     service = ExecutorService(identity, engine, retention, tracing=tracing, grammars=grammars, adapters=shape.adapters)
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
-    address = await server.start(f"127.0.0.1:{port}")
+    address = await server.start(f"{host}:{port}")
     engine.start()
     await server.set_serving(True)
 
@@ -333,7 +335,12 @@ def _patient_settings_of(settings: RouterSettings) -> StoreSettings:
 
 @asynccontextmanager
 async def run_router(
-    name: str, model: str, redis_url: str, addresses: list[str], settings: RouterSettings | None = None
+    name: str,
+    model: str,
+    redis_url: str,
+    addresses: list[str],
+    settings: RouterSettings | None = None,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[RunningRouter]:
     """A router of one model, ready to be called once an executor is linked. It waits a minute for Redis, and by default
     for an executor."""
@@ -342,10 +349,10 @@ async def run_router(
     registry = CollectorRegistry()
     with patch.object(app, "store_settings_of", _patient_settings_of):
         parts = build_router(settings.model_copy(update=own), {model: TextModel(tiny_tokenizer())}, registry)
-    address = await parts.server.start("127.0.0.1:0")
+    address = await parts.server.start(f"{host}:0")
     work = asyncio.create_task(_work(parts.pools, parts.tokens, addresses))
     with patch.object(dispatcher, "SUBMIT_TURN_S", PATIENCE_S):
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with grpc.aio.insecure_channel(address, [NO_PROXY]) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             try:
                 yield RunningRouter(address, stub, parts, registry, work)

@@ -89,6 +89,7 @@ HANDED_BACK: tuple[HandBackOutcome, ...] = (
     Queued(0),
     DROPPED,
     HandBackRefusal.EXHAUSTED,
+    HandBackRefusal.STALLED,
     HandBackRefusal.STALE,
     HandBackRefusal.UNKNOWN,
 )

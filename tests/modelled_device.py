@@ -44,18 +44,23 @@ class ModelledStep:
 
 @dataclass(slots=True)
 class ModelledDevice:
-    """Steps vary by up to `jitter` of their time. A block that is copied takes `copy_s`."""
+    """Steps vary by up to `jitter` of their time. A block that is copied takes `copy_s`. A step takes `slowness` times
+    what the formula says."""
 
     jitter: float
     now_s: float = 0.0
     copy_s: float = 80e-6
+    slowness: float = 1.0
+    durations_s: list[float] = field(default_factory=list)
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""
         began_s = self.now_s
         copied_s = self.copy_s * (len(plan.swaps_out) + len(plan.swaps_in))
-        self.now_s += copied_s + step_seconds(StepLoad.of(plan)) * (1 + self.jitter * self.random.uniform(-1, 1))
+        computed_s = self.slowness * step_seconds(StepLoad.of(plan)) * (1 + self.jitter * self.random.uniform(-1, 1))
+        self.now_s += copied_s + computed_s
+        self.durations_s.append(copied_s + computed_s)
         return ModelledStep(began_s, self.now_s, sum(plan.samples), copied_s)
 
     def close(self) -> None:

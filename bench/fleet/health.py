@@ -154,7 +154,8 @@ async def _look(client: AsyncClient, redis: Any, pool: str, metrics_addresses: S
 
 
 def _held_adapters(address: str) -> int:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=LAST_CALL_TIMEOUT_S) as response:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{address}/metrics", timeout=LAST_CALL_TIMEOUT_S) as response:
         text = response.read().decode()
     families = text_string_to_metric_families(text)
     return sum(int(sample.value) for family in families for sample in family.samples if sample.name == HELD_ADAPTERS)

@@ -64,6 +64,14 @@ class OpenConnections:
         """Marks the connection as idle after a response."""
         self._addresses[address].served[connection] = None
 
+    def close_idle(self) -> bool:
+        """Closes an idle connection, of the address with the most of them. Returns False if there is none."""
+        most = max(self._addresses.values(), key=_OfAddress.num_waiting, default=None)
+        victim = None if most is None else most.oldest()
+        if victim is not None:
+            victim.close_at_once()
+        return victim is not None
+
     def _is_over(self, same: _OfAddress) -> bool:
         most = self._limits.max_per_address
         return self._num_open > self._limits.max_connections or (most is not None and same.num_open > most)

@@ -7,19 +7,61 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
+import select
+import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from common.http.connection import HttpConnection, HttpLimits, OpenConnections
+from common.machine import max_client_connections
 from common.rpc.server import bind
 
 # Connections that the event loop has not accepted yet wait in the kernel.
 BACKLOG = 1024
 DEFAULT_LIMITS = HttpLimits()
+# Errors of `accept` that pass when something is closed. The connection stays in the kernel's queue.
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class _Listener(socket.socket):
+    """A listening socket for asyncio that makes room when file descriptors run out.
+
+    `make_room` closes an idle connection and returns whether there was one; then asyncio accepts again in its next
+    turn. Without one asyncio logs the error and accepts again after a second. But it first goes on with its loop over
+    the whole backlog (Python 3.11 to 3.14), with a traceback and a timer for each: the second call ends that loop.
+    """
+
+    def __init__(self, bound: socket.socket, make_room: Callable[[], bool]) -> None:
+        super().__init__(bound.family, bound.type, bound.proto, fileno=bound.detach())
+        self._make_room = make_room
+        self._has_failed = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._has_failed:
+            self._has_failed = False
+            raise BlockingIOError
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in OUT_OF_RESOURCES:
+                raise
+            # Linux looks for a free descriptor before it looks for a connection.
+            if not self._has_waiting() or self._make_room():
+                raise BlockingIOError from error
+            self._has_failed = True
+            raise
+
+    def _has_waiting(self) -> bool:
+        waiting = select.poll()
+        waiting.register(self, select.POLLIN)
+        return bool(waiting.poll(0))
 
 
 class _Server(uvicorn.Server):
@@ -43,10 +85,12 @@ class HttpPort:
         limits: HttpLimits = DEFAULT_LIMITS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        limits = replace(limits, max_connections=min(limits.max_connections, max_client_connections()))
+        self._open = OpenConnections(limits)
         config = uvicorn.Config(
             app,
             loop="none",
-            http=functools.partial(HttpConnection, limits, OpenConnections(limits)),  # type: ignore[arg-type]  # it is called, no more
+            http=functools.partial(HttpConnection, limits, self._open),  # type: ignore[arg-type]  # it is called, no more
             ws="none",
             lifespan="off",
             log_config=None,
@@ -67,7 +111,7 @@ class HttpPort:
         Raises:
             ListenError: the port is in use, or the address is not this machine's.
         """
-        port = bind(listen)
+        port = _Listener(bind(listen), self._open.close_idle)
         address = f"{listen.rpartition(':')[0]}:{port.getsockname()[1]}"
         # The port listens from here on, so that a client that connects before the event loop runs is not refused.
         port.listen(BACKLOG)

@@ -1,4 +1,4 @@
-"""Options of gRPC connections that concern both ends: keepalive and message sizes.
+"""Options of gRPC connections: keepalive and message sizes, which concern both ends, and no proxy.
 
 Imports nothing, because the client library needs it without the packages of a server.
 """
@@ -17,6 +17,10 @@ MAX_RECEIVE_BYTES = 32 * 1024 * 1024
 # All headers of a call together, with room for JSON web tokens with many claims. gRPC has two limits and refuses some
 # of the calls between them, so both are the same.
 MAX_METADATA_BYTES = 16 * 1024
+
+
+# gRPC would use the proxies that http_proxy and https_proxy name, without an exception for this machine.
+NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 
 def channel_options(max_message_bytes: int = MAX_RECEIVE_BYTES) -> list[tuple[str, int]]:

@@ -100,7 +100,8 @@ def _server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
 
 
 def bind(listen: str) -> socket.socket:
-    """Returns a TCP socket bound to `host:port` that does not listen yet; port 0 takes a free one.
+    """Returns a TCP socket bound to `host:port` that does not listen yet; port 0 takes a free one. The host `[::]`, or
+    none, is every interface with IPv6 and IPv4, or with IPv4 alone where the system has no IPv6. gRPC does the same.
 
     Raises:
         ListenError: it is no address, the port is in use, or the address is not this machine's.
@@ -108,12 +109,18 @@ def bind(listen: str) -> socket.socket:
     host, separator, number = listen.rpartition(":")
     if not (separator and number.isascii() and number.isdigit() and int(number) <= MAX_PORT):
         raise ListenError(f"cannot listen on {listen!r}: not an address host:port with a port of 0 to {MAX_PORT}")
+    host = host.strip("[]")
+    is_everywhere = host in ("", "::")
+    if is_everywhere:
+        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]") or None, int(number), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, int(number), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         port = socket.socket(family, kind, protocol)
         try:
+            if is_everywhere and family == socket.AF_INET6:
+                port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             port.bind(address)
         except OSError:
@@ -208,7 +215,9 @@ def _status(good: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
 
 
 def _add_port(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> str:
-    host, _, _ = listen.rpartition(":")
+    host, _, number = listen.rpartition(":")
+    if not host:
+        listen = f"[::]:{number}"
     try:
         port = server.add_insecure_port(listen) if credentials is None else server.add_secure_port(listen, credentials)
     except RuntimeError as error:

@@ -91,7 +91,10 @@ class Engine:
         self._errors_logged: set[str] = set()
         self._stopping = False
         # Steps launched and not retired, oldest first. With overlap one of them may run while the next is planned.
-        self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
+        self._launched: deque[tuple[StepPlan, StepLoad, PlanCounts, PendingStep]] = deque()
+        # Expected seconds of the longest of these and the step that is being launched. Only the engine's thread writes
+        # it.
+        self.expected_step_s = 0.0
         self.overlaps = overlap
         self._held = HeldSequences(scheduler.seating)
 
@@ -140,8 +143,10 @@ class Engine:
         self._parts.end(LoopPart.PLAN)
         num_ahead = 0
         if plan.sequences:
+            load = StepLoad.of(plan)
+            self._expect(load)
             step = self._launch(plan)
-            self._launched.append((plan, PlanCounts.of(plan), step))
+            self._launched.append((plan, load, PlanCounts.of(plan), step))
             num_ahead = int(self.overlaps and step.allows_next)
         self._parts.end(LoopPart.LAUNCH)
         self._publish_answers(output)
@@ -173,6 +178,10 @@ class Engine:
         if scheduler.drafts:
             terms = budget.draft_terms(scheduler.decode_load())
         return scheduler.schedule(allowance, terms, copy_cost)
+
+    def _expect(self, load: StepLoad) -> None:
+        expect = self._prefill_budget.step_time.expect
+        self.expected_step_s = max(expect(load), *(expect(launched) for _, launched, _, _ in self._launched), 0.0)
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         try:
@@ -257,9 +266,9 @@ class Engine:
             case ListCommand():
                 output.sequences = self._scheduler.seating.snapshot()
 
-    def _retire(self, plan: StepPlan, counts: PlanCounts, step: PendingStep) -> None:
+    def _retire(self, plan: StepPlan, load: StepLoad, counts: PlanCounts, step: PendingStep) -> None:
         """Reads the tokens of a step and publishes its outcome."""
-        outcome, times = self._outcome(plan, step)
+        outcome, times = self._outcome(plan, load, step)
         self.num_steps += 1
         self._num_output_tokens += len(outcome.tokens)
         if outcome.finished:
@@ -279,7 +288,7 @@ class Engine:
         )
         self._parts.end(LoopPart.PUBLISH)
 
-    def _outcome(self, plan: StepPlan, step: PendingStep) -> tuple[StepOutcome, DeviceTimes]:
+    def _outcome(self, plan: StepPlan, load: StepLoad, step: PendingStep) -> tuple[StepOutcome, DeviceTimes]:
         """Returns the outcome of a step. A failed step ends its own sequences only."""
         try:
             sampled_ids = self._read(plan, step)
@@ -296,7 +305,7 @@ class Engine:
         self._prefill_budget.copy_time.observe(plan, step.copied_s)
         if not plan.scored:
             # The time of the logits that score a prompt would be attributed to the rows.
-            self._prefill_budget.step_time.observe(StepLoad.of(plan), times.busy_s - step.copied_s)
+            self._prefill_budget.step_time.observe(load, times.busy_s - step.copied_s)
         if self._scheduler.drafts:
             self._prefill_budget.observe_wait(plan, times.exposed_s)
         outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))

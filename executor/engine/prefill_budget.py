@@ -1,10 +1,11 @@
-"""Time that prompts get in a step beside decodes. Pure.
+"""Time that prompts get in a step. Pure.
 
-A step with prefill may take as long as the smallest inter-token target of the sequences that decode in it, and at most
-`max_inter_token_ms`. Without either, prompts are not limited. If less than `LEAST_SHARE` of the time of the decodes
-would be left, prompts get this share, and always at least one block of tokens. So while sequences decode, prompts get
-at least a third of the device's time, or a block of tokens per step if that takes longer. Until the cost of prompts is
-known, they get `FIRST_TOKENS` per step.
+A step with prefill may take as long as the smallest inter-token target of the sequences that decode in it, at most
+`max_inter_token_ms`, and in any case at most `LONGEST_STEP_S`, because cancels and new sequences wait for its end. If
+less than `LEAST_SHARE` of the time of the decodes would be left, prompts get this share, and always at least one block
+of tokens. So while sequences decode, prompts get at least a third of the device's time, or a block of tokens per step
+if that takes longer. Until the cost of prompts is known, they get `FIRST_TOKENS` per step, and more after the first
+step if nothing asks for short ones.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from dataclasses import replace
 from executor.engine.copy_time import CopyTime
 from executor.engine.step_time import LARGEST_SURPRISE, StepLoad, StepTime
 from executor.scheduler.sequence import StepPlan
-from executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance
+from executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance, PrefillCost
 
 # Factor on the target, so that variance between steps does not exceed it.
 MARGIN = 0.95
 # Weight of the newest wait in its mean, and a wait that is not surprisingly long in any case.
 NEWEST = 1 / 32
 SHORT_S = 0.001
-# Tokens of prompts beside decodes while the cost of prompts is unknown: a short step, and enough to learn from. Steps
-# are planned ahead, so the second step of a burst is planned when none has been observed.
+# A step with prefill, where decodes do not ask for a shorter one. Slow devices reach it: a chunk of 1024 tokens of a
+# model of 8 billion parameters takes 40 s on a few cores.
+LONGEST_STEP_S = 5.0
+# Tokens of prompts while the cost of prompts is unknown: a short step, and enough to learn from. Steps are planned
+# ahead, so the second step of a burst is planned when none has been observed.
 FIRST_TOKENS = 128
 # Time of prompts that are late against the time of the decodes alone.
 LEAST_SHARE = 0.5
@@ -52,21 +56,27 @@ class PrefillBudget:
         self._max_inter_token_ms = max_inter_token_ms
         self._waits = [MeanWait(), MeanWait()]
 
-    def allowance(self, decodes: DecodeLoad, block_size: int) -> PrefillAllowance | None:
-        """Returns what prompts may take of a step, at least a block of tokens; None is no limit."""
-        if decodes.num_decodes == 0:
-            return None
+    def allowance(self, decodes: DecodeLoad, block_size: int) -> PrefillAllowance:
+        """Returns what prompts may take of a step, at least a block of tokens."""
         decode_s = self.step_time.predict(StepLoad(decodes.num_decodes, decodes.context))
-        longest_s = self.longest_step_s(decodes, decode_s)
-        if longest_s is None:
-            return None
+        longest_s = LONGEST_STEP_S
+        if decodes.num_decodes:
+            longest_s = min(longest_s, self.longest_step_s(decodes, decode_s) or longest_s)
         if not self.step_time.knows_prefill:
-            return PrefillAllowance(max(FIRST_TOKENS, block_size))
+            return self._first_allowance(longest_s, block_size)
         seconds = max(longest_s * MARGIN - decode_s, LEAST_SHARE * decode_s)
         cost, copy_s = self.step_time.prefill_cost(), self.copy_time.block_s
         # A prompt takes blocks whose content has to be copied to host memory first.
         cost = replace(cost, token_s=cost.token_s + copy_s / block_size)
         return PrefillAllowance(block_size, seconds, cost, copy_s)
+
+    def _first_allowance(self, longest_s: float, block_size: int) -> PrefillAllowance:
+        """Returns what prompts may take while their cost is unknown. Without a target, the time per token of a first
+        step is enough to know how many tokens do not take too long."""
+        num_tokens, token_s = max(FIRST_TOKENS, block_size), self.step_time.longest_token_s
+        if longest_s < LONGEST_STEP_S or token_s is None:
+            return PrefillAllowance(num_tokens)
+        return PrefillAllowance(num_tokens, LONGEST_STEP_S * MARGIN, PrefillCost(token_s))
 
     def copy_cost(self) -> CopyCost | None:
         """Returns what copying a block costs against computing its tokens; None while that is not known."""

@@ -9,6 +9,7 @@ is known of prompts. A weak pull towards zero determines what the steps leave op
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ PULL = 1e-3
 LARGEST_SURPRISE = 3.0
 # Steps of each kind before a prediction is useful.
 FEWEST_STEPS = 4
+# Expected time of a token before that: longer than a model of 8 billion parameters takes on one core.
+UNKNOWN_TOKEN_S = 0.25
 # The coefficients are solved for after each of the first steps, later once in this many.
 STEPS_PER_SOLUTION = 8
 
@@ -65,6 +68,9 @@ class StepTime:
         self._products = np.zeros((2, len(SCALE), len(SCALE)))
         self._sums = np.zeros((2, len(SCALE)))
         self._num_steps = [0, 0]
+        # The least time of a step with prefill per token of it, which includes what does not depend on the tokens. None
+        # before the first.
+        self.longest_token_s: float | None = None
         self._coefficients: Floats | None = None
 
     @property
@@ -80,6 +86,8 @@ class StepTime:
         if self._num_steps[kind] >= FEWEST_STEPS:
             expected = self.predict(load)
             seconds = min(seconds, LARGEST_SURPRISE * expected) if expected > 0 else seconds
+        if kind:
+            self.longest_token_s = min(self.longest_token_s or math.inf, seconds / load.num_tokens)
         x = _features(load) / seconds
         self._products[kind] = FORGETTING * self._products[kind] + np.outer(x, x)
         self._sums[kind] = FORGETTING * self._sums[kind] + x
@@ -91,6 +99,12 @@ class StepTime:
     def predict(self, load: StepLoad) -> float:
         """Returns the predicted seconds of a step; 0 before the first."""
         return float(_features(load) @ self._solved())
+
+    def expect(self, load: StepLoad) -> float:
+        """Returns the seconds that a step may be expected to take. That is the prediction, once enough steps of its
+        kind have been observed."""
+        is_known = self._num_steps[int(load.prefill_work > 0)] >= FEWEST_STEPS
+        return self.predict(load) if is_known else UNKNOWN_TOKEN_S * load.num_tokens
 
     def by_tokens(self, decode_context: int) -> Callable[[int], float]:
         """Returns the predicted seconds of a step without prefill by its tokens."""

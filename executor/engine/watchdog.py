@@ -1,5 +1,7 @@
 """Watchdog of an engine that has work and makes no step. Runs on the event loop's thread.
 
+A step is allowed `limit_s`, or `LARGEST_SURPRISE` times the time that it is expected to take if that is longer.
+
 Only step progress counts, without a clock of another process or an external service. Only time in which this process
 ran counts: a late poll means that the process itself was stopped (SIGSTOP, a suspended machine), and of such a gap no
 more is counted than of a slightly late poll.
@@ -13,6 +15,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+from executor.engine.step_time import LARGEST_SURPRISE
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,11 @@ class Watched(Protocol):
     @property
     def progress(self) -> tuple[int, ...]:
         """A value that changes with every step, and whenever the engine becomes idle."""
+        ...
+
+    @property
+    def expected_step_s(self) -> float:
+        """The seconds that the step in flight is expected to take."""
         ...
 
 
@@ -60,18 +69,20 @@ async def watch_engine(
     on_change: Callable[[bool], Awaitable[None]],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Calls `on_change(True)` when the engine has stalled for `limit_s` and `on_change(False)` when it goes on, until
-    cancelled."""
+    """Calls `on_change(True)` when the engine has stalled for longer than a step may take and `on_change(False)` when
+    it goes on, until cancelled."""
     interval_s = min(MAX_INTERVAL_S, limit_s / POLLS_PER_LIMIT)
     seen = Observation(clock(), watched.has_work, watched.progress)
     is_stalled = False
     while True:
         await asyncio.sleep(interval_s)
         seen = observe(seen, clock(), watched, interval_s)
-        if is_stalled != (seen.stalled_s >= limit_s):
+        expected_s = watched.expected_step_s
+        if is_stalled != (seen.stalled_s >= max(limit_s, LARGEST_SURPRISE * expected_s)):
             is_stalled = not is_stalled
             if is_stalled:
-                log.error("the engine has work but has made no step for %.1f s", seen.stalled_s)
+                text = "the engine has work but has made no step for %.1f s; %.1f s were expected"
+                log.error(text, seen.stalled_s, expected_s)
             else:
                 log.warning("the engine makes steps again")
             await on_change(is_stalled)

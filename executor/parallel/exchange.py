@@ -164,7 +164,8 @@ def open_store(host: str, port: int | None, num_ranks: int, timeout_s: float) ->
     timeout = timedelta(seconds=timeout_s)
     if port is not None:
         return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout), port
-    listening = socket.create_server((host, 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
     own_port: int = listening.getsockname()[1]
     store = TCPStore(
         host,

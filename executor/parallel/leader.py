@@ -28,6 +28,7 @@ from common.guard import guarded
 from common.model_source import ModelError
 from common.process import EXIT_FAILED
 from common.rpc.addresses import host_of
+from common.rpc.server import bind
 from executor.checkpoint.shards import Shard
 from executor.cpu.decoder import NativeDecoder
 from executor.native.library import NativeLibrary
@@ -90,8 +91,8 @@ class WorkerGroup:
         self._failure = ""
         self._has_failed = threading.Event()
         self._on_failure: Callable[[], None] | None = None
-        host, _, port = (settings.listen or "127.0.0.1:0").rpartition(":")
-        self._listener = socket.create_server((host.strip("[]"), int(port)))
+        self._listener = bind(settings.listen or "127.0.0.1:0")
+        self._listener.listen()
         self._memory_fd = os.memfd_create("inflight-ranks") if self.is_local else None
         threading.Thread(target=self._accept, name="ranks", daemon=True).start()
         log.info("rank 0 of %d waits for the others on %s", settings.num_ranks, self.address)
@@ -103,7 +104,7 @@ class WorkerGroup:
     def address(self) -> str:
         """Where workers join."""
         host, port = self._listener.getsockname()[:2]
-        return f"{host}:{port}"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def join(self, hello: Hello) -> None:
         """Waits for all workers. `hello` is what this rank has."""

@@ -129,6 +129,11 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         return self._engine.num_steps, self._placements.num_times_idle
 
     @property
+    def expected_step_s(self) -> float:
+        """The seconds that the step in flight is expected to take."""
+        return self._engine.expected_step_s
+
+    @property
     def takes_work(self) -> bool:
         """Whether submits are offered to the engine."""
         return not (self._is_draining or self._is_stalled)

@@ -47,7 +47,8 @@ def _candidates() -> list[int]:
 
 def _bound(host: str, port: int) -> socket.socket | None:
     """Returns a socket that is bound to a port; 0: the system chooses one. None: the port is taken."""
-    taken = socket.socket()
+    host = host.strip("[]")
+    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         taken.bind((host, port))
     except OSError:

@@ -9,12 +9,14 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.rpc.options import NO_PROXY
+
 # Fast enough to find a server that has just started to listen, slow enough for one that still loads.
 _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 250),
-    ("grpc.enable_http_proxy", 0),
+    NO_PROXY,
 ]
 
 HTTP_RETRY_S = 0.1
@@ -56,7 +58,7 @@ async def wait_until_http_ready(address: str, timeout_s: float) -> None:
 async def _is_http_ready(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except OSError:
         return False
     try:

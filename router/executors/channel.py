@@ -1,4 +1,4 @@
-"""gRPC channels from a router to executors: without TLS, or with mutual TLS.
+"""gRPC channels from a router to executors: without TLS, or with mutual TLS. They never use a proxy.
 
 A channel is opened with the certificates that are current then. It keeps them while it is open.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from common.rpc.options import channel_options
+from common.rpc.options import NO_PROXY, channel_options
 from common.rpc.server import MAX_LINK_BYTES
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError
@@ -48,7 +48,7 @@ class ExecutorChannels:
 
     def open(self, address: str, options: list[tuple[str, int]]) -> grpc.aio.Channel:
         """Returns a new channel with these options added to those of every link."""
-        options = [*channel_options(MAX_LINK_BYTES), *options]
+        options = [*channel_options(MAX_LINK_BYTES), NO_PROXY, *options]
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=options)
         names = [("grpc.ssl_target_name_override", self._name)] if self._name else []

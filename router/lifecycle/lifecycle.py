@@ -516,8 +516,9 @@ class Lifecycle:
                 self._place(placement)
             case Dropped() as dropped:
                 self._drop(dropped)
-            case HandBackRefusal.EXHAUSTED:
-                text = f"{event.max_attempts} executors died under the request before its next token"
+            case HandBackRefusal.EXHAUSTED | HandBackRefusal.STALLED:
+                what = "executors died" if event.outcome is HandBackRefusal.EXHAUSTED else "engines have stalled"
+                text = f"{event.max_attempts} {what} under the request before its next token"
                 self._fail(RequestError(Reason.ATTEMPTS_EXHAUSTED, text))
                 self._forget()
             case HandBackRefusal.UNKNOWN:

@@ -391,7 +391,7 @@ class HandBackDetails(TypedDict, total=False):
     preempted: bool
     """The request gave up its seat. The attempt does not count. The executor continues to get placements."""
     stood_still: bool
-    """The executor reports a stalled engine. The attempt counts although the executor is alive."""
+    """The executor reports a stalled engine. The attempt counts until the engine makes a step again."""
     output_tokens: int
     """Output tokens so far; 0 if omitted. If there are any, the first-token deadline was met and no longer applies."""
     progressed: bool
@@ -404,7 +404,9 @@ class HandBackRefusal(Enum):
     """Why a request that was handed back did not return to the queue."""
 
     EXHAUSTED = "EXHAUSTED"
-    """Its attempts are used up. The ledger has removed it."""
+    """Its attempts are used up, because executors died. The ledger has removed it."""
+    STALLED = "STALLED"
+    """Its attempts are used up, because engines stall. The ledger has removed it."""
     UNDECIDED = "UNDECIDED"
     """Its attempts are used up if the lost executors died. This is not known yet, so the caller hands it back again
     soon."""

@@ -4,7 +4,7 @@ the manifests say, and deleted as a kubelet deletes them.
 What stands for what, and nothing else differs:
 
     pod IP                          a loopback address of the pod's own, 127.1.0.N, with the manifest's ports
-    0.0.0.0                         the pod's address
+    [::], of Redis * -::*           the pod's address
     a Service's or pod's name       the addresses of its pods, those that will be started later, too
     Secret, ConfigMap, emptyDir     folders of the pod's own; paths in values and in ConfigMaps' files follow
     models on a claim               a folder with a tiny model under the name that the overlay gives it
@@ -38,7 +38,7 @@ from common.disk_cache import CACHE_VARIABLE, cache_folder
 from common.guard import guarded
 from inflight.local.redis_server import find_redis_binary
 from tests.deploy.images import Image, Mount, first_process
-from tests.deploy.manifests import Object, Overlay, environment_of, expanded
+from tests.deploy.manifests import EVERYWHERE, Object, Overlay, environment_of, expanded
 from tests.redis_servers import server_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -211,7 +211,7 @@ class Node:
         self, image: Image, container: Object, pod: Pod, volumes: Mapping[str, Path]
     ) -> asyncio.subprocess.Process:
         """Runs a container from its image, with the manifest's user, mounts and paths."""
-        security, names = pod.spec["securityContext"], {**self.names, "0.0.0.0": pod.address}
+        security, names = pod.spec["securityContext"], {**self.names, **dict.fromkeys(EVERYWHERE, pod.address)}
         assert image.settings["User"] == f"{security['runAsUser']}:{security['runAsGroup']}"
         environment = {
             name: _replaced(value, names) for name, value in environment_of(self.overlay, container, pod.fields).items()
@@ -231,7 +231,7 @@ class Node:
         self, text: str, pod: Pod, container: Object | None = None, volumes: Mapping[str, Path] | None = None
     ) -> str:
         """A value in the terms of this machine. In one pass: what has been put in is not looked at again."""
-        replaced = {**self.names, "0.0.0.0": pod.address}
+        replaced = {**self.names, **dict.fromkeys(EVERYWHERE, pod.address)}
         if container is None:  # a file of a ConfigMap, which the pod's only container reads
             container = pod.container
         for mount in container.get("volumeMounts", ()):

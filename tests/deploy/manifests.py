@@ -26,6 +26,8 @@ OVERLAYS = tuple(sorted(path.name for path in (FOLDER / "overlays").iterdir()))
 NAMESPACE = "inflight"
 WORKLOADS = ("Deployment", "StatefulSet")
 COMPONENT = "app.kubernetes.io/component"
+# What processes listen on, and Redis: every interface, with IPv6 where there is any.
+EVERYWHERE = ("[::]", "* -::*")
 
 Object = Mapping[str, Any]
 

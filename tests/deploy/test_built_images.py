@@ -32,6 +32,7 @@ from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
 from inflight.events import Completion, Delta, FinishReason
 from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, layer_sizes, servers_to_build
+from tests.deploy.manifests import EVERYWHERE
 from tests.redis_servers import server_for
 from tests.unit.cli.test_fetch import WANTED, Store, fetched, store
 
@@ -221,7 +222,7 @@ class Composed:
     def _mapped(self, text: str, address: str) -> str:
         """Variables at their defaults, and addresses of this machine in place of names."""
         names = {
-            "0.0.0.0": address,
+            **dict.fromkeys(EVERYWHERE, address),
             "dns:///executor:50061": ",".join(f"{host}:50061" for host in EXECUTORS),
             "dns:///router:50051": ",".join(f"{host}:50051" for host in ROUTERS),
             "@redis:6379": f"@{REDIS}:6379",

@@ -118,6 +118,13 @@ async def test_a_stack_comes_up_writes_its_state_and_leaves_nothing(tmp_path: Pa
     assert sorted(ready) == sorted(process.name for process in state.processes)
 
 
+async def test_stack_comes_up_on_ipv6(tmp_path: Path) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    async with LocalStack(options(tmp_path, host="[::1]", gateways=1)) as stack:
+        assert stack.address.startswith("[::1]:")
+
+
 async def test_gateways_are_started_shown_and_ended_like_everything_else(tmp_path: Path) -> None:
     async with LocalStack(options(tmp_path, gateways=2)) as stack:
         state = read_state(tmp_path)

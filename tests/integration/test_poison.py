@@ -109,6 +109,7 @@ async def test_prompt_under_which_two_engines_stand_still_is_refused(redis_url: 
             await collect(router, token_request(POISON, 20))
         assert ids_of(await collect(router, token_request([1], 20))) == expected_ids([1], 20)
     assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert "2 engines have stalled under the request" in (error.value.details() or "")
     assert len({executor.address for executor in hangs}) == 2
 
 

@@ -346,3 +346,14 @@ async def test_repeated_id_whose_client_leaves_at_once_does_not_end_the_first(re
             second.cancel()
         cluster.executors[0].brake.release()
         assert ids_of(await rest(first)) == expected_ids([1, 4], 9)
+
+
+async def test_links_to_executors_pass_by_the_proxy_of_the_environment(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with run_cluster(redis_url, pool) as cluster, asyncio.timeout(60):
+        assert ids_of(await collect(cluster.routers[0], token_request([1, 2], 5))) == expected_ids([1, 2], 5)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
-from common.rpc.server import GrpcServer, ListenError, check_listen
+from common.http.port import HttpPort
+from common.rpc.server import GrpcServer, ListenError, bind, check_listen
+from inflight.local.ready import wait_until_http_ready, wait_until_serving
 from router.discovery import AddressError, check_address, watch
-from tests.cluster import run_cluster, token_request
+from tests.cluster import ExecutorShape, run_cluster, run_router, start_executor, token_request, until_ready
 from tests.integration.test_requests import collect, expected_ids, ids_of
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -88,6 +94,63 @@ async def test_name_that_cannot_be_looked_up_keeps_the_addresses_it_had(monkeypa
         if len(seen) == 2:
             break
     assert seen == [{"10.0.0.1:7", "10.0.0.2:7", "10.9.9.9:1"}, {"10.0.0.3:7", "10.9.9.9:1"}]
+
+
+async def test_host_with_addresses_of_both_families_is_one_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {
+        "both": [(socket.AF_INET6, "fd00::1"), (socket.AF_INET, "10.0.0.1"), (socket.AF_INET, "10.0.0.2")],
+        "six": [(socket.AF_INET6, "fd00::1"), (socket.AF_INET6, "fd00::2")],
+    }
+
+    async def look_up(host: str, port: int, **_: object) -> list[Any]:
+        return [(family, socket.SOCK_STREAM, 0, "", (ip, port)) for family, ip in addresses[host]]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    found = watch(["dns:///both:7", "dns:///six:7"], interval_s=60)
+    assert await anext(aiter(found)) == {"10.0.0.1:7", "10.0.0.2:7", "[fd00::1]:7", "[fd00::2]:7"}
+    await found.aclose()  # type: ignore[attr-defined]
+
+
+async def until_they_answer(grpc_port: str, http_port: str, host: str) -> None:
+    """Waits until both ports answer at this host."""
+    await wait_until_serving(f"{host}:{grpc_port}", "", 60)
+    await wait_until_http_ready(f"{host}:{http_port}", 60)
+
+
+@pytest.mark.parametrize("listen", ["[::]:0", ":0"])
+async def test_every_interface_is_that_of_ipv4_and_ipv6(listen: str) -> None:
+    server = GrpcServer([])
+    http = HttpPort(Starlette(routes=[Route("/ready", lambda _: PlainTextResponse("ready"))]))
+    grpc_port = (await server.start(listen)).rpartition(":")[2]
+    http_port = (await http.start(listen)).rpartition(":")[2]
+    await server.set_serving(True)
+    await until_they_answer(grpc_port, http_port, "127.0.0.1")
+    if socket.has_dualstack_ipv6():
+        await until_they_answer(grpc_port, http_port, "[::1]")
+        with pytest.raises(ListenError, match="in use"):
+            check_listen(f"[::]:{grpc_port}")
+    await server.stop(0)
+    await http.stop()
+
+
+async def test_every_interface_is_that_of_ipv4_on_a_system_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    port = bind("[::]:0")
+    assert port.family == socket.AF_INET
+    port.close()
+
+
+async def test_cluster_on_ipv6_alone_serves(redis_url: str, pool: str) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    async with AsyncExitStack() as stack:
+        executor = await start_executor("executor", pool, ExecutorShape(), host="[::1]")
+        stack.push_async_callback(executor.stop)
+        router = await stack.enter_async_context(
+            run_router(f"{pool}-router", pool, redis_url, [executor.address], host="[::1]")
+        )
+        await until_ready(router, 1)
+        assert ids_of(await collect(router, token_request([2], 4))) == expected_ids([2], 4)
 
 
 @pytest.mark.parametrize("address", ["host", "host:", ":1", "host:port", "host:70000", "dns:///host"])

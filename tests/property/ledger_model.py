@@ -269,7 +269,7 @@ class Ledger:
             if request.state is LedgerState.PLACED and why != "preempted" and request.placement:
                 pool.executors[request.placement.executor_id].suspended = True
             if progressed or why in ("lost", "stood still"):
-                strike(pool, request, progressed=progressed, is_proven=why == "stood still")
+                strike(pool, request, progressed=progressed, is_stall=why == "stood still")
                 refused = self._judge(router_id, name, max_attempts)
                 if refused:
                     board(pool, router_id)
@@ -283,10 +283,12 @@ class Ledger:
     def _judge(self, router_id: str, name: str, max_attempts: int) -> HandBackRefusal | None:
         pool, request = self.pool, self.pool.requests[name]
         judge(pool, request)
-        if request.strikes - len(request.blamed) >= max_attempts:
+        num_stalls = sum(blamed.stalled for blamed in request.blamed)
+        num_deaths = request.strikes - len(request.blamed)
+        if num_deaths >= max_attempts or num_stalls >= max_attempts:
             pool.end(name, was_cancelled=False)
-            return HandBackRefusal.EXHAUSTED
-        if request.strikes >= max_attempts:
+            return HandBackRefusal.EXHAUSTED if num_deaths >= max_attempts else HandBackRefusal.STALLED
+        if request.strikes - num_stalls >= max_attempts:
             request.owner_id, request.state, request.lost_ms = router_id, LedgerState.LOST, pool.now_ms
             pool.update_active()
             return HandBackRefusal.UNDECIDED

@@ -47,11 +47,12 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
-    """An executor said to have died under a request."""
+    """An executor said to have died or `stalled` under a request."""
 
     executor_id: str
     generation: int
     at_ms: int
+    stalled: bool
 
 
 def placement_blocks_of(demand: Demand) -> int:

@@ -7,7 +7,7 @@ from tests.property.ledger_pool import Blamed, Pool, Request
 RELAY_MS = 600  # a report may come so late
 
 
-def strike(pool: Pool, request: Request, *, progressed: bool, is_proven: bool = False) -> None:
+def strike(pool: Pool, request: Request, *, progressed: bool, is_stall: bool = False) -> None:
     """A placement came to nothing: counted once. Who had the request again had not died; a token clears all."""
     if progressed:
         forgive(request)
@@ -16,10 +16,10 @@ def strike(pool: Pool, request: Request, *, progressed: bool, is_proven: bool = 
         return
     was = request.placement
     assert was
-    blamed = Blamed(was.executor_id, was.generation, pool.now_ms)
+    blamed = Blamed(was.executor_id, was.generation, pool.now_ms, is_stall)
     others = [one for one in request.blamed if (one.executor_id, one.generation) != (was.executor_id, was.generation)]
     request.strikes += 1 - (len(request.blamed) - len(others))
-    request.blamed = others if is_proven else [*others, blamed]
+    request.blamed = [*others, blamed]
     request.counted = request.attempt
 
 
@@ -36,8 +36,10 @@ def judge(pool: Pool, request: Request) -> None:
 
 
 def _has_died(pool: Pool, blamed: Blamed) -> bool | None:
-    """Whether that start of the executor is over; None while it was not heard of since."""
+    """Whether that start of the executor is over; None while it was not heard of since, or has stalled and accepts
+    nothing since."""
     executor = pool.executors.get(blamed.executor_id)
     if executor is None or executor.report.generation != blamed.generation:
         return True
-    return False if executor.last_report_ms > blamed.at_ms + RELAY_MS else None
+    is_alive = executor.report.accepting or not blamed.stalled
+    return False if is_alive and executor.last_report_ms > blamed.at_ms + RELAY_MS else None

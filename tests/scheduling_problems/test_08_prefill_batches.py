@@ -25,9 +25,10 @@ def test_first_of_a_crowd_does_not_wait_for_the_last() -> None:
     times = first_tokens(ride, [arrive(ride, f"r{i}", NUM_TOKENS, 40) for i in range(NUM_PROMPTS)])
 
     assert times == sorted(times)
-    # Half of a crowd has had its first token when half of the time is over, give or take two steps
+    # Half of a crowd has had its first token when half of the time is over, give or take two steps, and a third one
+    # because the first two are small while the cost of prompts is unknown
     a_step_s = step_seconds(StepLoad(512, 0, 512 * 256.0))
-    assert times[NUM_PROMPTS // 2] < times[-1] / 2 + 2 * a_step_s
+    assert times[NUM_PROMPTS // 2] < times[-1] / 2 + 3 * a_step_s
     # And the first as if it had come with one other; it is read a step late
     assert times[0] < 3 * a_step_s
 

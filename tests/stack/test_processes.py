@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import grpc
@@ -19,10 +20,12 @@ from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.events import Delta
 
+PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
-def run_inflight(*arguments: str) -> subprocess.CompletedProcess[str]:
+
+def run_inflight(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "inflight.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
 
 
 def write_model(folder: Path, config: dict[str, object]) -> Path:
@@ -138,3 +141,37 @@ async def test_killing_only_the_parent_takes_the_whole_stack_down(tmp_path: Path
     async with asyncio.timeout(60):
         while children_of(pids):
             await asyncio.sleep(0.05)
+
+
+async def test_stack_starts_and_answers_with_an_unreachable_proxy_in_the_environment(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    environment |= dict.fromkeys(PROXIES, "http://127.0.0.1:1")
+    command = [sys.executable, "-m", "inflight.cli.main", "up", "--run-dir", str(tmp_path), "--model", str(tiny_model)]
+    up = await asyncio.create_subprocess_exec(
+        *command, "--gateway", stdout=asyncio.subprocess.DEVNULL, cwd=Path.cwd(), env=environment
+    )
+    try:
+        async with asyncio.timeout(240):
+            while not (tmp_path / "state.json").exists():
+                assert up.returncode is None
+                await asyncio.sleep(0.05)
+        generated = await asyncio.to_thread(
+            run_inflight, "generate", "--run-dir", str(tmp_path), "--max-tokens", "4", "Once", environment=environment
+        )
+        assert generated.returncode == 0, generated.stderr
+        processes = json.loads((tmp_path / "state.json").read_text())["processes"]
+        (gateway,) = [process["address"] for process in processes if process["role"] == "gateway"]
+        assert [model["object"] for model in await asyncio.to_thread(models_at, gateway)] == ["model"]
+    finally:
+        up.terminate()
+        assert await asyncio.wait_for(up.wait(), 60) == 0
+
+
+def models_at(gateway: str) -> list[dict[str, object]]:
+    """Lists the models as a client of OpenAI does, without a proxy of its own."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{gateway}/v1/models", timeout=60) as response:
+        models: list[dict[str, object]] = json.load(response)["data"]
+    return models

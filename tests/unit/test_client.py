@@ -385,7 +385,17 @@ def test_targets_that_are_no_addresses_are_refused(targets: list[str]) -> None:
         channel_target(targets)
 
 
-@pytest.mark.parametrize(("target", "direct"), [("localhost:1", True), ("127.0.0.1:1", True), ("router:1", False)])
-def test_a_proxy_is_passed_by_on_the_way_to_this_machine(target: str, direct: bool) -> None:
-    options = dict(client_options([target], retries=True))
+@pytest.mark.parametrize(
+    ("targets", "direct"),
+    [
+        *((["localhost:1"], True), (["127.0.0.1:1"], True), (["[::1]:1"], True), (["dns:///localhost:1"], True)),
+        *((["dns:localhost:1"], True), (["ipv4:127.0.0.1:1"], True), (["ipv6:[::1]:1"], True), (["unix:/a"], True)),
+        *((["ipv4:127.0.0.1:1,127.0.0.1:2"], True), (["unix-abstract:a"], True), (["router:1"], False)),
+        *((["dns:///router:1"], False), (["ipv4:127.0.0.1:1,10.0.0.1:1"], False), (["10.0.0.1:1"], False)),
+        (["10.0.0.1:1", "10.0.0.2:1"], True),
+    ],
+)
+def test_proxy_is_used_only_for_a_single_router_on_another_machine(targets: list[str], direct: bool) -> None:
+    options = dict(client_options(targets, retries=True))
     assert (options.get("grpc.enable_http_proxy") == 0) is direct
+    assert dict(client_options(targets, retries=True, http_proxy=False))["grpc.enable_http_proxy"] == 0

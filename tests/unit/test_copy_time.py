@@ -85,7 +85,6 @@ def test_tokens_beside_decodes_pay_for_the_blocks_that_they_displace(served: tup
     budget, _ = served
     allowance = budget.allowance(DecodeLoad(4, 2000, 50.0), BLOCK_SIZE)
     cost = budget.step_time.prefill_cost()
-    assert allowance is not None
     assert allowance.copy_s == budget.copy_time.block_s
     assert allowance.cost.of(BLOCK_SIZE, 0) == pytest.approx(cost.of(BLOCK_SIZE, 0) + allowance.copy_s)
 

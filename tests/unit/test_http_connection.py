@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -116,6 +119,74 @@ async def test_connections_that_say_nothing_keep_no_scraper_out() -> None:
         for _ in range(NUM_SILENT):
             await silent.enter_async_context(connected(address))
         assert (await page(address, "/"))[1] == "served"
+
+
+@pytest.fixture
+def _few_files() -> Iterator[None]:
+    """This process may open some more files than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as newest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (newest.fileno() + 200, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    with ExitStack() as opened:
+        with suppress(OSError):
+            while True:
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield
+
+
+def waiting_to_be_accepted(address: str) -> socket.socket:
+    """A client whose connection and request wait in the kernel."""
+    host, _, number = address.rpartition(":")
+    client = socket.create_connection((host, int(number)))
+    client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    return client
+
+
+def count_errors() -> list[dict[str, Any]]:
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    return errors
+
+
+@pytest.mark.usefixtures("_few_files")
+async def test_without_file_descriptors_an_idle_connection_makes_room_for_another() -> None:
+    errors = count_errors()
+    async with serving(HttpLimits()) as address, connected(address) as (streaming, first), connected(address) as idle:
+        first.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await streaming.readuntil(b"x" * 100)
+        idle[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await idle[0].readuntil(b"served")
+        late = waiting_to_be_accepted(address)
+        with no_file_left():
+            late_reader, late_writer = await asyncio.open_connection(sock=late)
+            assert (await rest(late_reader)).endswith(b"served")
+            assert await streaming.readuntil(b"x" * 100)
+            assert idle[0].at_eof()
+        late_writer.close()
+    assert not errors
+
+
+@pytest.mark.usefixtures("_few_files")
+async def test_without_file_descriptors_and_idle_connections_accepting_pauses() -> None:
+    errors = count_errors()
+    async with serving(HttpLimits()) as address, connected(address) as (streaming, first):
+        first.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await streaming.readuntil(b"x" * 100)
+        late = waiting_to_be_accepted(address)
+        with no_file_left():
+            late_reader, late_writer = await asyncio.open_connection(sock=late)
+            for _ in range(100):
+                assert await streaming.readuntil(b"x" * 100)
+        assert (await rest(late_reader)).endswith(b"served")
+        late_writer.close()
+    assert len(errors) == 1
+    assert errors[0]["exception"].errno == errno.EMFILE
 
 
 async def test_connection_that_waits_makes_room_for_another() -> None:

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from executor.engine.prefill_budget import FIRST_TOKENS, MARGIN, MeanWait, PrefillBudget
-from executor.engine.step_time import FEWEST_STEPS, StepLoad, StepTime
+from executor.engine.prefill_budget import FIRST_TOKENS, LONGEST_STEP_S, MARGIN, MeanWait, PrefillBudget
+from executor.engine.step_time import FEWEST_STEPS, LARGEST_SURPRISE, UNKNOWN_TOKEN_S, StepLoad, StepTime
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
 from executor.scheduler.step_constraint import DecodeLoad
@@ -106,37 +106,53 @@ class TestStepTime:
 
         assert step_time.predict(StepLoad(20, 8000)) == pytest.approx(step_seconds(StepLoad(20, 8000)), rel=0.1)
 
-    def test_before_the_first_step_it_expects_nothing_and_fits_everything(self) -> None:
+    @pytest.mark.parametrize("prefill_work", [0.0, 5000.0])
+    def test_tokens_are_expected_to_take_long_until_steps_of_their_kind_were_observed(
+        self, prefill_work: float
+    ) -> None:
+        step_time, load = StepTime(), StepLoad(100, 400, prefill_work)
+        for _ in range(FEWEST_STEPS):
+            assert step_time.expect(load) == 100 * UNKNOWN_TOKEN_S
+            step_time.observe(load, 40.0)
+        assert step_time.expect(load) == step_time.predict(load) == pytest.approx(40.0, rel=0.01)
+
+    def test_before_the_first_step_it_predicts_nothing_and_fits_everything(self) -> None:
         assert StepTime().predict(StepLoad(5, 5)) == 0
         assert StepTime().prefill_cost().fitting(10_000, 0, 0.01) == 10_000
 
 
 class TestPrefillBudget:
-    def test_no_prompt_is_held_up_when_no_sequence_decodes(self) -> None:
-        assert budget().allowance(decodes(0, 10.0), 16) is None
+    @pytest.mark.parametrize("load", [decodes(0, 10.0), decodes(20, None)])
+    def test_chunk_without_a_target_takes_as_long_as_the_longest_step(self, load: DecodeLoad) -> None:
+        chunk = budget().allowance(load, 16).fitting(100_000, 500)
+        work = chunk * (500 + chunk / 2)
+        together_s = step_seconds(StepLoad(load.num_decodes + chunk, load.context, work))
+        assert MARGIN * 0.9 * LONGEST_STEP_S < together_s < LONGEST_STEP_S
+
+    @pytest.mark.parametrize("load", [decodes(20, None), decodes(0, 10.0)])
+    @pytest.mark.parametrize(("token_s", "num_tokens"), [(0.001, 4750), (1.0, FIRST_TOKENS)])
+    def test_prompts_without_a_target_get_few_tokens_only_before_the_first_step(
+        self, load: DecodeLoad, token_s: float, num_tokens: int
+    ) -> None:
+        fresh = PrefillBudget()
+        assert fresh.allowance(load, 16).fitting(10_000, 500) == FIRST_TOKENS
+        fresh.step_time.observe(StepLoad(100, 0, 100.0), 100 * token_s)
+        assert fresh.allowance(load, 16).fitting(10_000, 500) == num_tokens
 
     def test_prompts_get_few_tokens_beside_decodes_while_their_cost_is_unknown(self) -> None:
         fresh = PrefillBudget()
         for _ in range(FEWEST_STEPS):
             allowance = fresh.allowance(decodes(20, 10.0), 16)
-            assert allowance is not None
             assert allowance.fitting(10_000, 500) == FIRST_TOKENS
             allowance.take(FIRST_TOKENS - 1, 500)
             assert allowance.fitting(10_000, 0) == 1
-            assert fresh.allowance(decodes(20, None), 16) is None
-            assert fresh.allowance(decodes(0, 10.0), 16) is None
             fresh.step_time.observe(StepLoad(100, 0, 100.0), 0.02)
         allowance = fresh.allowance(decodes(20, 10.0), 16)
-        assert allowance is not None
         assert allowance.fitting(10_000, 500) < FIRST_TOKENS, "limited by the target from here on"
 
     def test_block_of_tokens_is_larger_than_the_first_few_tokens(self) -> None:
         allowance = PrefillBudget().allowance(decodes(20, 10.0), 2 * FIRST_TOKENS)
-        assert allowance is not None
         assert allowance.fitting(10_000, 0) == 2 * FIRST_TOKENS
-
-    def test_nothing_is_limited_when_no_decode_has_a_target(self) -> None:
-        assert budget().allowance(decodes(20, None), 16) is None
 
     @pytest.mark.parametrize(
         ("max_inter_token_ms", "target_ms", "longest_ms"), [(0.0, 60.0, 60.0), (60.0, None, 60.0), (60.0, 90.0, 60.0)]
@@ -146,7 +162,6 @@ class TestPrefillBudget:
     ) -> None:
         allowance = budget(max_inter_token_ms).allowance(decodes(20, target_ms), 16)
 
-        assert allowance is not None
         chunk = allowance.fitting(10_000, 500)
         together_s = step_seconds(StepLoad(20 + chunk, 8000, chunk * (500 + chunk / 2)))
         assert MARGIN * 0.95 * longest_ms < together_s * 1000 < longest_ms
@@ -154,7 +169,6 @@ class TestPrefillBudget:
     def test_prompts_get_a_third_of_the_time_when_the_decodes_are_late(self) -> None:
         allowance = budget().allowance(decodes(20, 1.0), 16)
 
-        assert allowance is not None
         chunk = allowance.fitting(10_000, 0)
         alone_s, together_s = (step_seconds(StepLoad(20 + n, 8000, n * n / 2)) for n in (0, chunk))
         assert together_s - alone_s == pytest.approx(together_s / 3, rel=0.1)
@@ -162,7 +176,6 @@ class TestPrefillBudget:
     def test_prompts_get_a_block_of_tokens_in_any_case(self) -> None:
         allowance = budget().allowance(decodes(20, 1.0), 16)
 
-        assert allowance is not None
         assert allowance.fitting(10_000, 10**6) == 16
         allowance.take(10, 10**6)
         assert allowance.fitting(10_000, 10**6) == 6
@@ -251,6 +264,22 @@ def test_long_prompts_do_not_hold_up_those_in_the_middle_of_an_answer(target_ms:
     assert p99 <= target_ms / 1000
     # Alone on the device, in steps of 512 tokens, the prompt takes a third of a second.
     assert longest_wait < 1.2
+
+
+def test_no_step_of_a_slow_device_takes_long_or_longer_than_the_watchdog_allows() -> None:
+    # Given a device that needs 20 s for a step of 512 tokens, and longer with a long context
+    ride = Ride(LIMITS)
+    ride.device.slowness = 220.0
+    prompts = [sequence(f"long-{i}", 1500, 8) for i in range(4)]
+    for prompt in prompts:
+        ride.submit(prompt)
+    while any(len(ride.token_times[prompt]) < 8 for prompt in prompts):
+        num_launched = len(ride.device.durations_s)
+        ride.engine.step()
+        # Then each step takes less than the watchdog allows it
+        for duration_s in ride.device.durations_s[num_launched:]:
+            assert duration_s < max(5.0, LARGEST_SURPRISE * ride.engine.expected_step_s)
+    assert max(ride.device.durations_s) < 2 * LONGEST_STEP_S
 
 
 def test_larger_target_brings_first_tokens_sooner() -> None:

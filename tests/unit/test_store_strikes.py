@@ -52,10 +52,11 @@ async def test_report_from_before_the_death_does_not_excuse_it(store_pool: Store
 
     await store_pool.wait(RELAY_MS)
     await b.store.report(store_pool.next_report("x", blocks=5))  # held back by its router
-    assert await lose(a, 2, stood_still=True) is HandBackRefusal.UNDECIDED
+    await b.store.report(store_pool.next_report("y", generation=2))
+    assert await lose(a, 2) is HandBackRefusal.UNDECIDED
     await store_pool.wait(1)
     await b.store.report(store_pool.next_report("x", blocks=5))  # it lives after all
-    assert await lose(a, 2, stood_still=True) == Placement("r", 3, "x", 1)
+    assert isinstance(await lose(a, 2), Placement)
 
 
 async def test_executors_that_start_anew_have_died(store_pool: StorePool) -> None:
@@ -88,15 +89,52 @@ async def test_executors_never_seen_again_have_died(store_pool: StorePool) -> No
     assert await lose(a, 2) is HandBackRefusal.EXHAUSTED
 
 
-async def test_engine_that_stands_still_counts_though_its_executor_lives(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    await a.place("r")
-    assert await lose(a, 1, stood_still=True) == Queued(0)
-
+async def stall(store_pool: StorePool, a: RouterSide, attempt: int, executor_id: str) -> object:
+    """The engine of the executor stalls, which it reports from then on."""
+    outcome = await lose(a, attempt, stood_still=True)
     await store_pool.wait(RELAY_MS + 1)
-    await a.store.report(store_pool.next_report())
-    assert await lose(a, 2, stood_still=True) is HandBackRefusal.EXHAUSTED
+    await a.store.report(store_pool.next_report(executor_id, accepting=False))
+    return outcome
+
+
+async def test_engines_that_stall_and_go_on_are_no_strike(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place("r")
+    for attempt, (stalled, other) in enumerate([("x", "y"), ("y", "x"), ("x", "y"), ("y", "x")], 1):
+        assert not isinstance(await stall(store_pool, a, attempt, stalled), HandBackRefusal)
+        await a.store.report(store_pool.next_report(other))
+        await a.store.report(store_pool.next_report(stalled))
+
+
+async def test_engines_that_stall_until_the_next_one_does_end_the_request(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place("r")
+    assert await stall(store_pool, a, 1, "x") == Queued(0)
+    await a.store.report(store_pool.next_report("y"))
+    assert await stall(store_pool, a, 2, "y") is HandBackRefusal.STALLED
+
+
+async def test_stall_is_no_death(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place("r")
+    assert await stall(store_pool, a, 1, "x") == Queued(0)
+    await a.store.report(store_pool.next_report("y"))
+    assert await lose(a, 2) == Queued(0)
+    await a.store.report(store_pool.next_report("y", generation=2))
+    assert (await a.told())[-1] == Placement("r", 3, "y", 2)
+
+
+async def test_executor_that_stalls_and_starts_anew_has_died(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(generation=1))
+    await a.place("r")
+    for attempt in (1, 2):
+        assert await stall(store_pool, a, attempt, "x") == Queued(0)
+        await a.store.report(store_pool.next_report(generation=attempt + 1))
+    assert await stall(store_pool, a, 3, "x") is HandBackRefusal.EXHAUSTED
 
 
 @pytest.mark.parametrize("num_deaths", [1, 2])

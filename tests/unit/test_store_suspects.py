@@ -61,7 +61,7 @@ async def test_suspects_end_opens_its_executor_to_the_next(store_pool: StorePool
     await suspects(store_pool, a, "r1", "r2")
     await a.told()
 
-    assert await a.store.hand_back("r1", 2, max_attempts=2, stood_still=True) is HandBackRefusal.EXHAUSTED
+    assert await a.store.hand_back("r1", 2, max_attempts=1, stood_still=True) is HandBackRefusal.STALLED
     await a.store.report(store_pool.next_report())
     assert await a.placed() == ["r2"]
 
@@ -87,5 +87,5 @@ async def test_convicted_request_is_not_started_anew_by_a_repeat(store_pool: Sto
     await a.store.report(store_pool.next_report())
     await a.place_demand(poison)
 
-    assert await a.store.hand_back("k", 1, max_attempts=1, stood_still=True) is HandBackRefusal.EXHAUSTED
+    assert await a.store.hand_back("k", 1, max_attempts=1, stood_still=True) is HandBackRefusal.STALLED
     assert await b.store.submit(poison) == Adopted(Placement("k", 1, "x", 1), ended=True)

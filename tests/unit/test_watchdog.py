@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
-from executor.engine.watchdog import Observation, observe
+import pytest
+
+from executor.engine.watchdog import Observation, observe, watch_engine
 
 INTERVAL_S = 1.0
 
@@ -15,6 +18,7 @@ class Engine:
 
     has_work: bool = True
     progress: tuple[int, ...] = (0, 0)
+    expected_step_s: float = 0.0
 
 
 def looks(engine: Engine, before: Observation, *times_s: float) -> Observation:
@@ -64,3 +68,27 @@ def test_engine_that_had_nothing_to_do_between_two_looks_starts_over() -> None:
 def test_time_in_which_the_process_stood_still_does_not_count() -> None:
     engine = Engine()
     assert looks(engine, first_look(engine), 1, 2, 1000).stalled_s <= 4
+
+
+class StalledError(Exception):
+    """The watchdog has reported a stall."""
+
+
+@pytest.mark.parametrize(("expected_step_s", "stalled_at_s"), [(0.0, 30), (9.0, 30), (40.0, 120)])
+async def test_step_that_is_expected_to_take_long_may_take_three_times_as_long(
+    expected_step_s: float, stalled_at_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        assert seconds == INTERVAL_S
+        now_s += 1
+
+    async def on_change(is_stalled: bool) -> None:
+        raise StalledError
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(StalledError):
+        await watch_engine(Engine(expected_step_s=expected_step_s), 30.0, on_change, lambda: float(now_s))
+    assert now_s == stalled_at_s

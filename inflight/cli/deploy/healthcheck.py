@@ -17,13 +17,15 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.rpc.addresses import host_of
+from common.rpc.options import NO_PROXY
 from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
 from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
 from inflight.local.state import StackState, read_state
 
 HEALTH_LISTEN_VARIABLE = "INFLIGHT_HEALTH_LISTEN"
-LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}
+# A port on `[::]` also takes IPv4, and takes only that where the container has no IPv6.
+LOOPBACK_OF = dict.fromkeys(("0.0.0.0", "", "::"), "127.0.0.1")
 HTTP = "http://"
 
 
@@ -70,7 +72,7 @@ def _local_stack(flags: argparse.Namespace) -> StackState:
 
 
 def _channel(address: str, ca_file: str) -> grpc.Channel:
-    options = [("grpc.enable_http_proxy", 0)]
+    options = [NO_PROXY]
     if not ca_file:
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(Path(ca_file).read_bytes()), options)

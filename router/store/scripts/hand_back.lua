@@ -3,11 +3,13 @@
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the requests from now on  then for each: request id, attempt, most attempts,
 --             'lost', 'stood_still': its executor reports a stalled engine, 'rejected': by the executor, or
---             'preempted'; the last two do not count as attempts, and 'lost' counts if the executor died; output tokens
+--             'preempted'; the last two do not count as attempts, 'lost' counts if the executor died, and 'stood_still'
+--             until the engine makes a step again, apart from deaths unless the executor dies; output tokens
 --             so far: from the first on its queue deadline no longer applies; 1 if this placement produced tokens: then
 --             this loss and earlier ones do not count; blocks of its next placement, or '' for those of the previous
 -- returns     {'HANDED_BACK', {outcome, …}}. Of each: {'PLACED', attempt, executor, generation, blocks, 1 for a suspect, adapter}
---             | {'QUEUED', number ahead, estimated wait or ''} | {'EXHAUSTED'} | {'UNDECIDED'}: not known yet whether
+--             | {'QUEUED', number ahead, estimated wait or ''} | {'EXHAUSTED'}: so many executors
+--             died | {'STALLED'}: so many engines stall | {'UNDECIDED'}: not known yet whether
 --             its attempts are used up; call again soon | {'STALE'}: it ended, was placed again, or belongs to another
 --             living router | {'UNKNOWN'} | {'AGAIN'}: call again for this one | {'DROPPED'}: as the event says
 -- complexity  O(log N) for each, and that of board
@@ -34,12 +36,13 @@ local function return_to_line(request)
   withdraw(id, request)
   if why == 'lost' or why == 'stood_still' or progressed then
     strike(request, progressed, why == 'stood_still')
-    local num_undecided = judge(request)
-    if request.strikes - num_undecided >= max_attempts then
+    local num_undecided, num_stalls = judge(request)
+    local num_deaths = request.strikes - num_undecided - num_stalls
+    if num_deaths >= max_attempts or num_stalls >= max_attempts then
       bury_with_ending(id, request, false)
       sweep_tombstones(2)
-      return 'EXHAUSTED'
-    elseif request.strikes >= max_attempts then
+      return num_deaths >= max_attempts and 'EXHAUSTED' or 'STALLED'
+    elseif num_deaths + num_undecided >= max_attempts then
       request.owner = CALLER
       set_lost(id, request)
       return 'UNDECIDED'

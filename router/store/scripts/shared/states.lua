@@ -203,12 +203,13 @@ local function seat(id, request, executor_id, attempt, blocks, cached)
 end
 
 -- Whether the executor of a strike has died; nil while that is unknown. It died if it started again or its lease
--- lapsed, and is alive if the same generation reported again. A report relayed within RELAY_MS may be older.
+-- lapsed, and is alive if the same generation reported again. A report relayed within RELAY_MS may be older. One that
+-- has stalled reports on, and accepts work again once its engine has made a step.
 local function has_died(blame)
   local executor = load_executor(blame.executor_id)
   if not executor or executor.generation ~= blame.generation then
     return true
-  elseif executor.last_report_ms > blame.at_ms + RELAY_MS then
+  elseif executor.last_report_ms > blame.at_ms + RELAY_MS and (executor.accepting or not blame.stalled) then
     return false
   end
   return nil
@@ -219,24 +220,25 @@ local function forgive(request)
 end
 
 -- Decides the strikes that can be decided: one whose executor died stays, one whose executor lives is removed. Returns
--- how many are undecided.
+-- how many are undecided, and how many more are stalls that last.
 local function judge(request)
-  local undecided = {}
+  local undecided, num_stalls = {}, 0
   for _, blame in ipairs(request.blamed ~= '' and cmsgpack.unpack(request.blamed) or {}) do
     local died = has_died(blame)
     if died == nil then
       undecided[#undecided + 1] = blame
+      num_stalls = num_stalls + (blame.stalled and 1 or 0)
     elseif not died then
       request.strikes = request.strikes - 1
     end
   end
   request.blamed = #undecided > 0 and cmsgpack.pack(undecided) or ''
-  return #undecided
+  return #undecided - num_stalls, num_stalls
 end
 
 -- Counts the loss of a placement against the request, once. If the placement produced tokens, all strikes are cleared.
--- An executor whose same generation got the request again has not died before. A `proven` loss needs no decision.
-local function strike(request, progressed, proven)
+-- An executor whose same generation got the request again has not died before. `stalled`: its engine stalls.
+local function strike(request, progressed, stalled)
   if progressed then
     forgive(request)
     return
@@ -251,9 +253,9 @@ local function strike(request, progressed, proven)
       blamed[#blamed + 1] = blame
     end
   end
-  if not proven then
-    blamed[#blamed + 1] = {executor_id = request.executor_id, generation = request.generation, at_ms = NOW}
-  end
+  blamed[#blamed + 1] = {
+    executor_id = request.executor_id, generation = request.generation, at_ms = NOW, stalled = stalled or false,
+  }
   request.strikes, request.counted = request.strikes + 1, request.attempt
   request.blamed = #blamed > 0 and cmsgpack.pack(blamed) or ''
 end

@@ -41,6 +41,7 @@ void compute(const CodedPart* parts, int64_t num_parts, const typename Element::
         std::memcpy(rows.row(row), numbers + row * depth, depth * sizeof *numbers);
         viewed.put(mixture.views(), rows, row);
     }
+    const TilesInUse tiles;
     const auto scratch = std::make_unique<ProductScratch>();
     const Product<Element> product(matrix, rows, num_rows, 1, stream, nullptr, {&viewed, &mixture.views()});
     for (int64_t task = 0; task < product.num_tasks; ++task)

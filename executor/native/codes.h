@@ -378,11 +378,97 @@ void multiply_some_codes(int num_rows, const CodeFormat& format, const char* blo
     multiply_codes<Element, BITS, ROWS>(format, block, next, pass, rows, row_sums, sums);
 }
 
+#ifdef INFLIGHT_AMX
+
+// The depth of a tile of bfloat16.
+constexpr int64_t TILE_DEPTH = STEP_DEPTH<BFloat16>;
+
+// Unpacks TILE_DEPTH of the depth of 32 columns into two right-hand tiles, one after the other.
+template <int BITS>
+ALWAYS_INLINE void unpack_tiles(const Codes<BFloat16, BITS>& codes, const char* lanes, char* to) {
+    constexpr int UNITS_OF_LANE = Codes<BFloat16, BITS>::UNITS;
+#pragma GCC unroll 8
+    for (int lane = 0; lane < UNITS / UNITS_OF_LANE; ++lane, lanes += 4 * BLOCK_COLUMNS)
+#pragma GCC unroll 2
+        for (int column = 0; column < BLOCK_COLUMNS; column += WIDTH) {
+            const Words packed = (Words)load((const float*)lanes + column);
+            char* const units = to + column / LANES * APART.panel_bytes + column % LANES * sizeof(float) +
+                                lane * UNITS_OF_LANE * APART.unit_bytes;
+#pragma GCC unroll 4
+            for (int i = 0; i < UNITS_OF_LANE; ++i)
+                store((float*)(units + i * APART.unit_bytes), (Floats)codes.unit(packed, i));
+        }
+}
+
+// `multiply_codes` by tiles, for all rows and columns. A group is unpacked once for all rows. While the tiles multiply
+// one, vectors scale the products of the one before.
+template <int BITS, bool HAS_SECOND_ROWS>
+void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const char* next, const Rows<BFloat16>& rows,
+                             const float* row_sums, int num_rows, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+    const Codes<BFloat16, BITS> codes(format.center);
+    alignas(64) char unpacked[2][STEP_BYTES];
+    alignas(64) float products[2][TILE_ROWS][BLOCK_COLUMNS];
+    const char* left = reinterpret_cast<const char*>(rows.numbers);
+    const int64_t num_steps = format.group_size / TILE_DEPTH;
+    const float* const factors = reinterpret_cast<const float*>(block);
+    const auto scale_group = [&](int64_t group) {
+        const char* const scales = block + format.FACTOR_BYTES + group * format.group_bytes() + format.code_bytes();
+        const float* from = products[group % 2][0];
+        Floats scale[BLOCK_COLUMNS / WIDTH], shift[BLOCK_COLUMNS / WIDTH] = {};
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) {
+            scale[v] = load_scales(format, scales, v * WIDTH) * load(factors + v * WIDTH);
+            if (format.has_shifts) shift[v] = load_scales(format, scales + format.scale_bytes(), v * WIDTH);
+        }
+        const float* row_sum = row_sums + group;
+        if (format.has_shifts)
+            for (int r = 0; r < num_rows; ++r, from += BLOCK_COLUMNS, row_sum += format.num_groups)
+#pragma GCC unroll 2
+                for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v)
+                    sums[r][v] += scale[v] * (load(from + v * WIDTH) + shift[v] * *row_sum);
+        else
+            for (int r = 0; r < num_rows; ++r, from += BLOCK_COLUMNS)
+#pragma GCC unroll 2
+                for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) sums[r][v] += scale[v] * load(from + v * WIDTH);
+    };
+    int64_t step = 0;
+    for (int64_t group = 0; group < format.num_groups; ++group) {
+        const char* lanes = block + format.FACTOR_BYTES + group * format.group_bytes();
+        if (next != nullptr) {
+            for (int64_t byte = 0; byte < format.group_bytes(); byte += 64) prefetch_line(next + byte);
+            next += format.group_bytes();
+        }
+        clear_tiles();
+        for (int64_t i = 0; i < num_steps; ++i, ++step, left += 64, lanes += TILE_DEPTH * BLOCK_COLUMNS * BITS / 8) {
+            unpack_tiles<BITS>(codes, lanes, unpacked[step % 2]);
+            add_step_of_tiles<BFloat16, HAS_SECOND_ROWS>(APART, unpacked[step % 2], left, rows.row_bytes());
+        }
+        if (group > 0) scale_group(group - 1);
+        store_tiles<HAS_SECOND_ROWS>(products[group % 2][0], BLOCK_COLUMNS);
+    }
+    scale_group(format.num_groups - 1);
+}
+
+#endif
+
 // Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows. `next` is what is probably multiplied next, or null.
 template <class Element>
 void multiply_coded(const CodeFormat& format, const char* block, const char* next, const Rows<Element>& rows,
                     const float* row_sums, int num_rows, float* out, int64_t out_stride) {
     Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
+    const auto store_sums = [&] {
+        for (int row = 0; row < num_rows; ++row)
+            for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+    };
+#ifdef INFLIGHT_AMX
+    if constexpr (std::is_same_v<Element, BFloat16>)
+        if (format.group_size % TILE_DEPTH == 0) {
+            const auto multiply = format.bits == 4
+                                      ? num_rows > 16 ? multiply_codes_by_tiles<4, true> : multiply_codes_by_tiles<4, false>
+                                  : num_rows > 16 ? multiply_codes_by_tiles<8, true> : multiply_codes_by_tiles<8, false>;
+            multiply(format, block, next, rows, row_sums, num_rows, sums);
+            return store_sums();
+        }
+#endif
     const int num_turns = (num_rows + CODED_ROWS - 1) / CODED_ROWS;
     const int rows_at_once = (num_rows + num_turns - 1) / num_turns;
     for (int pass = 0; pass < NUM_PASSES; ++pass)
@@ -393,8 +479,7 @@ void multiply_coded(const CodeFormat& format, const char* block, const char* nex
             multiply(count, format, block, is_last ? next : nullptr, pass, rows.from(row, 0),
                      row_sums == nullptr ? nullptr : row_sums + row * format.num_groups, sums + row);
         }
-    for (int row = 0; row < num_rows; ++row)
-        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+    store_sums();
 }
 
 }  // namespace inflight

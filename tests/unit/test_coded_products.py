@@ -36,8 +36,9 @@ ROW_COUNTS = (1, 2, 5, 12, 13, 32, 33, 70)
 def calls(request: pytest.FixtureRequest) -> Any:
     flags = next(each for each in usable_instruction_sets() if each.name == request.param).compiler_flags
     headers = sorted(FOLDER.glob("*.h"))
-    library = load_library("coded_products", (SOURCE,), headers, (*flags, f"-I{FOLDER}"))
+    library = load_library("coded_products", (SOURCE, FOLDER / "pool.cpp"), headers, (*flags, f"-I{FOLDER}"))
     assert not isinstance(library, BuildFailure), library
+    assert library.inflight_prepare()
     library.coded_product.argtypes = (
         c_void_p,
         *(c_int64, c_void_p) * 1,

@@ -34,6 +34,10 @@ log = logging.getLogger(__name__)
 
 Variants = Mapping[str, tuple[Variant, ...]]
 
+# Of a value in a log line.
+MAX_LISTED = 16
+MAX_LISTED_CHARACTERS = 200
+
 # How many of the newest values of each latency are kept for a model under a name.
 NUM_KEPT_LATENCIES = 1000
 
@@ -64,10 +68,12 @@ class ModelBackend:
         return adapters[name]
 
     def describe(self) -> executor_pb2.DescribeResponse:
-        """Returns the description of one of its executors. Raises `RequestError` if no executor is reachable."""
-        for link in self.links:
-            return link.description
-        raise no_executor(f"no executor of model {self.name} is reachable")
+        """Returns the description that most of its executors share. Raises `RequestError` if no executor is
+        reachable."""
+        description = self.dispatcher.description
+        if description is None:
+            raise no_executor(f"no executor of model {self.name} is reachable")
+        return description
 
 
 class ModelRegistry:
@@ -80,12 +86,14 @@ class ModelRegistry:
         current_variants: Callable[[], Variants] = dict,
         channels: ExecutorChannels | None = None,
         events: EventLog | None = None,
+        count_breach: Callable[[], None] = lambda: None,
     ) -> None:
         self._events = events or EventLog()
         self.by_name: Mapping[str, ModelBackend] = {pool.name: pool for pool in pools}
         self._current_variants = current_variants
         self._router_id = router_id
         self._channels = channels
+        self._count_breach = count_breach
         self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
         self._wanted: frozenset[str] = frozenset()
         self._links_changed = asyncio.Event()
@@ -182,11 +190,19 @@ class ModelRegistry:
             return f"it serves {link.description.model}, this router {', '.join(sorted(self.by_name))}"
         if link.description.vocabulary_size < pool.text.vocabulary_size:
             return f"its vocabulary of {link.description.vocabulary_size} is smaller than the tokenizer's"
+        for other in pool.links:
+            for field in ("block_size", "vocabulary_size"):
+                ours, theirs = getattr(link.description, field), getattr(other.description, field)
+                if ours != theirs:
+                    return f"its {field} is {ours}, that of executor {other.executor_id} is {theirs}"
         _warn_of_differences(pool, link)
         pool.dispatcher.on_linked(link)
         self._events.executor_linked(link.executor_id, pool.name)
         self._links_changed.set()
         return _PoolLinks(pool, self._events, self._unlinked)
+
+    def on_breach(self, link: ExecutorLink) -> None:
+        self._count_breach()
 
     def _unlinked(self, link: ExecutorLink) -> None:
         self._links_changed.set()
@@ -218,6 +234,9 @@ def _token_settings(description: executor_pb2.DescribeResponse) -> dict[str, str
         "dtype": description.dtype,
         "weight_dtype": description.weight_dtype or description.dtype,
         "kv_cache_dtype": description.kv_cache_dtype or description.dtype,
+        "context_length": str(description.context_length),
+        "eos_token_ids": ", ".join(map(str, sorted(description.eos_token_ids)[:MAX_LISTED])),
+        "default_sampling": " ".join(str(description.default_sampling).split())[:MAX_LISTED_CHARACTERS],
     }
 
 

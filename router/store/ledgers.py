@@ -6,6 +6,7 @@ secret, a router that knows it writes it again.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -13,11 +14,14 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from common.errors import RequestError
 from router.store.connection import Turns, answered, close, connect, unavailable
-from router.store.script_calls import run_source
+from router.store.script_calls import FORGET, is_unreadable, run_source
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import StoreCall, StoreEvent
+
+logger = logging.getLogger(__name__)
 
 KEY = "inflight:secret"
 SECRET_BYTES = 32
@@ -33,14 +37,26 @@ async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -
 
     The two differ if Redis lost the caller's secret and another router has already generated a new one.
     """
+    try:
+        return await _shared(redis, settings, secret)
+    except (RequestError, ValueError) as error:
+        if isinstance(error, RequestError) and not is_unreadable(error.__cause__):
+            raise
+        logger.error("%s is not what a router puts there, and is replaced", KEY)
+        await answered(run_source(redis, FORGET, [KEY], ()), settings)
+        try:
+            return await _shared(redis, settings, secret)
+        except ValueError:
+            raise unavailable(settings, f"{KEY} is not what a router puts there") from None
+
+
+async def _shared(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
+    """Returns the secret in Redis. Raises `ValueError` if it is none."""
     await answered(redis.set(KEY, secret.hex(), nx=True), settings)
     found = await answered(redis.get(KEY), settings)
     if found is None:
         raise unavailable(settings, f"{KEY} vanished")
-    try:
-        return bytes.fromhex(str(found))
-    except ValueError as error:
-        raise unavailable(settings, f"{KEY} is not what a router puts there") from error
+    return bytes.fromhex(str(found))
 
 
 async def learn_secret(redis: Redis, settings: StoreSettings, own: bytes | None) -> bytes:

@@ -130,7 +130,7 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 async def listening(hostile: HostileExecutor) -> AsyncIterator[str]:
     """Yields the address of the executor. It sends bytes as they are, and messages serialized."""
     server = grpc.aio.server()
-    handlers = {
+    handlers: dict[str, Any] = {
         "Describe": grpc.unary_unary_rpc_method_handler(
             hostile.Describe, None, executor_pb2.DescribeResponse.SerializeToString
         ),

@@ -173,6 +173,11 @@ class ModelRegistry:
         _, task = self._links.pop(address)
         task.cancel()
 
+    def unused(self, model: str) -> list[ExecutorLink]:
+        """Returns the links to executors of a model that are not used although they can be reached."""
+        links = (link for link, _ in self._links.values() if link.problem and link.description.model == model)
+        return sorted(links, key=lambda link: (link.executor_id, link.address))
+
     async def readiness_changed(self) -> bool:
         """Waits until a link comes up or breaks. Returns whether any model has an executor."""
         await self._links_changed.wait()
@@ -190,7 +195,15 @@ class ModelRegistry:
             return f"it serves {link.description.model}, this router {', '.join(sorted(self.by_name))}"
         if link.description.vocabulary_size < pool.text.vocabulary_size:
             return f"its vocabulary of {link.description.vocabulary_size} is smaller than the tokenizer's"
+        known = pool.dispatcher.link_of(link.executor_id)
+        if known is not None and known is not link:
+            if known.description.generation >= link.description.generation:
+                return _same_id(link, known)
+            # As in the ledger, the newest start counts: it may be a restart at another address.
+            known.end()
         for other in pool.links:
+            if other is known:
+                continue
             for field in ("block_size", "vocabulary_size"):
                 ours, theirs = getattr(link.description, field), getattr(other.description, field)
                 if ours != theirs:
@@ -208,6 +221,13 @@ class ModelRegistry:
         self._links_changed.set()
         if link.address in self._links and link.address not in self._wanted:
             self._let_go(link.address)
+
+
+def _same_id(link: ExecutorLink, known: ExecutorLink) -> str:
+    if known.description.generation == link.description.generation:
+        return f"it is linked already, at {known.address}"
+    text = f"the executor at {known.address} has the same id and started later"
+    return f"{text}; give each executor an --executor-id of its own"
 
 
 def _warn_of_differences(pool: ModelBackend, link: ExecutorLink) -> None:

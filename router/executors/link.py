@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import Protocol
 
@@ -80,6 +80,8 @@ READ_ELSEWHERE = -1
 MAX_UNACKED_STEPS = 16
 ACK_EVERY_FRAMES = 4
 DESCRIBE_TIMEOUT_S = 5.0
+# Executors of versions without `refusal` do not end the stream.
+REFUSAL_TIMEOUT_S = 1.0
 # An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
 MAX_SILENT_S = 4
 MIN_BACKOFF_S = 0.1
@@ -201,6 +203,11 @@ class ExecutorLink:
         self.description = executor_pb2.DescribeResponse()
         self.report: executor_pb2.Report | None = None
         self.is_up = False
+        # Why the executor is not used; empty if it is, or if it cannot be reached.
+        self.problem = ""
+        # The open stream, and whether the router has ended it.
+        self._call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse] | None = None
+        self._was_ended = False
         # The stub of the open channel; set while the link is up.
         self.stub: executor_pb2_grpc.ExecutorServiceStub | None = None
         self._router_id = router_id
@@ -285,7 +292,14 @@ class ExecutorLink:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, max_backoff_s)
 
+    def end(self) -> None:
+        """Ends the stream. The link then connects again, and the registry decides whether the executor is used."""
+        if self._call is not None:
+            self._was_ended = True
+            self._call.cancel()
+
     def _log_breach(self, error: FrameError) -> None:
+        self.problem = f"it breaks the protocol: {error}"
         name = f"{self.executor_id} at {self.address}" if self.executor_id else self.address
         if error.__cause__ is None:
             log.warning("executor %s breaks the protocol: %s", name, error)
@@ -301,13 +315,7 @@ class ExecutorLink:
         self.description = description
         if description.protocol_version < MIN_PROTOCOL_VERSION:
             spoken = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-            log.warning(
-                "executor %s at %s is not used: it speaks protocol version %d, this router %s",
-                self.executor_id,
-                self.address,
-                description.protocol_version,
-                spoken,
-            )
+            self._note_problem(f"it speaks protocol version {description.protocol_version}, this router {spoken}")
             return
         self._outbox = executor_pb2.ServeRequest()
         self._outbox.hello.router_id = self._router_id
@@ -315,7 +323,8 @@ class ExecutorLink:
         self._outbox.hello.generation = description.generation
         self._outbox.hello.max_unacked_steps = MAX_UNACKED_STEPS
         self._wake.set()
-        call = stub.Serve()
+        call = self._call = stub.Serve()
+        self._was_ended = False
         writer = asyncio.create_task(self._write(call), name=f"write {self.address}")
         silence = LivenessTimer(MAX_SILENT_S)
         watch = asyncio.create_task(silence.watch(call.cancel), name=f"watch {self.address}")
@@ -324,14 +333,17 @@ class ExecutorLink:
             async for response in call:
                 silence.record_message()
                 if not self.is_up and not self._come_up():
+                    await self._refuse(call)
                     return
                 self.take_in(response)
         except asyncio.CancelledError:
             # gRPC also raises it if the call is cancelled but not the task. Both can happen at once.
-            if not silence.is_over or task_is_cancelled():
+            if not (silence.is_over or self._was_ended) or task_is_cancelled():
                 raise
-            log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
+            if silence.is_over:
+                log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
         finally:
+            self._call = None
             watch.cancel()
             writer.cancel()
             call.cancel()
@@ -340,14 +352,31 @@ class ExecutorLink:
         with _as_breach("description"):
             events = self._registry.on_linked(self)
         if isinstance(events, str):
-            log.warning("executor %s at %s is not used: %s", self.executor_id, self.address, events)
+            self._note_problem(events)
             return False
         self.come_up(events)
         log.info("executor %s at %s is linked", self.executor_id, self.address)
         return True
 
+    def _note_problem(self, problem: str) -> None:
+        """Logs why the executor is not used, unless the previous connection had the same problem."""
+        if problem != self.problem:
+            log.warning("executor %s at %s is not used: %s", self.executor_id, self.address, problem)
+        self.problem = problem
+
+    async def _refuse(
+        self, call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
+    ) -> None:
+        """Sends the executor the reason why it is not used, for its log. It then ends the stream."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            async with asyncio.timeout(REFUSAL_TIMEOUT_S):
+                await call.write(executor_pb2.ServeRequest(refusal=self.problem))
+                async for _ in call:
+                    pass
+
     def come_up(self, events: LinkEvents) -> None:
         """Marks the link as up, so that the executor can be used."""
+        self.problem = ""
         self._events = events
         self.is_up = True
 

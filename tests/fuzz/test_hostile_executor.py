@@ -130,7 +130,7 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 async def listening(hostile: HostileExecutor) -> AsyncIterator[str]:
     """Yields the address of the executor. It sends bytes as they are, and messages serialized."""
     server = grpc.aio.server()
-    handlers: dict[str, Any] = {
+    methods: dict[str, Any] = {
         "Describe": grpc.unary_unary_rpc_method_handler(
             hostile.Describe, None, executor_pb2.DescribeResponse.SerializeToString
         ),
@@ -138,7 +138,7 @@ async def listening(hostile: HostileExecutor) -> AsyncIterator[str]:
             hostile.Serve, executor_pb2.ServeRequest.FromString, _serialized
         ),
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inflight.v1.ExecutorService", handlers),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inflight.v1.ExecutorService", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Coroutine
@@ -550,7 +551,5 @@ def _default_sampling(defaults: GenerationDefaults) -> types_pb2.SamplingParams:
 
 
 def _default_executor_id(listen: str) -> str:
-    """Returns host and port, which stay the same after a restart, so that the ledger sees a new generation of a known
-    executor."""
-    port = listen.rpartition(":")[2]
-    return f"{socket.gethostname()}:{port if port != '0' else f'pid{os.getpid()}'}"
+    """Returns host, port and a random number. Host and port alone are not unique: cloned machines have equal names."""
+    return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

@@ -28,7 +28,7 @@ class ExecutorSettings(ProcessSettings):
     )
     served_model_name: str = Field("", description="model name that clients use; empty: the model's own name")
     executor_id: str = Field(
-        "", description="executor's name, unique and stable over restarts; empty: host name and port"
+        "", description="executor's name, unique among those of a model; empty: host name, port and a random number"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="device that runs the model; auto: the GPU if torch finds one"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         QueueDepth,
         RequestStanding,
         RequestState,
+        UnusedExecutor,
         VariantCapacity,
     )
     from inflight.errors import FieldError, InflightError
@@ -105,6 +106,7 @@ __all__ = [
     "Timing",
     "ToolCall",
     "ToolCallPart",
+    "UnusedExecutor",
     "Usage",
     "VariantCapacity",
 ]

@@ -107,6 +107,16 @@ class QueueDepth:
 
 
 @dataclass(frozen=True, slots=True)
+class UnusedExecutor:
+    """An executor that the router has found and does not use, and why."""
+
+    executor_id: str
+    model: str
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class VariantCapacity:
     """Measurements of a model variant by the router that answers. Percentiles are None if nothing was measured yet."""
 
@@ -160,12 +170,14 @@ class RequestStanding:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """All executors, the queues that are not empty, model variants, and the quality of wait estimates."""
+    """All executors, the queues that are not empty, model variants, the quality of wait estimates, and, for operators,
+    the executors that the router does not use."""
 
     executors: tuple[ExecutorCapacity, ...]
     queues: tuple[QueueDepth, ...]
     variants: tuple[VariantCapacity, ...] = ()
     estimates: tuple[EstimateQuality, ...] = ()
+    unused: tuple[UnusedExecutor, ...] = ()
 
     @property
     def num_queued(self) -> int:
@@ -210,7 +222,8 @@ def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
     estimates = tuple(
         EstimateQuality(one.model, one.num_estimates, one.mean_error, one.correction) for one in response.estimates
     )
-    return Capacity(executors, queues, tuple(_variant(variant) for variant in response.variants), estimates)
+    unused = tuple(UnusedExecutor(one.executor_id, one.model, one.address, one.reason) for one in response.unused)
+    return Capacity(executors, queues, tuple(_variant(variant) for variant in response.variants), estimates, unused)
 
 
 def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStanding:

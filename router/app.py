@@ -106,7 +106,8 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         ModelBackend(name, text, _dispatcher(name, ledgers, settings, tokens), listeners)
         for name, text in texts.items()
     ]
-    pools = ModelRegistry(models, router_id, lambda: admission.config.variants, channels, watching.events)
+    variants, breached = (lambda: admission.config.variants), metrics.breaches.inc
+    pools = ModelRegistry(models, router_id, variants, channels, watching.events, breached)
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(
         pools, settings, admission, authentication.authenticator, tokens, stats, listeners, tracing.tracer

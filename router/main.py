@@ -10,7 +10,9 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
+from common.errors import RequestError
 from common.http.metrics_page import new_registry
 from common.model_source import ModelSource, is_path, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
@@ -25,6 +27,9 @@ from router.tools.formats import FormatError, read_formats, with_added
 from router.tools.support import DETECTED, ToolSettings
 
 log = logging.getLogger(__name__)
+
+# While Redis does not answer, its user is checked this often.
+REDIS_CHECK_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,10 +89,11 @@ def _source(entry: str) -> ModelSource:
 async def run_router(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
     router = build_router(settings, texts, new_registry())
+    has_checked = await _check_redis_user(router)
     signals = Signals(asyncio.get_running_loop())
     await _listen(router, settings)
     gc.freeze()
-    work = asyncio.create_task(_work(router, settings), name="work")
+    work = asyncio.create_task(_work(router, settings, has_checked=has_checked), name="work")
     readiness = asyncio.create_task(_follow_readiness(router.pools, router.server), name="readiness")
 
     drain = asyncio.create_task(signals.drain.wait())
@@ -124,9 +130,39 @@ async def _listen(router: RouterApp, settings: RouterSettings) -> None:
     log.info("router %s serves %s on %s", router.router_id, ", ".join(sorted(router.pools.by_name)), address)
 
 
-async def _work(router: RouterApp, settings: RouterSettings) -> None:
+async def _check_redis_user(router: RouterApp) -> bool:
+    """Raises `SettingError` if the router's user in Redis lacks a command. A rarely used command would otherwise fail
+    after hours, and leave requests without an end. Returns False if Redis does not answer."""
+    try:
+        missing = await router.ledgers.missing_commands()
+    except RequestError as error:
+        log.warning("the commands of the user in Redis cannot be checked yet: %s", error)
+        return False
+    if missing:
+        await router.ledgers.aclose()
+        raise SettingError(
+            f"--redis-url (INFLIGHT_REDIS_URL): the user in Redis may not call {', '.join(missing)} on keys "
+            "inflight:*; docs/security.md lists the commands that a router needs"
+        )
+    return True
+
+
+async def _check_redis_user_later(router: RouterApp) -> None:
+    """Checks the user as soon as Redis answers. A running router has streams, so it only logs what is missing."""
+    while True:
+        await asyncio.sleep(REDIS_CHECK_S)
+        with suppress(RequestError):
+            missing = await router.ledgers.missing_commands()
+            if missing:
+                log.error("the user in Redis may not call %s on keys inflight:*", ", ".join(missing))
+            return
+
+
+async def _work(router: RouterApp, settings: RouterSettings, *, has_checked: bool) -> None:
     """Runs the background tasks."""
     async with asyncio.TaskGroup() as tasks:
+        if not has_checked:
+            tasks.create_task(_check_redis_user_later(router), name="user in Redis")
         tasks.create_task(router.pools.run(settings.executors, settings.resolve_interval_s), name="pools")
         tasks.create_task(router.admission.follow(), name="admission file")
         tasks.create_task(router.authentication.follow(), name="authentication")

@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_UNACKED_STEPS = 64
 MAX_ROUTER_ID_CHARACTERS = 512
+MAX_REFUSAL_CHARACTERS = 1000
+# Routers whose refusals are remembered, so that the same one is logged once.
+MAX_REFUSALS = 1000
 # A router sends its hello as soon as it has opened the stream.
 HELLO_TIMEOUT_S = 10.0
 # Entries of a router's frame that are processed before the event loop serves other streams.
@@ -81,6 +84,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         # Sequences whose grammar is being compiled or whose adapter is being loaded.
         self._preparing: dict[Sequence, asyncio.Task[None]] = {}
         self._hello_timeout_s = hello_timeout_s
+        # By router, the reason that was logged last.
+        self._refusals: dict[str, str] = {}
         self._engine = engine
         trace = functools.partial(trace_submit, tracing)
         self._placements = PlacementTable(retention or RetentionPolicy(), engine.cancel, time.monotonic, trace=trace)
@@ -252,6 +257,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         async for request in requests:
             if request.HasField("hello"):
                 raise invalid(FieldViolation("hello", "must be only the first message of a stream"))
+            if request.refusal:
+                self._note_refusal(session.router_id, request.refusal)
+                return
             if request.HasField("ack"):
                 session.acknowledge(request.ack.frame)
             async for submit in _in_turns(request.submits):
@@ -263,6 +271,14 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             async for cancel in _in_turns(request.cancels):
                 end_reason = CANCEL_REASONS.get(cancel.reason, FinishReason.CANCELLED)
                 self._engine.cancel(cancel.request_id, cancel.attempt, end_reason)
+
+    def _note_refusal(self, router_id: str, refusal: str) -> None:
+        """Logs that a router does not use this executor. The router tries again every second, with the same result."""
+        if self._refusals.get(router_id) != refusal:
+            log.warning("router %s does not use this executor: %s", router_id, refusal[:MAX_REFUSAL_CHARACTERS])
+        if len(self._refusals) >= MAX_REFUSALS:
+            self._refusals.clear()
+        self._refusals[router_id] = refusal
 
     async def _write(self, session: Session, reader: asyncio.Task[None], context: Context) -> None:
         """Writes until one side has closed the stream or the RPC is cancelled."""

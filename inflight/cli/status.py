@@ -49,6 +49,10 @@ def capacity_view(capacity: Capacity) -> Group:
     ]
     waiting = ", ".join(f"{queue.num_requests} {queue.priority} for {queue.model}" for queue in capacity.queues)
     tables = tables or [Text("no executor")]
+    tables += [
+        Text(f"not used: {one.executor_id} of {one.model} at {one.address}: {one.reason}", style="red")
+        for one in capacity.unused
+    ]
     if capacity.variants:
         tables.append(_variants_table(capacity.variants))
     return Group(*tables, Text(f"waiting: {waiting}" if waiting else "no requests waiting"))

@@ -83,18 +83,20 @@ class DescribeResponse(_message.Message):
     def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., num_adapter_slots: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ...) -> None: ...
 
 class ServeRequest(_message.Message):
-    __slots__ = ("hello", "submits", "cancels", "attaches", "ack")
+    __slots__ = ("hello", "submits", "cancels", "attaches", "ack", "refusal")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     CANCELS_FIELD_NUMBER: _ClassVar[int]
     ATTACHES_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     cancels: _containers.RepeatedCompositeFieldContainer[CancelSequence]
     attaches: _containers.RepeatedCompositeFieldContainer[Attach]
     ack: Ack
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[CancelSequence, _Mapping]]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+    refusal: str
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[CancelSequence, _Mapping]]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "protocol_version", "generation", "max_unacked_steps")

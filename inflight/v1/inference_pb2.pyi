@@ -752,16 +752,30 @@ class VariantCapacity(_message.Message):
     def __init__(self, model: _Optional[str] = ..., variant: _Optional[str] = ..., share: _Optional[float] = ..., num_requests: _Optional[int] = ..., num_refused: _Optional[int] = ..., num_ended: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_p50_ms: _Optional[float] = ..., ttft_p99_ms: _Optional[float] = ..., inter_token_p50_ms: _Optional[float] = ..., inter_token_p99_ms: _Optional[float] = ...) -> None: ...
 
 class GetCapacityResponse(_message.Message):
-    __slots__ = ("executors", "queues", "variants", "estimates")
+    __slots__ = ("executors", "queues", "variants", "estimates", "unused")
     EXECUTORS_FIELD_NUMBER: _ClassVar[int]
     QUEUES_FIELD_NUMBER: _ClassVar[int]
     VARIANTS_FIELD_NUMBER: _ClassVar[int]
     ESTIMATES_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_FIELD_NUMBER: _ClassVar[int]
     executors: _containers.RepeatedCompositeFieldContainer[ExecutorCapacity]
     queues: _containers.RepeatedCompositeFieldContainer[QueueDepth]
     variants: _containers.RepeatedCompositeFieldContainer[VariantCapacity]
     estimates: _containers.RepeatedCompositeFieldContainer[EstimateQuality]
-    def __init__(self, executors: _Optional[_Iterable[_Union[ExecutorCapacity, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., variants: _Optional[_Iterable[_Union[VariantCapacity, _Mapping]]] = ..., estimates: _Optional[_Iterable[_Union[EstimateQuality, _Mapping]]] = ...) -> None: ...
+    unused: _containers.RepeatedCompositeFieldContainer[UnusedExecutor]
+    def __init__(self, executors: _Optional[_Iterable[_Union[ExecutorCapacity, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., variants: _Optional[_Iterable[_Union[VariantCapacity, _Mapping]]] = ..., estimates: _Optional[_Iterable[_Union[EstimateQuality, _Mapping]]] = ..., unused: _Optional[_Iterable[_Union[UnusedExecutor, _Mapping]]] = ...) -> None: ...
+
+class UnusedExecutor(_message.Message):
+    __slots__ = ("executor_id", "model", "address", "reason")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    model: str
+    address: str
+    reason: str
+    def __init__(self, executor_id: _Optional[str] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ("model", "interval_ms", "want_iterations", "want_sequences")

@@ -17,6 +17,7 @@ from common.grammar import grammar_hash
 from common.protocol import MAX_FRAME_INTERVAL
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
+from router.api.attached import MAX_GRPC_DEADLINE_S, checked_context
 from router.api.constraining import Constraining
 from router.api.tokenizing import Tokenizing, check_rates, most_tokens
 from router.api.validation import fit_tokens, validate_generate
@@ -27,7 +28,6 @@ from router.constraint.source import TOOLS, ConstraintSource
 from router.dispatch.pools import ModelBackend
 from router.lifecycle.events import End
 from router.request.errors import shut_out, unknown_tenant
-from router.request.executor_context import context_of
 from router.request.ids import (
     call_id,
     choice_ids,
@@ -57,8 +57,6 @@ from router.text.tokenizer import TextModel
 from router.tools.formats import AnswerFormat, answer_format
 from router.tools.parser import AnswerParser
 
-# A gRPC deadline further away than this counts as no deadline.
-MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 NUM_SEEDS = 2**64
 # As most models write JSON in calls: a space behind a colon or a comma.
 MAX_WHITESPACE_IN_ARGUMENTS = 1
@@ -237,8 +235,11 @@ class RequestPreparation:
     def restore(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
         """Rebuilds the stream of a request that another router admitted, from what its executor was told. Its deadline
         counts from now; that of its first token is dropped. Raises `FrameError` if the executor returns another
-        request."""
-        submit, context = attached.submit, context_of(attached)
+        request, or what no request can be."""
+        submit, limits_of_model = attached.submit, model_limits(pool, self._settings)
+        # An executor's own context may be longer than the one that new requests get.
+        longest = max(link.description.context_length for link in pool.links)
+        context = checked_context(attached, dataclasses.replace(limits_of_model, context_length=longest))
         now = time.monotonic()
         total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
         arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000

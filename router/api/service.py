@@ -390,6 +390,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         response = inference_pb2.GetCapacityResponse()
         for pool in self._pools.seen_by(caller, request.model):
             add_capacity(response, pool, await pool.dispatcher.snapshot())
+            for link in self._pools.unused(pool.name) if caller.is_operator else ():
+                response.unused.add(
+                    executor_id=link.executor_id, model=pool.name, address=link.address, reason=link.problem
+                )
         names = self._pools.names_seen_by(caller, request.model)
         for name, variants in sorted(self._pools.variants.items()):
             if name in names:

@@ -108,7 +108,7 @@ def validate_generate(
         _prompt_violations(request, limits),
         sampling_violations(request.sampling, limits.vocabulary_size),
         _output_violations(request.output),
-        _stopping_violations(request.stopping, limits),
+        stopping_violations(request.stopping, limits),
         _constraint_violations(request),
         _tool_violations(request),
         _choice_violations(request),
@@ -139,7 +139,7 @@ def validate_generate(
         want_queue_events=request.want_queue_events,
         idempotency_key=request.idempotency_key,
         detach=request.detach,
-        resume_ttl_s=_seconds(request.resume_ttl) if request.HasField("resume_ttl") else None,
+        resume_ttl_s=seconds_of(request.resume_ttl) if request.HasField("resume_ttl") else None,
         prior_ids=tuple(request.prior_output.output_ids),
         place=_place(request.prior_output),
         metadata=tuple(sorted(request.metadata.items())),
@@ -314,7 +314,7 @@ def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
         yield FieldViolation("output.echo", "begins the text with the prompt, but output.text is false")
 
 
-def _stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> Violations:
+def stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> Violations:
     if stopping.HasField("max_tokens"):
         if stopping.max_tokens == 0:
             yield FieldViolation("stopping.max_tokens", "is 0; must be at least 1")
@@ -410,7 +410,7 @@ def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLi
         yield FieldViolation("idempotency_key", f"has {len(key)} characters; {allowed}")
     if key and request.request_id:
         yield FieldViolation("request_id", "must be empty with an idempotency_key, which the id follows from")
-    if request.HasField("resume_ttl") and not 0 <= _seconds(request.resume_ttl) <= MAX_DEADLINE_S:
+    if request.HasField("resume_ttl") and not 0 <= seconds_of(request.resume_ttl) <= MAX_DEADLINE_S:
         yield FieldViolation("resume_ttl", f"must be at least 0 and at most {MAX_DEADLINE_S} s")
     prior_ids = request.prior_output.output_ids
     if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):
@@ -489,10 +489,10 @@ def _resolve_stopping(stopping: types_pb2.StoppingParams) -> ResolvedStopping:
 def _deadline_s(deadlines: inference_pb2.Deadlines, name: str) -> float | None:
     if not deadlines.HasField(name):
         return None
-    return _seconds(getattr(deadlines, name))
+    return seconds_of(getattr(deadlines, name))
 
 
-def _seconds(duration: Duration) -> float:
+def seconds_of(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -218,6 +218,8 @@ class Dispatcher:
         self._requests = LiveRequests(no_executor_grace_s)
         self._ended = EndedStreams(keep_ended_s)
         self._links: dict[str, ExecutorLink] = {}
+        # What new requests are checked against; None while no executor is linked.
+        self.description: executor_pb2.DescribeResponse | None = None
         self._linked = asyncio.Event()
         self._max_attempts = max_attempts
         self._no_executor_grace_s = no_executor_grace_s
@@ -444,6 +446,7 @@ class Dispatcher:
     def on_linked(self, link: ExecutorLink) -> None:
         """Registers the link to an executor that can be used."""
         self._links[link.executor_id] = link
+        self.description = shared_description(one.description for one in self._links.values())
         self._linked.set()
         self._linked = asyncio.Event()
 
@@ -459,6 +462,7 @@ class Dispatcher:
         """Hands the requests of a lost executor back to the queue, with their output so far."""
         if self._links.get(link.executor_id) is link:
             del self._links[link.executor_id]
+            self.description = shared_description(one.description for one in self._links.values())
             self._ledger.forget(link.executor_id)
         for stream in streams:
             self._apply(stream.life, Unlinked(stream.life.current_attempt))
@@ -555,7 +559,7 @@ class Dispatcher:
         stream, placement = stream_of(effect.life), effect.placement
         submit = stream.place(placement)
         link = self._links.get(placement.executor_id)
-        if link is None or link.description.generation != placement.generation:
+        if link is None or link.description.generation != placement.generation or not link.can_hold(submit):
             self._apply(effect.life, NotLinked(placement.attempt))
         elif (refusal := link.refusal_of(submit)) is not None:
             self._apply(effect.life, Rejected(placement.attempt, refusal))
@@ -750,6 +754,25 @@ class Dispatcher:
 
 
 NOT_ATTACHED = {NotAttached.NOT_HELD: AttachResult.NOT_HELD, NotAttached.LINK_LOST: AttachResult.LINK_LOST}
+
+
+def shared_description(
+    descriptions: Iterable[executor_pb2.DescribeResponse],
+) -> executor_pb2.DescribeResponse | None:
+    """Returns the description that most executors share in what requests are checked against. Of several, it has the
+    longest context. So one executor with a short context, or with other defaults, does not decide for all."""
+    by_terms: dict[bytes, list[executor_pb2.DescribeResponse]] = {}
+    for one in descriptions:
+        terms = executor_pb2.DescribeResponse(
+            block_size=one.block_size,
+            context_length=one.context_length,
+            vocabulary_size=one.vocabulary_size,
+            eos_token_ids=one.eos_token_ids,
+            default_sampling=one.default_sampling,
+        )
+        by_terms.setdefault(terms.SerializeToString(deterministic=True), []).append(one)
+    largest = max(by_terms.values(), key=lambda group: (len(group), group[0].context_length), default=None)
+    return None if largest is None else min(largest, key=lambda one: one.executor_id)
 
 
 def stream_of(life: Lifecycle) -> RequestStream:

@@ -34,6 +34,10 @@ log = logging.getLogger(__name__)
 
 Variants = Mapping[str, tuple[Variant, ...]]
 
+# Of a value in a log line.
+MAX_LISTED = 16
+MAX_LISTED_CHARACTERS = 200
+
 # How many of the newest values of each latency are kept for a model under a name.
 NUM_KEPT_LATENCIES = 1000
 
@@ -64,10 +68,12 @@ class ModelBackend:
         return adapters[name]
 
     def describe(self) -> executor_pb2.DescribeResponse:
-        """Returns the description of one of its executors. Raises `RequestError` if no executor is reachable."""
-        for link in self.links:
-            return link.description
-        raise no_executor(f"no executor of model {self.name} is reachable")
+        """Returns the description that most of its executors share. Raises `RequestError` if no executor is
+        reachable."""
+        description = self.dispatcher.description
+        if description is None:
+            raise no_executor(f"no executor of model {self.name} is reachable")
+        return description
 
 
 class ModelRegistry:
@@ -80,12 +86,14 @@ class ModelRegistry:
         current_variants: Callable[[], Variants] = dict,
         channels: ExecutorChannels | None = None,
         events: EventLog | None = None,
+        count_breach: Callable[[], None] = lambda: None,
     ) -> None:
         self._events = events or EventLog()
         self.by_name: Mapping[str, ModelBackend] = {pool.name: pool for pool in pools}
         self._current_variants = current_variants
         self._router_id = router_id
         self._channels = channels
+        self._count_breach = count_breach
         self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
         self._wanted: frozenset[str] = frozenset()
         self._links_changed = asyncio.Event()
@@ -165,6 +173,11 @@ class ModelRegistry:
         _, task = self._links.pop(address)
         task.cancel()
 
+    def unused(self, model: str) -> list[ExecutorLink]:
+        """Returns the links to executors of a model that are not used although they can be reached."""
+        links = (link for link, _ in self._links.values() if link.problem and link.description.model == model)
+        return sorted(links, key=lambda link: (link.executor_id, link.address))
+
     async def readiness_changed(self) -> bool:
         """Waits until a link comes up or breaks. Returns whether any model has an executor."""
         await self._links_changed.wait()
@@ -183,6 +196,19 @@ class ModelRegistry:
         size = link.description.vocabulary_size
         if size < pool.text.num_base_tokens:
             return f"its vocabulary of {size} is smaller than the tokenizer's of {pool.text.num_base_tokens}"
+        known = pool.dispatcher.link_of(link.executor_id)
+        if known is not None and known is not link:
+            if known.description.generation >= link.description.generation:
+                return _same_id(link, known)
+            # As in the ledger, the newest start counts: it may be a restart at another address.
+            known.end()
+        for other in pool.links:
+            if other is known:
+                continue
+            for field in ("block_size", "vocabulary_size"):
+                ours, theirs = getattr(link.description, field), getattr(other.description, field)
+                if ours != theirs:
+                    return f"its {field} is {ours}, that of executor {other.executor_id} is {theirs}"
         if size < pool.text.vocabulary_size:
             # A token was added to the tokenizer, often for padding, and the model was not made larger.
             log.warning(
@@ -199,10 +225,20 @@ class ModelRegistry:
         self._links_changed.set()
         return _PoolLinks(pool, self._events, self._unlinked)
 
+    def on_breach(self, link: ExecutorLink) -> None:
+        self._count_breach()
+
     def _unlinked(self, link: ExecutorLink) -> None:
         self._links_changed.set()
         if link.address in self._links and link.address not in self._wanted:
             self._let_go(link.address)
+
+
+def _same_id(link: ExecutorLink, known: ExecutorLink) -> str:
+    if known.description.generation == link.description.generation:
+        return f"it is linked already, at {known.address}"
+    text = f"the executor at {known.address} has the same id and started later"
+    return f"{text}; give each executor an --executor-id of its own"
 
 
 def _warn_of_differences(pool: ModelBackend, link: ExecutorLink) -> None:
@@ -229,6 +265,9 @@ def _token_settings(description: executor_pb2.DescribeResponse) -> dict[str, str
         "dtype": description.dtype,
         "weight_dtype": description.weight_dtype or description.dtype,
         "kv_cache_dtype": description.kv_cache_dtype or description.dtype,
+        "context_length": str(description.context_length),
+        "eos_token_ids": ", ".join(map(str, sorted(description.eos_token_ids)[:MAX_LISTED])),
+        "default_sampling": " ".join(str(description.default_sampling).split())[:MAX_LISTED_CHARACTERS],
     }
 
 

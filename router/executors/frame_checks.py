@@ -8,23 +8,26 @@ computes with, numbers that are used as a key or an index, and lists that must h
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable
 
 from common.protocol import MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
 from inflight.v1 import executor_pb2, types_pb2
-from router.request.executor_context import FrameError
+from router.request.executor_context import ADAPTER_HASH, FrameError
 from router.request.sampling import sampling_violations
 
 # The ledger's scripts compute with doubles, which represent integers exactly up to this number.
 MAX_COUNT = 2**53
+# The ledger adds one to an attempt that it learns from a report, and the sum must fit into `Submit.attempt`.
+MAX_ATTEMPT = 2**31
 MAX_NAME_CHARACTERS = 512
+MAX_TEXT_CHARACTERS = 4096
+# A prompt token and an output token.
+MIN_CONTEXT_LENGTH = 2
+MAX_EOS_TOKEN_IDS = 4096
 # More sequences than an executor holds. One call of a script audits a whole report.
 MAX_HELD = 16_384
 # Each report that reaches the ledger contains all adapters.
 MAX_ADAPTERS = 4096
-# The ledger searches a text for the hash, so it must have no other characters.
-ADAPTER_HASH = re.compile("[0-9a-f]{64}")
 # More rejections than an executor puts into one frame.
 MAX_ANSWERS = 2**16
 # More sequences than can board between two frames.
@@ -38,10 +41,18 @@ Placements = Collection[tuple[str, int]]
 def check_description(description: executor_pb2.DescribeResponse) -> None:
     """Raises `FrameError` if the ledger cannot place requests with this description."""
     _check_name("executor_id", description.executor_id)
-    for name in ("generation", "block_size", "total_blocks", "max_num_sequences", "context_length", "vocabulary_size"):
+    for name in ("generation", "block_size", "total_blocks", "max_num_sequences", "vocabulary_size"):
         value = getattr(description, name)
         if not 0 < value <= MAX_COUNT:
             raise FrameError(f"{name} is {value}")
+    if description.context_length < MIN_CONTEXT_LENGTH:
+        raise FrameError(f"context_length is {description.context_length}")
+    outside = [token_id for token_id in description.eos_token_ids if token_id >= description.vocabulary_size]
+    if outside or len(description.eos_token_ids) > MAX_EOS_TOKEN_IDS:
+        raise FrameError(f"eos_token_ids has {len(description.eos_token_ids)} ids, of which {outside[:8]} are unknown")
+    for name in ("model", "model_revision", "backend", "dtype", "device", "kv_cache_dtype", "weight_dtype"):
+        if len(getattr(description, name)) > MAX_TEXT_CHARACTERS:
+            raise FrameError(f"{name} has {len(getattr(description, name))} characters")
     wrong = next(sampling_violations(description.default_sampling, description.vocabulary_size), None)
     if wrong is not None:
         raise FrameError(f"default_{wrong.field} {wrong.description}")
@@ -98,6 +109,8 @@ def _check_held(report: executor_pb2.Report) -> None:
         raise FrameError(f"it holds {len(report.held)} sequences")
     for held in report.held:
         _check_name("a held request_id", held.request_id)
+        if not 0 < held.attempt <= MAX_ATTEMPT:
+            raise FrameError(f"the attempt of the held {held.request_id[:100]} is {held.attempt}")
         if held.reserved_blocks > report.total_blocks:
             raise FrameError(f"{held.reserved_blocks} blocks of {report.total_blocks} are reserved for one sequence")
         if held.adapter_hash:

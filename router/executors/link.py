@@ -3,15 +3,20 @@
 Owns the channel, the slots of the stream and the acknowledgements of steps. Output goes to the request's stream. Events
 of the request's life cycle go to the pool (`LinkEvents`). A link that breaks reports this once. All its placements are
 then void: either the executor is dead, or a router attaches to them. If a token is missing, the link attaches to the
-placement again, from that token on. If that fails, the placement is given up and the request continues elsewhere. An
-inconsistent frame breaks the link.
+placement again, from that token on. If that fails, the placement is given up and the request continues elsewhere.
+
+An executor's description or frame ends at most this link. `router.executors.frame_checks` refuses what cannot be true
+before any of it is applied. Any other error in handling a frame, an `IllegalTransition` included, is a bug of this
+router; it ends the link as well, so that the executor that sends such frames cannot end the router. Both are logged and
+counted. The pause before the next connection then doubles each time, up to `MAX_BREACH_BACKOFF_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import Protocol
 
@@ -75,10 +80,14 @@ READ_ELSEWHERE = -1
 MAX_UNACKED_STEPS = 16
 ACK_EVERY_FRAMES = 4
 DESCRIBE_TIMEOUT_S = 5.0
+# Executors of versions without `refusal` do not end the stream.
+REFUSAL_TIMEOUT_S = 1.0
 # An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
 MAX_SILENT_S = 4
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
+# An executor that breaks the protocol costs each request that it gets an attempt.
+MAX_BREACH_BACKOFF_S = 30.0
 
 # gRPC's default backoff grows to minutes while an executor loads its model. The reconnect loop below has its own
 # backoff.
@@ -124,6 +133,10 @@ class LinkRegistry(Protocol):
     def on_linked(self, link: ExecutorLink) -> LinkEvents | str:
         """Registers an executor that has described itself. Returns the receiver of its events, or the reason why the
         executor cannot be used."""
+        ...
+
+    def on_breach(self, link: ExecutorLink) -> None:
+        """Counts an executor that broke the protocol."""
         ...
 
 
@@ -190,6 +203,11 @@ class ExecutorLink:
         self.description = executor_pb2.DescribeResponse()
         self.report: executor_pb2.Report | None = None
         self.is_up = False
+        # Why the executor is not used; empty if it is, or if it cannot be reached.
+        self.problem = ""
+        # The open stream, and whether the router has ended it.
+        self._call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse] | None = None
+        self._was_ended = False
         # The stub of the open channel; set while the link is up.
         self.stub: executor_pb2_grpc.ExecutorServiceStub | None = None
         self._router_id = router_id
@@ -211,6 +229,11 @@ class ExecutorLink:
     def executor_id(self) -> str:
         """The id that the executor gives itself; empty before its first description."""
         return self.description.executor_id
+
+    def can_hold(self, submit: executor_pb2.Submit) -> bool:
+        """Returns whether the executor's context holds a request. Another executor of the model may have a longer
+        one."""
+        return len(submit.prompt_ids) + submit.stopping.max_tokens <= self.description.context_length
 
     def refusal_of(self, submit: executor_pb2.Submit) -> str | None:
         """Returns why the executor must not get a request: it would ignore a field of the request. None if it may."""
@@ -253,33 +276,46 @@ class ExecutorLink:
         then."""
         backoff_s = MIN_BACKOFF_S
         while True:
+            max_backoff_s = MAX_BACKOFF_S
             async with self._channels.open(self.address, _RECONNECT_OPTIONS) as channel:
                 try:
                     await self._serve(executor_pb2_grpc.ExecutorServiceStub(channel))
                 except grpc.aio.AioRpcError as error:
                     log.debug("executor %s: %s %s", self.address, error.code().name, error.details())
                 except FrameError as error:
-                    log.warning("executor %s breaks the protocol: %s", self.address, error)
+                    max_backoff_s = MAX_BREACH_BACKOFF_S
+                    self._log_breach(error)
                 if self.is_up:
-                    backoff_s = MIN_BACKOFF_S
+                    if max_backoff_s == MAX_BACKOFF_S:
+                        backoff_s = MIN_BACKOFF_S
                     self._break()
             await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, max_backoff_s)
+
+    def end(self) -> None:
+        """Ends the stream. The link then connects again, and the registry decides whether the executor is used."""
+        if self._call is not None:
+            self._was_ended = True
+            self._call.cancel()
+
+    def _log_breach(self, error: FrameError) -> None:
+        self.problem = f"it breaks the protocol: {error}"
+        name = f"{self.executor_id} at {self.address}" if self.executor_id else self.address
+        if error.__cause__ is None:
+            log.warning("executor %s breaks the protocol: %s", name, error)
+        else:  # the traceback says where a check is missing
+            log.error("executor %s breaks the protocol: %s", name, error, exc_info=error.__cause__)
+        self._registry.on_breach(self)
 
     async def _serve(self, stub: executor_pb2_grpc.ExecutorServiceStub) -> None:
         self.stub = stub
         description = await stub.Describe(executor_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
-        check_description(description)
+        with _as_breach("description"):
+            check_description(description)
         self.description = description
         if description.protocol_version < MIN_PROTOCOL_VERSION:
             spoken = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-            log.warning(
-                "executor %s at %s is not used: it speaks protocol version %d, this router %s",
-                self.executor_id,
-                self.address,
-                description.protocol_version,
-                spoken,
-            )
+            self._note_problem(f"it speaks protocol version {description.protocol_version}, this router {spoken}")
             return
         self._outbox = executor_pb2.ServeRequest()
         self._outbox.hello.router_id = self._router_id
@@ -287,7 +323,8 @@ class ExecutorLink:
         self._outbox.hello.generation = description.generation
         self._outbox.hello.max_unacked_steps = MAX_UNACKED_STEPS
         self._wake.set()
-        call = stub.Serve()
+        call = self._call = stub.Serve()
+        self._was_ended = False
         writer = asyncio.create_task(self._write(call), name=f"write {self.address}")
         silence = LivenessTimer(MAX_SILENT_S)
         watch = asyncio.create_task(silence.watch(call.cancel), name=f"watch {self.address}")
@@ -296,30 +333,50 @@ class ExecutorLink:
             async for response in call:
                 silence.record_message()
                 if not self.is_up and not self._come_up():
+                    await self._refuse(call)
                     return
-                check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())
-                self.receive(response)
+                self.take_in(response)
         except asyncio.CancelledError:
             # gRPC also raises it if the call is cancelled but not the task. Both can happen at once.
-            if not silence.is_over or task_is_cancelled():
+            if not (silence.is_over or self._was_ended) or task_is_cancelled():
                 raise
-            log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
+            if silence.is_over:
+                log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
         finally:
+            self._call = None
             watch.cancel()
             writer.cancel()
             call.cancel()
 
     def _come_up(self) -> bool:
-        events = self._registry.on_linked(self)
+        with _as_breach("description"):
+            events = self._registry.on_linked(self)
         if isinstance(events, str):
-            log.warning("executor %s at %s is not used: %s", self.executor_id, self.address, events)
+            self._note_problem(events)
             return False
         self.come_up(events)
         log.info("executor %s at %s is linked", self.executor_id, self.address)
         return True
 
+    def _note_problem(self, problem: str) -> None:
+        """Logs why the executor is not used, unless the previous connection had the same problem."""
+        if problem != self.problem:
+            log.warning("executor %s at %s is not used: %s", self.executor_id, self.address, problem)
+        self.problem = problem
+
+    async def _refuse(
+        self, call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
+    ) -> None:
+        """Sends the executor the reason why it is not used, for its log. It then ends the stream."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            async with asyncio.timeout(REFUSAL_TIMEOUT_S):
+                await call.write(executor_pb2.ServeRequest(refusal=self.problem))
+                async for _ in call:
+                    pass
+
     def come_up(self, events: LinkEvents) -> None:
         """Marks the link as up, so that the executor can be used."""
+        self.problem = ""
         self._events = events
         self.is_up = True
 
@@ -355,8 +412,16 @@ class ExecutorLink:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # `_serve` sees the same break and reports it
 
+    def take_in(self, response: executor_pb2.ServeResponse) -> None:
+        """Checks a response of the executor and applies it. Raises `FrameError` if that fails, whatever the response
+        contains."""
+        with _as_breach("response"):
+            placements = self._offered.keys(), self._seated.keys(), self._attaching.keys()
+            check_frame(response, self.description, *placements)
+            self.receive(response)
+
     def receive(self, response: executor_pb2.ServeResponse) -> None:
-        """Applies a response of the executor. The report is applied first, because it says whether the executor drains,
+        """Applies a checked response. The report is applied first, because it says whether the executor drains,
         and the handling of ends depends on that."""
         if response.HasField("report"):
             self.report = response.report
@@ -398,8 +463,11 @@ class ExecutorLink:
             self._report_event(stream, Rejected(rejected.attempt, _refusal(rejected)))
 
     def _attach(self, attached: executor_pb2.SequenceAttached) -> None:
-        on_answer = self._attaching.pop((attached.request_id, attached.attempt), None)
+        key = (attached.request_id, attached.attempt)
+        on_answer = self._attaching.get(key)
+        # Raises `FrameError` if the answer cannot be true. The caller then still waits, and gets LINK_LOST.
         stream = on_answer(attached) if on_answer is not None else None
+        self._attaching.pop(key, None)
         if stream is None:
             # Frames name its slot until the cancel takes effect.
             stream = unread_stream(attached.request_id)
@@ -488,6 +556,17 @@ class ExecutorLink:
             attempt, finished.reason, stop_token_id, finished.error, is_draining, finished.constraint_unfinished
         )
         self._report_event(stream, ended)
+
+
+@contextmanager
+def _as_breach(what: str) -> Iterator[None]:
+    """Raises any error as `FrameError`. `what` names the message that is handled."""
+    try:
+        yield
+    except FrameError:
+        raise
+    except Exception as error:
+        raise FrameError(f"its {what} cannot be handled: {type(error).__name__}: {error}") from error
 
 
 def _field_since_logits(submit: executor_pb2.Submit) -> str | None:

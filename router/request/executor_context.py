@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from google.protobuf.message import DecodeError
 
 from common.protocol import MAX_CHOICES
 from inflight.v1 import executor_pb2, resume_pb2
 from router.request.ids import choice_ids, ledger_id
+
+# The ledger searches a text for the hash, so it must have no other characters.
+ADAPTER_HASH = re.compile("[0-9a-f]{64}")
 
 
 class FrameError(Exception):
@@ -20,8 +25,8 @@ def context_of(attached: executor_pb2.SequenceAttached) -> resume_pb2.RouterCont
     """
     try:
         context = resume_pb2.RouterContext.FromString(attached.submit.router_context)
-    except DecodeError as error:
-        raise FrameError(f"the router_context of {attached.request_id} is none") from error
+    except DecodeError:
+        raise FrameError(f"the router_context of {attached.request_id} is none") from None
     own_ids = choice_ids(ledger_id(context.tenant, context.request_id), min(context.num_choices, MAX_CHOICES))
     if attached.request_id != attached.submit.request_id or attached.request_id not in own_ids:
         raise FrameError(f"the router_context of {attached.request_id} is another request's")

@@ -51,6 +51,8 @@ from router.store.types import (
     WaitReason,
 )
 
+MAX_UINT32, MAX_UINT64 = 2**32 - 1, 2**64 - 1
+
 _LIMITS = struct.Struct("<29d")
 _RATES = struct.Struct("<5d")
 
@@ -260,21 +262,30 @@ def parse_event(fields: Mapping[str, Any]) -> StoreEvent:
     return _EVENTS[fields["kind"]](fields)
 
 
+def _number(fields: Mapping[str, Any], name: str, most: int = MAX_UINT32) -> int:
+    """Returns a number of an event. Raises `ValueError` if messages to executors cannot carry it."""
+    number = int(fields[name])
+    if not 0 <= number <= most:
+        raise ValueError(f"{name} is {number}")
+    return number
+
+
 def _placement(fields: Mapping[str, Any]) -> Placement:
     return Placement(
         fields["request_id"],
-        int(fields["attempt"]),
+        _number(fields, "attempt"),
         fields["executor_id"],
-        int(fields["generation"]),
+        _number(fields, "generation", MAX_UINT64),
         # Events that an older router of the same format wrote may lack these fields.
-        int(fields.get("blocks", 0)),
+        _number(fields, "blocks") if "blocks" in fields else 0,
         fields.get("suspect") == "1",
         fields.get("adapter", ""),
     )
 
 
 def _lost(fields: Mapping[str, Any]) -> Lost:
-    return Lost(fields["request_id"], int(fields["attempt"]), fields["executor_id"], int(fields["generation"]))
+    attempt, generation = _number(fields, "attempt"), _number(fields, "generation", MAX_UINT64)
+    return Lost(fields["request_id"], attempt, fields["executor_id"], generation)
 
 
 def _dropped(fields: Mapping[str, Any]) -> Dropped:
@@ -284,8 +295,8 @@ def _dropped(fields: Mapping[str, Any]) -> Dropped:
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
     "placed": _placement,
     "lost": _lost,
-    "cancel": lambda fields: CancelRequested(fields["request_id"], int(fields["attempt"])),
-    "preempt": lambda fields: PreemptRequested(fields["request_id"], int(fields["attempt"])),
+    "cancel": lambda fields: CancelRequested(fields["request_id"], _number(fields, "attempt")),
+    "preempt": lambda fields: PreemptRequested(fields["request_id"], _number(fields, "attempt")),
     "cancelled": lambda fields: Cancelled(fields["request_id"], int(fields["at_ms"]) if "at_ms" in fields else None),
     "taken_over": lambda fields: TakenOver(fields["request_id"], int(fields["at_ms"])),
     DropReason.EXPIRED.value: _dropped,

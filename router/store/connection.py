@@ -118,7 +118,7 @@ async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
         return await call
     except NotSentError as error:
         raise unavailable(settings, str(error), NotSent) from error
-    except (RedisError, OSError, TimeoutError) as error:
+    except (RedisError, OSError, TimeoutError, UnicodeDecodeError) as error:
         raise unavailable(settings, f"{type(error).__name__}: {error}") from error
     finally:
         if task_is_cancelled():

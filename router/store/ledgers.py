@@ -6,21 +6,78 @@ secret, a router that knows it writes it again.
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, ResponseError
 
+from common.errors import RequestError
 from router.store.connection import Turns, answered, close, connect, unavailable
-from router.store.script_calls import run_source
+from router.store.lua import ScriptCaller
+from router.store.script_calls import FORGET, is_unreadable, run_source
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import StoreCall, StoreEvent
 
+logger = logging.getLogger(__name__)
+
 KEY = "inflight:secret"
 SECRET_BYTES = 32
+
+
+# A harmless call of each command that scripts use, on a key that expires by itself. Errors other than a missing
+# permission do not matter.
+_CALLS = """
+local key, missing = KEYS[1], {}
+for _, call in ipairs({
+  {'SET', key, 'x', 'PX', 1000}, {'GET', key}, {'PEXPIRE', key, 1000}, {'RENAME', key, key}, {'TIME'},
+  {'HDEL', key, 'x'}, {'HGET', key, 'x'}, {'HKEYS', key}, {'HLEN', key}, {'HMGET', key, 'x'}, {'HSCAN', key, 0},
+  {'HSET', key, 'x', 'x'}, {'ZADD', key, 0, 'x'}, {'ZCARD', key}, {'ZLEXCOUNT', key, '-', '+'},
+  {'ZRANGE', key, 0, 0}, {'ZRANGEBYLEX', key, '-', '+'}, {'ZRANGEBYSCORE', key, 0, 0}, {'ZREM', key, 'x'},
+  {'ZREMRANGEBYSCORE', key, 0, 0}, {'ZREVRANGE', key, 0, 0}, {'ZREVRANGEBYSCORE', key, 0, 0}, {'ZSCORE', key, 'x'},
+  {'XADD', key, '*', 'x', 'x'},
+}) do
+  local reply = redis.pcall(unpack(call))
+  local text = type(reply) == 'table' and reply.err or ''
+  if text:find('NOPERM') or text:find('[Nn]o permissions') or text:find('user executing') then
+    missing[#missing + 1] = call[1]
+  end
+end
+redis.pcall('PEXPIRE', key, 0)
+return missing
+"""
+
+
+async def missing_commands(redis: Redis, settings: StoreSettings) -> list[str]:
+    """Returns the commands that a router needs and its user in Redis may not call, in capitals. It does not need those
+    of Redis Functions. Raises `RequestError` if Redis does not answer."""
+    caller: ScriptCaller = redis
+    key = f"inflight:check:{secrets.token_hex(8)}"
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "EVALSHA": lambda: caller.execute_command("EVALSHA", "0" * 40, 1, key),
+        "EVAL": lambda: caller.execute_command("EVAL", "return 0", 1, key),
+        "XREAD": lambda: redis.xread({key: "0-0"}, count=1),
+        "XREVRANGE": lambda: redis.xrevrange(key, count=1),
+    }
+    missing = [name for name, call in calls.items() if await _is_refused(call(), settings)]
+    if "EVAL" in missing:
+        return missing
+    return [*missing, *await answered(caller.execute_command("EVAL", _CALLS, 1, key), settings)]
+
+
+async def _is_refused(call: Awaitable[Any], settings: StoreSettings) -> bool:
+    try:
+        await answered(call, settings)
+    except RequestError as error:
+        if isinstance(error.__cause__, NoPermissionError):
+            return True
+        if not isinstance(error.__cause__, ResponseError):
+            raise
+    return False
 
 
 async def shared_secret(redis: Redis, settings: StoreSettings) -> bytes:
@@ -33,14 +90,26 @@ async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -
 
     The two differ if Redis lost the caller's secret and another router has already generated a new one.
     """
+    try:
+        return await _shared(redis, settings, secret)
+    except (RequestError, ValueError) as error:
+        if isinstance(error, RequestError) and not is_unreadable(error.__cause__):
+            raise
+        logger.error("%s is not what a router puts there, and is replaced", KEY)
+        await answered(run_source(redis, FORGET, [KEY], ()), settings)
+        try:
+            return await _shared(redis, settings, secret)
+        except ValueError:
+            raise unavailable(settings, f"{KEY} is not what a router puts there") from None
+
+
+async def _shared(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
+    """Returns the secret in Redis. Raises `ValueError` if it is none."""
     await answered(redis.set(KEY, secret.hex(), nx=True), settings)
     found = await answered(redis.get(KEY), settings)
     if found is None:
         raise unavailable(settings, f"{KEY} vanished")
-    try:
-        return bytes.fromhex(str(found))
-    except ValueError as error:
-        raise unavailable(settings, f"{KEY} is not what a router puts there") from error
+    return bytes.fromhex(str(found))
 
 
 async def learn_secret(redis: Redis, settings: StoreSettings, own: bytes | None) -> bytes:
@@ -82,6 +151,10 @@ class Ledgers:
 
     async def learn_secret(self, own: bytes | None) -> bytes:
         return await learn_secret(self._redis, self._settings, own)
+
+    async def missing_commands(self) -> list[str]:
+        """Returns the commands that the user in Redis may not call. Raises `RequestError` if Redis does not answer."""
+        return await missing_commands(self._redis, self._settings)
 
     async def aclose(self) -> None:
         """Closes the connection. The stores cannot be used afterwards."""

@@ -19,11 +19,12 @@ meaningless.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from redis.asyncio import Redis
@@ -31,8 +32,11 @@ from redis.asyncio import Redis
 from common.errors import RequestError
 from router.store.codec import parse_event
 from router.store.connection import answered
+from router.store.script_calls import FORGET, is_unreadable, run_source
 from router.store.settings import StoreSettings
 from router.store.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
+
+logger = logging.getLogger(__name__)
 
 START = "0-0"
 MAX_ENTRIES = 256
@@ -63,11 +67,28 @@ class Mailbox:
             except RequestError as error:
                 num_failures, events = num_failures + 1, []
                 on_failure(f"mailbox: {error.cause}")
+                if is_unreadable(error.__cause__):
+                    with suppress(RequestError):
+                        await self._drop()
+                    on_event(LeaseLapsed(is_certain=False))
                 await asyncio.sleep(self._backoff_s(num_failures))
                 continue
             num_failures = 0
             for event in events:
-                on_event(event)
+                self._deliver(event, on_event)
+
+    def _deliver(self, event: StoreEvent, on_event: Callable[[StoreEvent], None]) -> None:
+        """Delivers an event. One that the router cannot apply is skipped, because anything can stand in Redis."""
+        try:
+            on_event(event)
+        except Exception:
+            logger.exception("event %r of %s cannot be applied and is skipped", event, self._key)
+            if not isinstance(event, LeaseLapsed):
+                on_event(LeaseLapsed(is_certain=False))
+
+    async def _drop(self) -> None:
+        """Drops a key of another type in the mailbox's place, so that the next script can write there."""
+        await answered(run_source(self._redis, FORGET, [self._key], ()), self._settings)
 
     async def read(self, block_ms: int | None = None) -> list[StoreEvent]:
         """Returns the events since the last read. If there are none, waits up to `block_ms` for the first one. If
@@ -75,12 +96,21 @@ class Mailbox:
         call = self._redis.xread({self._key: self._cursor}, count=MAX_ENTRIES, block=block_ms)
         streams: Any = await answered(call, self._settings)
         entries = [entry for _, entries in streams for entry in entries]
-        events = [parse_event(fields) for _, fields in entries]
+        events = [event for entry_id, fields in entries for event in self._parse(entry_id, fields)]
         if len(entries) == MAX_ENTRIES and not await self._has_read_entry():  # a full mailbox fills every read
             events.append(LeaseLapsed(is_certain=False))
         if entries:
             self._cursor = entries[-1][0]
         return events
+
+    def _parse(self, entry_id: str, fields: Mapping[str, str]) -> tuple[StoreEvent, ...]:
+        """Returns the event of an entry. An entry that no script writes is skipped. It may stand in the place of an
+        event, so the router asks the ledger for the state of its waiting requests."""
+        try:
+            return (parse_event(fields),)
+        except (KeyError, ValueError) as error:
+            logger.error("entry %s of %s is no event and is skipped: %r", entry_id, self._key, error)
+            return (LeaseLapsed(is_certain=False),)
 
     async def _has_read_entry(self) -> bool:
         """Returns whether the entry at the cursor is still in the stream. If so, no later entry has been removed."""

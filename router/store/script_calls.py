@@ -6,6 +6,11 @@ libraries with the data. FCALL and EVALSHA run the same source on the same recor
 
 If the server has no functions, or the user may not call or load them, the router uses EVALSHA until it restarts.
 
+Every key of a pool is soft state, so unreadable state is handled as lost state: a key of another type, or a value that
+is no record. All keys of the call are dropped, and the ledger is built again from the reports of executors and the
+submits of routers, as after a restart of Redis without its data. Dropping only the unreadable key would leave others
+that no longer fit, for example reservations without requests.
+
 Routers of another version have another library. A router that loads its library removes the libraries that no call has
 used for `UNUSED_MS`. If a removed library is still needed, the next call of a router that uses it loads it again.
 """
@@ -15,6 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +34,12 @@ logger = logging.getLogger(__name__)
 UNUSED_MS = 600_000
 MAX_LOADS = 3
 
+# Drops its keys. A router's user in Redis may call PEXPIRE, but not DEL.
+FORGET = "for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 0) end"
+# Errors of a command on a key of another type, of Lua on a value that is no record, and of a stream that takes no more
+# entries. Other errors are states of the server: READONLY, OOM, NOPERM, …
+_UNREADABLE = re.compile(r"WRONGTYPE|attempt to |bad argument #|last possible ID|not a valid float")
+
 
 class ScriptCalls:
     """The scripts on one Redis."""
@@ -39,7 +51,19 @@ class ScriptCalls:
         """The command that the next call uses."""
 
     async def run(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs a script and returns its reply. Raises redis-py's errors."""
+        """Runs a script and returns its reply. Drops the pool's state first if no script can read it. Raises redis-py's
+        errors."""
+        try:
+            return await self._run(name, keys, args)
+        except (ResponseError, UnicodeDecodeError) as error:
+            if not is_unreadable(error):
+                raise
+            # At once: the script may have written half of its changes, and a repeated call may not fail again.
+            logger.error("the ledger's state is unreadable and is built again from reports: %s: %s", keys[0], error)
+        await run_source(self._redis, FORGET, keys, ())
+        return await self._run(name, keys, args)
+
+    async def _run(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         script = self._scripts[name]
         if self.command == "FCALL":
             try:
@@ -105,6 +129,13 @@ class ScriptCalls:
 
 class _NoFunctionsError(Exception):
     """Raised if the server has no functions or refuses them to this user. Its cause is the server's reply."""
+
+
+def is_unreadable(error: BaseException | None) -> bool:
+    """Returns whether Redis, or the decoding of its reply, failed because of what is stored."""
+    if isinstance(error, UnicodeDecodeError):  # in a reply, which has texts only
+        return True
+    return type(error) is ResponseError and _UNREADABLE.search(str(error)) is not None
 
 
 def _is_refused(error: ResponseError) -> bool:

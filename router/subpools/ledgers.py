@@ -49,6 +49,10 @@ class SubPoolLedgers:
         """Returns the secret that routers share, which is on the first server."""
         return await self._servers[0].learn_secret(own)
 
+    async def missing_commands(self) -> list[str]:
+        """Returns the commands that the user may not call on some server."""
+        return sorted({name for server in self._servers for name in await server.missing_commands()})
+
     async def aclose(self) -> None:
         """Closes the connections. The stores cannot be used afterwards."""
         for server in self._servers:

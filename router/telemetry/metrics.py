@@ -81,6 +81,7 @@ class RouterMetrics:
             ("model",),
         )
         self.resumed = self._counter("inflight_resumed", "Resumed streams.", ("model",))
+        self.breaches = self._counter("inflight_executor_protocol_breaches", "Links ended by false messages.", ())
         self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
         self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}

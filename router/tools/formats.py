@@ -204,18 +204,53 @@ class AnswerFormat:
 
 
 def answer_format(text: str) -> AnswerFormat:
-    """Returns the format that `to_json` wrote, by this or another version of a router."""
-    stored = json.loads(text)
-    tools, reasoning = stored["tools"], stored["reasoning"]
+    """Returns the format that `to_json` wrote, by this or another version of a router. Raises `FormatError` for any
+    other text, because the text comes back from an executor."""
+    try:
+        stored = json.loads(text)
+    except (ValueError, RecursionError):
+        raise FormatError("is not JSON") from None
+    if not isinstance(stored, dict) or not stored.keys() >= {"tools", "reasoning", "in_reasoning", "texts"}:
+        raise FormatError("has not the members of a format")
+    tools, reasoning, texts = stored["tools"], stored["reasoning"], stored["texts"]
+    if not isinstance(stored["in_reasoning"], bool):
+        raise FormatError("in_reasoning: must be true or false")
+    if not isinstance(texts, dict) or not all(_are_texts(parameters) for parameters in texts.values()):
+        raise FormatError("texts: must be lists of texts")
     return AnswerFormat(
-        None if tools is None else ToolFormat(**_known(tools, ToolFormat)),
-        None if reasoning is None else ReasoningFormat(**_known(reasoning, ReasoningFormat)),
+        None if tools is None else _stored_tools(tools),
+        None if reasoning is None else _stored_reasoning(reasoning),
         stored["in_reasoning"],
-        {name: tuple(parameters) for name, parameters in stored["texts"].items()},
+        {name: tuple(parameters) for name, parameters in texts.items()},
     )
 
 
-def _known(stored: Mapping[str, Any], kind: type[ToolFormat | ReasoningFormat]) -> dict[str, Any]:
+def _stored_tools(stored: Any) -> ToolFormat:
+    known = _known(stored, ToolFormat)
+    name = known.pop("name", None)
+    if not isinstance(name, str):
+        raise FormatError("tools.name: must be a text")
+    return _format_of(name, known)
+
+
+def _stored_reasoning(stored: Any) -> ReasoningFormat:
+    known = _known(stored, ReasoningFormat)
+    frames = known.pop("frames", [])
+    if not _are_texts([*known.values()]) or not _are_texts(frames):
+        raise FormatError("reasoning: must have texts")
+    made = ReasoningFormat(**known, frames=tuple(frames))
+    if not made.begin or not made.end:
+        raise FormatError("reasoning: begin and end must not be empty")
+    return made
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _known(stored: Any, kind: type[ToolFormat | ReasoningFormat]) -> dict[str, Any]:
+    """Returns the fields of `kind`. Those that another version added are ignored."""
+    if not isinstance(stored, dict):
+        raise FormatError(f"{kind.__name__}: must be an object")
     names = {one.name for one in fields(kind)}
-    given = {key: value for key, value in stored.items() if key in names}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return {key: value for key, value in stored.items() if key in names}

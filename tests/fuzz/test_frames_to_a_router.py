@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,13 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import RequestError
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from router.dispatch.ledger_writer import ledger_report
 from router.executors.frame_checks import check_description, check_frame
 from router.executors.link import ExecutorLink, LinkEvents
 from router.lifecycle.events import LinkEvent, Withdrawn
 from router.request.executor_context import FrameError, context_of
-from router.store.types import Demand, Ending
+from router.store.types import Adopted, Demand, Ending
 from router.stream.request_stream import RequestStream
 from tests.examples import examples
 from tests.fuzz.messages import messages_of
@@ -73,10 +77,13 @@ async def offered() -> tuple[ScriptedRouter, ExecutorLink, RequestStream]:
 
 
 def take_in(link: ExecutorLink, response: executor_pb2.ServeResponse) -> None:
-    """What the link does with each response."""
-    asked = link._attaching.keys()
-    check_frame(response, link.description, link._offered.keys(), link._seated.keys(), asked)
-    link.receive(response)
+    """What the link does with each response. An error that no check foresees is a bug."""
+    try:
+        link.take_in(response)
+    except FrameError as error:
+        if error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
 
 
 @settings(max_examples=examples(150))
@@ -140,8 +147,8 @@ def report(**fields: Any) -> executor_pb2.ServeResponse:
     return executor_pb2.ServeResponse(generation=1, report=whole)
 
 
-def held(request_id: str = "x", blocks: int = 1, number: int = 1) -> executor_pb2.ServeResponse:
-    one = executor_pb2.HeldSequence(request_id=request_id, attempt=1, reserved_blocks=blocks)
+def held(request_id: str = "x", blocks: int = 1, number: int = 1, attempt: int = 1) -> executor_pb2.ServeResponse:
+    one = executor_pb2.HeldSequence(request_id=request_id, attempt=attempt, reserved_blocks=blocks)
     return report(held=[one] * number)
 
 
@@ -209,6 +216,9 @@ HOSTILE_FRAMES: dict[str, tuple[Callable[[], executor_pb2.ServeResponse], str]] 
     "held sequence with no name": (lambda: held(""), "held request_id"),
     "held sequence larger than the pool": (lambda: held(blocks=33), "33 blocks of 32"),
     "huge list of held sequences": (lambda: held(number=20_000), "holds 20000"),
+    # The ledger adds one, and an attempt of 2^32 is none that a message can carry.
+    "held sequence with the last attempt that there is": (lambda: held(attempt=2**32 - 1), "held x is 4294967295"),
+    "held sequence before its first attempt": (lambda: held(attempt=0), "attempt of the held x is 0"),
 }
 
 
@@ -292,6 +302,115 @@ def test_attachment_with_another_requests_context_is_refused(router_context: byt
     assert context_of(one) == fitting
 
 
+def returned(**context: Any) -> executor_pb2.SequenceAttached:
+    """What an honest executor answers to an Attach for request `r`, with these fields of its context changed."""
+    one = executor_pb2.SequenceAttached(request_id="r", attempt=1, slots=[0], started=True)
+    stored = resume_pb2.RouterContext(tenant="default", request_id="r", wants_token_ids=True, wants_text=True)
+    stored.MergeFrom(resume_pb2.RouterContext(**context))
+    one.submit.MergeFrom(
+        executor_pb2.Submit(
+            request_id="r",
+            attempt=1,
+            prompt_ids=[1] * 10,
+            sampling=types_pb2.SamplingParams(temperature=0, top_p=1, repetition_penalty=1),
+            stopping=types_pb2.StoppingParams(max_tokens=20),
+            priority=types_pb2.PRIORITY_CLASS_STANDARD,
+            router_context=stored.SerializeToString(),
+        )
+    )
+    return one
+
+
+def resubmitted(**fields: Any) -> executor_pb2.SequenceAttached:
+    """The same with fields of its Submit changed."""
+    one = returned()
+    for name, value in fields.items():
+        one.submit.ClearField(name)
+        one.submit.MergeFrom(executor_pb2.Submit(**{name: value}))
+    return one
+
+
+TOOLS = {"name": "x", "layout": "object", "begin": "<", "end": ">"}
+
+
+def stored_format(**members: Any) -> str:
+    """The JSON of an answer's format with these members."""
+    return json.dumps({"tools": None, "reasoning": None, "in_reasoning": False, "texts": {}} | members)
+
+
+HOSTILE_ATTACHMENTS: dict[str, tuple[Callable[[], executor_pb2.SequenceAttached], str]] = {
+    **{
+        f"answer format {text[:60]}": (functools.partial(returned, answer_format=text), "router_context.answer_format")
+        for text in (
+            "{",
+            " ",
+            "null",
+            "[]",
+            "{}",
+            "[" * 100_000,
+            stored_format(tools={}),
+            stored_format(tools={**TOOLS, "middle": None}),
+            stored_format(tools=TOOLS, in_reasoning=1),
+            stored_format(tools=TOOLS, texts={"f": [1]}),
+            stored_format(reasoning={"begin": ""}),
+            stored_format(reasoning={"frames": [1]}),
+        )
+    },
+    "empty stop string": (functools.partial(returned, stop=[""]), r"router_context.stop\[0\] of r has 0 characters"),
+    "stop string of a megabyte": (functools.partial(returned, stop=["a" * 2**20]), "has 1048576 characters"),
+    "65 stop strings": (functools.partial(returned, stop=["a"] * 65), "has 65 texts"),
+    "operation that is none": (functools.partial(returned, operation="x"), "router_context.operation of r is 'x'"),
+    "2^32 choices": (functools.partial(returned, num_choices=2**32 - 1), "router_context.num_choices"),
+    "more choices sent than generated": (functools.partial(returned, num_sent_choices=2), "of which 2 are sent"),
+    "lifetime below zero": (functools.partial(returned, resume_ttl={"seconds": -1}), "router_context.resume_ttl"),
+    "lifetime of an age": (functools.partial(returned, resume_ttl={"seconds": 2**62}), "router_context.resume_ttl"),
+    "digest of a megabyte": (functools.partial(returned, digest=b"x" * 2**20), "router_context.digest"),
+    "deadline near 2^64": (functools.partial(resubmitted, deadline_ms=2**64 - 1), "submit.deadline_ms of r is 184467"),
+    "no prompt": (functools.partial(resubmitted, prompt_ids=[]), "submit.prompt_ids of r is empty"),
+    "prompt outside the vocabulary": (functools.partial(resubmitted, prompt_ids=[1, 5]), r"submit.prompt_ids\[1\]"),
+    "more tokens than the context": (
+        functools.partial(resubmitted, stopping={"max_tokens": 2**32 - 1}),
+        "submit.stopping.max_tokens of r is 4294967295",
+    ),
+    "no tokens": (functools.partial(resubmitted, stopping={}), "submit.stopping.max_tokens of r is 0"),
+    "temperature below zero": (functools.partial(resubmitted, sampling={"temperature": -1}), "sampling.temperature"),
+    "priority that is none": (functools.partial(resubmitted, priority=9), "submit.priority of r is 9"),
+    "no priority": (functools.partial(resubmitted, priority=0), "submit.priority of r is 0"),
+    "adapter that is no hash": (
+        functools.partial(resubmitted, adapter_hash="x y"),
+        "submit.adapter_hash of r is 'x y'",
+    ),
+    "constraint with another's hash": (functools.partial(resubmitted, constraint={"grammar": "{}"}), "its hash"),
+    "2^32 log probabilities": (functools.partial(resubmitted, num_top_logprobs=2**32 - 1), "submit.num_top_logprobs"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_ATTACHMENTS)
+async def test_returned_request_that_no_router_can_have_sent_is_refused_with_its_field(name: str) -> None:
+    make_attached, why = HOSTILE_ATTACHMENTS[name]
+    router = ScriptedRouter("m")
+    router.link("e0", "m")
+    restore = functools.partial(router.service._preparation.restore, router.pools.find("m"))
+    assert restore(returned()).request_id == "r"
+    with pytest.raises(FrameError, match=why):
+        restore(make_attached())
+
+
+async def test_answer_that_cannot_be_true_ends_the_callers_wait_with_the_link() -> None:
+    router = ScriptedRouter("m")
+    link, pool = router.link("e0", "m"), router.pools.find("m")
+    async with router.running():
+        router.stores["m"].answers.append(Adopted(placement(), ended=False))
+        restore = functools.partial(router.service._preparation.restore, pool)
+        resumed = asyncio.create_task(pool.dispatcher.resume("r", restore))
+        await settled()
+        with pytest.raises(FrameError, match="answer_format"):
+            take_in(link, executor_pb2.ServeResponse(generation=1, attached=[returned(answer_format="{")]))
+        link._break()
+        with pytest.raises(RequestError, match="cannot be reached"):
+            await resumed
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -304,7 +423,9 @@ def test_attachment_with_another_requests_context_is_refused(router_context: byt
         ("total_blocks", 0),
         ("max_num_sequences", 0),
         ("context_length", 0),
+        ("context_length", 1),
         ("vocabulary_size", 0),
+        ("device", "x" * 10_000),
     ],
 )
 def test_description_by_which_nothing_can_be_placed_is_refused(field: str, value: str | int) -> None:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.local.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys
 from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
+from tests.fuzz.served import check_unharmed
 from tests.integration.test_requests import expected_ids, ids_of, rest
 from tests.store_pool import PATIENT
 
@@ -62,6 +65,24 @@ async def stale_cluster(folder: Path, pool: str, executors: int = 1) -> AsyncIte
             for executor in cluster.executors:
                 executor.brake.hold()
             yield Stale(cluster, redis, PoolKeys(pool).key("*"))
+
+
+@pytest.mark.parametrize("name", ["requests", "executors", "placements", "state", "waiting:2", "mailbox"])
+async def test_key_of_another_type_ends_no_request_and_keeps_no_seat(tmp_path: Path, pool: str, name: str) -> None:
+    async with stale_cluster(tmp_path, pool, executors=2) as stale:
+        running = [await stale.run(number, 1, 8) for number in range(2)]
+        waiting = [await stale.generate(number % 2, 2, 4 + number) for number in range(6)]
+        key = PoolKeys(pool).mailbox(f"{pool}-router-0") if name == "mailbox" else PoolKeys(pool).key(name)
+        await stale.redis.delete(key)
+        await (stale.redis.rpush(key, "x") if name == "state" else stale.redis.set(key, "x"))
+        for executor in stale.cluster.executors:
+            executor.brake.release()
+        async with asyncio.timeout(PATIENCE_S):
+            for call in running:
+                assert ids_of(await rest(call)) == expected_ids([1], 8)
+            for number, call in enumerate(waiting):
+                assert ids_of(await rest(call)) == expected_ids([2], 4 + number)
+        await check_unharmed(stale.cluster)
 
 
 async def test_requests_submitted_in_the_lost_interval_are_put_in_line_again(tmp_path: Path, pool: str) -> None:

@@ -66,6 +66,9 @@ class Observer:
         self.seqs: asyncio.Queue[int] = asyncio.Queue()
         self.broke = asyncio.Event()
 
+    def on_breach(self, link: ExecutorLink) -> None:
+        pass
+
     def on_linked(self, link: ExecutorLink) -> LinkEvents:
         return self
 

@@ -12,6 +12,7 @@ from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.dispatch import retry_queue
 from router.dispatch.ledger_writer import ledger_report
+from router.executors.link import ExecutorLink
 from router.lifecycle.events import Unlinked
 from router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
 from router.request.spec import Deadlines
@@ -53,6 +54,58 @@ async def test_executors_of_a_model_whose_tokens_may_differ_are_named_in_the_log
     warning, another = caplog.messages
     assert "executors c and a of model m differ in kv_cache_dtype (int8 and bfloat16)" in warning
     assert "executors d and a of model m differ in weight_dtype (int8 and bfloat16)" in another
+
+
+@pytest.mark.parametrize("field", ["block_size", "vocabulary_size"])
+async def test_executor_that_counts_in_another_way_than_the_others_is_not_used(field: str) -> None:
+    router = ScriptedRouter("m")
+    router.link("a", "m")
+    link = ExecutorLink("b:1", "router", router.pools)
+    link.description.CopyFrom(router.pools.find("m").describe())
+    link.description.executor_id = "b"
+    setattr(link.description, field, 7)
+    reason = router.pools.on_linked(link)
+    assert isinstance(reason, str)
+    assert f"its {field} is 7, that of executor a is" in reason
+
+
+async def test_requests_are_checked_against_what_most_executors_describe() -> None:
+    router = ScriptedRouter("m")
+    pool = router.pools.find("m")
+
+    def link(executor_id: str, context_length: int) -> ExecutorLink:
+        one = ExecutorLink(f"{executor_id}:1", "router", router.pools)
+        one.description.CopyFrom(described)
+        one.description.executor_id, one.description.context_length = executor_id, context_length
+        events = router.pools.on_linked(one)
+        assert not isinstance(events, str)
+        one.come_up(events)
+        return one
+
+    described = executor_pb2.DescribeResponse(block_size=4, model="m", vocabulary_size=5)
+    short = link("a", 2)
+    assert pool.describe().context_length == 2
+    others = [link("b", 64)]
+    assert pool.describe().context_length == 64  # of as many the longest
+    link("c", 2**31)
+    others.append(link("d", 64))
+    assert pool.describe().context_length == 64  # of most
+    for one in others:
+        one._break()
+    assert pool.describe().context_length == 2**31
+    submit = executor_pb2.Submit(prompt_ids=[1] * 10)
+    assert not short.can_hold(submit)
+
+
+async def test_request_longer_than_the_context_of_an_executor_continues_elsewhere() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    router.link("e0", "m").description.context_length = 4
+    second = router.link("e1", "m")
+    async with router.running():
+        router.stores["m"].answers.extend([placement(), placement(2, "e1")])
+        await router.pools.find("m").dispatcher.submit(stream)
+        await settled()
+        assert [submit.attempt for submit in second._outbox.submits] == [2]
 
 
 async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:

@@ -27,7 +27,11 @@ from inflight.local.redis_server import (
     find_redis_binary,
 )
 from router.store import script_calls
+from router.store.connection import connect
+from router.store.ledgers import missing_commands
 from router.store.lua import load_scripts
+from tests.redis_servers import WAYS, server_for
+from tests.store_pool import PATIENT
 
 
 def test_server_on_a_free_port_wants_its_password(tmp_path: Path) -> None:
@@ -65,6 +69,33 @@ def test_commands_for_functions_are_those_of_their_calls() -> None:
     source = inspect.getsource(script_calls)
     called = {f"function|{name.lower()}" for name in re.findall(r'"FUNCTION", "(\w+)"', source)}
     assert called | {"fcall"} == set(FUNCTION_COMMANDS)
+
+
+NEEDED = sorted(set(COMMANDS) - {"select", "ping"})  # of connections
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_each_command_that_a_user_lacks_is_named(tmp_path: Path, way: str) -> None:
+    with (
+        PrivateRedis.start(tmp_path / "redis.log", binary=server_for(way)) as server,
+        Redis.from_url(server.admin_url) as admin,
+    ):
+
+        async def found() -> list[str]:
+            redis = connect(server.url, PATIENT)
+            try:
+                return await missing_commands(redis, PATIENT)
+            finally:
+                await redis.aclose()
+
+        assert await found() == []
+        for command in NEEDED:
+            admin.execute_command("ACL", "SETUSER", USER, f"-{command}")
+            assert await found() == [command.upper()]
+            admin.execute_command("ACL", "SETUSER", USER, f"+{command}")
+        assert all(0 < admin.pttl(key) <= 1000 for key in admin.keys("inflight:*"))
+        admin.execute_command("ACL", "SETUSER", USER, "resetkeys", "~other:*")
+        assert await found()
 
 
 def test_documentation_gives_the_user_of_the_tests() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
+from redis import Redis
 
 from common.settings import SettingError, describe, load
+from inflight.local.redis_server import USER, PrivateRedis
 from router.app import resume_tokens, store_settings_of
 from router.auth.resume_token import ResumeTokens
 from router.main import load_texts, run_router
@@ -80,3 +83,10 @@ def test_models_whose_paths_have_commas_or_equals_signs_are_served(
     assert served(f"mine=./{name}") == ["mine"]
     assert served(f"./plain, ./{name},other=./plain") == ["plain", name, "other"]
     assert served("one=./plain,two=./plain") == ["one", "two"]
+
+
+async def test_router_does_not_start_if_its_user_in_redis_lacks_a_command(tmp_path: Path) -> None:
+    with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.admin_url) as admin:
+        admin.execute_command("ACL", "SETUSER", USER, "-zlexcount", "-hscan")
+        with pytest.raises(SettingError, match="may not call HSCAN, ZLEXCOUNT on keys"):
+            await run_router(RouterSettings(redis_url=SecretStr(server.url)), {})

@@ -30,15 +30,16 @@ async def test_secret_that_redis_lost_is_put_back_unless_there_is_a_new_one(stor
     assert await restore_secret(store_pool.redis, SETTINGS, old) == new
 
 
-async def test_anything_else_in_its_place_is_a_refusal(store_pool: StorePool) -> None:
+@pytest.mark.parametrize("kind", ["text", "list"])
+async def test_anything_else_in_its_place_is_replaced(store_pool: StorePool, kind: str) -> None:
     secret = await shared_secret(store_pool.redis, SETTINGS)
-    await store_pool.redis.set(KEY, "no secret")
-    try:
-        with pytest.raises(RequestError) as refusal:
-            await shared_secret(store_pool.redis, SETTINGS)
-    finally:
-        await store_pool.redis.set(KEY, secret.hex())
-    assert refusal.value.reason is Reason.STORE_UNAVAILABLE
+    await store_pool.redis.delete(KEY)
+    if kind == "text":
+        await store_pool.redis.set(KEY, "no secret")
+    else:
+        await store_pool.redis.rpush(KEY, "no secret")
+    assert await restore_secret(store_pool.routers_redis, SETTINGS, secret) == secret
+    assert await shared_secret(store_pool.routers_redis, SETTINGS) == secret
 
 
 async def test_absent_redis_is_a_refusal() -> None:

@@ -36,7 +36,8 @@ def test_status_shows_seats_blocks_and_queues(output: Callable[..., str], name: 
 
 def test_status_of_an_empty_pool_says_so(output: Callable[..., str]) -> None:
     assert output("status") == "no executor\nno requests waiting\n"
-    assert json.loads(output("status", "--json")) == {"executors": [], "queues": [], "variants": [], "estimates": []}
+    lists = ("executors", "queues", "variants", "estimates", "unused")
+    assert json.loads(output("status", "--json")) == {name: [] for name in lists}
 
 
 def test_status_shows_policy_preemptions_constraint_and_variants(

@@ -24,6 +24,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -141,8 +142,10 @@ class OwnershipFilter:
             self._on_event(event)
         elif event.request_id in self._open_calls:
             self._held[event.request_id].append(event)
-        elif event.at_ms is None or event.at_ms >= self._since_ms.get(event.request_id, 0):
+        elif event.at_ms is None or event.at_ms > (since_ms := self._since_ms.get(event.request_id, 0)):
             self._on_event(event)
+        elif event.at_ms == since_ms:
+            self._on_event(replace(event, is_certain=False) if isinstance(event, TakenOver) else event)
 
 
 class StoreClock:

@@ -74,8 +74,7 @@ async def offered() -> tuple[ScriptedRouter, ExecutorLink, RequestStream]:
 
 def take_in(link: ExecutorLink, response: executor_pb2.ServeResponse) -> None:
     """What the link does with each response."""
-    asked = link._attaching.keys()
-    check_frame(response, link.description, link._offered.keys(), link._seated.keys(), asked)
+    check_frame(response, link.description, link._offered, link._seated.keys(), link._attaching)
     link.receive(response)
 
 
@@ -119,7 +118,7 @@ def test_ledger_is_told_only_numbers_that_it_can_count_with(report: executor_pb2
     link = ExecutorLink("e0:1", "router", ScriptedRouter("m").pools)
     link.description.CopyFrom(DESCRIPTION)
     try:
-        check_frame(executor_pb2.ServeResponse(generation=1, report=report), DESCRIPTION, (), ())
+        check_frame(executor_pb2.ServeResponse(generation=1, report=report), DESCRIPTION, {}, ())
     except FrameError:
         return
     told = ledger_report(link, report)

@@ -128,10 +128,10 @@ class OwnershipFilter:
                     self.receive(event)
 
     def take(self, request_id: str, now_ms: int) -> None:
-        """Records that this router owns the request."""
+        """Records that this router owns the request. The reply to an earlier call of it may come later."""
         if self._since_ms and now_ms < next(reversed(self._since_ms.values())) - OVERTAKEN_MS:
             self._since_ms.clear()
-        self._since_ms[request_id] = now_ms
+        self._since_ms[request_id] = max(now_ms, self._since_ms.get(request_id, 0))
         self._since_ms.move_to_end(request_id)
         while now_ms - next(iter(self._since_ms.values())) > KEPT_MS:
             self._since_ms.popitem(last=False)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
+import openai
 import pytest
 
 from tests.cluster import run_cluster
 from tests.crowds import SHAPE, Call, Group, Output, drawn, expected_of, pace, problems_of, send
+from tests.gateways import run_gateway
 from tests.integration.test_requests import rest
 
 NUM_GROUPS = 40
@@ -73,3 +77,53 @@ async def read(stream: Any) -> Call:
     except grpc.aio.AioRpcError as error:
         call.code = error.code()
     return call
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_calls_with_one_key_at_the_gateways_get_the_whole_answer_or_are_told(
+    redis_url: str, pool: str, is_streamed: bool
+) -> None:
+    rng = random.Random(5)
+    async with run_cluster(redis_url, pool, routers=2, shape=SHAPE) as cluster, contextlib.AsyncExitStack() as stack:
+        gateways = [await stack.enter_async_context(run_gateway(router.address)) for router in cluster.routers]
+        clients = [await stack.enter_async_context(gateway.openai()) for gateway in gateways]
+        pacing = asyncio.create_task(pace(cluster.executors[0].brake, 0.002))
+        for number in range(12):
+            n, best_of = rng.choice(((1, None), (2, None), (3, None), (1, 2)))
+            body = {"model": pool, "prompt": [1, 2, 3], "max_tokens": 20, "n": n, "best_of": best_of, "seed": 3}
+            if is_streamed and best_of is not None:
+                continue  # OpenAI has no stream of the best
+            alone = await complete(clients[0], 0.0, body, is_streamed=False, key=None)
+            key = f"{pool}-{is_streamed}-{number}"
+            calls = [
+                complete(rng.choice(clients), rng.uniform(0, 0.025), body, is_streamed=is_streamed, key=key)
+                for _ in range(rng.choice((2, 4, 8)))
+            ]
+            answers = await asyncio.gather(*calls)
+            assert set(answers) <= {alone, None}
+            assert alone in answers
+        pacing.cancel()
+
+
+async def complete(
+    client: openai.AsyncOpenAI, pause_s: float, body: Mapping[str, Any], *, is_streamed: bool, key: str | None
+) -> tuple[str, ...] | None:
+    """Returns the text of each choice; None: another call reads the request."""
+    await asyncio.sleep(pause_s)
+    given = {**body, "extra_headers": {} if key is None else {"Idempotency-Key": key}}
+    try:
+        if not is_streamed:
+            answer = await client.completions.create(**given)
+            return tuple(choice.text for choice in answer.choices)
+        texts = [""] * body["n"]
+        ends = 0
+        async for chunk in await client.completions.create(**given, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                ends += choice.finish_reason is not None
+    except openai.APIError as error:
+        if error.code != "taken_over":
+            raise
+        return None
+    assert ends == body["n"]
+    return tuple(texts)

@@ -147,6 +147,15 @@ async def test_takeover_in_the_millisecond_of_an_adoption_is_not_certain() -> No
     ]
 
 
+async def test_reply_that_was_overtaken_by_a_later_one_does_not_revive_a_takeover_in_between() -> None:
+    events: list[StoreEvent] = []
+    ownership = OwnershipFilter(events.append)
+    ownership.take("r", 1000)
+    ownership.take("r", 990)
+    ownership.receive(TakenOver("r", 995))
+    assert events == []
+
+
 async def test_slot_of_a_request_that_was_taken_over_is_used_again(scene: Scene) -> None:
     async with scene.router.running():
         await scene.run_here(1)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from bench.workloads.plan import PlannedRequest
 from common.errors import Reason
@@ -115,10 +116,11 @@ class SoakLoad:
 
 
 def _stream(client: AsyncClient, planned: PlannedRequest, key: str | None = None) -> AsyncStream:
+    options: dict[str, Any] = {} if key is None else {"idempotency_key": key}
     return client.generate(
         token_ids=planned.prompt_ids,
         max_tokens=planned.output_tokens,
         ignore_eos=True,
         temperature=0.0,
-        idempotency_key=key,
+        **options,
     )

@@ -120,7 +120,7 @@ def possible_events(life: Lifecycle) -> Iterator[Event]:
     if life.state not in UNSERVED:
         yield from (Release(), DrainWaiting(ERROR), Leave(ERROR), NoExecutor(ERROR), LeaseLapsed())
         yield from (CancelFound(state) for state in LedgerState)
-        yield from (CancelRequested("r", 1), Cancelled("r"), DROPPED, TakenOver("r"))
+        yield from (CancelRequested("r", 1), Cancelled("r"), DROPPED, TakenOver("r"), TakenOver("r", is_certain=False))
         yield from PLACEMENTS
         yield from (Lost("r", placement.attempt, "e", 1) for placement in PLACEMENTS)
     if life.is_in_queue:

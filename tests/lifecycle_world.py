@@ -11,6 +11,7 @@ The ledger follows `router/store/scripts`, without fairness, rates and deadlines
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -84,6 +85,7 @@ NO_EXECUTOR = RequestError(Reason.NO_EXECUTOR, "there is no executor")
 AWAY = RequestError(Reason.STORE_UNAVAILABLE, "Redis is away")
 
 Outcome = object
+Asked = tuple[int | None, Adopted, bool]
 Action = tuple[str | int, ...]
 
 
@@ -329,14 +331,12 @@ class Router:
     requests: LiveRequests
     lives: list[Lifecycle] = field(default_factory=list)
     calls: tuple[Sent, ...] = ()
-    # Attaches without an answer, by request and attempt: the request's number, None for an adoption; what was adopted;
-    # whether the first submit led to it.
-    attaching: dict[tuple[str, int], tuple[int | None, Adopted, bool]] = field(default_factory=dict)
+    # Attaches without an answer, by request and attempt, in their order: the request's number, None for an adoption;
+    # what was adopted; whether the first submit led to it.
+    attaching: dict[tuple[str, int], tuple[Asked, ...]] = field(default_factory=dict)
     # Waits for its turn at once, and after a pause.
     due: tuple[tuple[str, int], ...] = ()
     retries: tuple[tuple[str, int], ...] = ()
-    # Attaches whose answer goes to a later one of the same placement: they time out.
-    overtaken: tuple[tuple[int | None, Adopted, bool], ...] = ()
     is_linked: bool = True
     missed_reply: bool = False
     since: dict[str, int] = field(default_factory=dict)
@@ -347,7 +347,7 @@ class Router:
     @property
     def owes(self) -> bool:
         """Whether it waits for something."""
-        return bool(self.requests.served or self.retries or self.attaching or self.overtaken)
+        return bool(self.requests.served or self.retries or self.attaching)
 
     def copy(self) -> Router:
         lives = [_copied(life) for life in self.lives]
@@ -365,7 +365,6 @@ class Router:
             dict(self.attaching),
             self.due,
             self.retries,
-            self.overtaken,
             self.is_linked,
             self.missed_reply,
             dict(self.since),
@@ -444,6 +443,8 @@ class World:
             mail = self.ledger.mail.get(name)
             if mail and not self._is_held_back(router, mail[0][1]):
                 yield "mail", name
+                if self._is_late(router, *mail[0]):
+                    yield "mail of now", name
             for number, call in enumerate(router.calls):
                 yield ("answer" if call.outcome else "call"), name, number
             for number in range(len(router.due)):
@@ -465,6 +466,10 @@ class World:
             call.kind in ("submit", "resubmit", "adopt") and call.request_id == event.request_id
             for call in router.calls
         )
+
+    def _is_late(self, router: Router, at: int, event: StoreEvent) -> bool:
+        """Whether an event is of the time before this router's ownership."""
+        return isinstance(event, TakenOver | Cancelled) and at < router.since.get(event.request_id, 0)
 
     def _chosen(self) -> Iterator[Action]:
         for fault in dict.fromkeys(self.faults):
@@ -553,7 +558,9 @@ class World:
         self.to_router[router_id] = tuple(rest)
         router, key = self.routers[router_id], (message.request_id, message.attempt)
         if message.kind in ("attached", "not held"):
-            found = router.attaching.pop(key, None)
+            found, *others = router.attaching.pop(key, (None,))
+            if others:
+                router.attaching[key] = tuple(others)
             if found is not None:
                 result = AttachResult.ATTACHED if message.kind == "attached" else AttachResult.NOT_HELD
                 self._attached(router_id, found, result)
@@ -575,7 +582,7 @@ class World:
                 life.output = Output(has_progressed=has_token, has_been_accepted=True)
                 self._tell(router_id, life, SequenceEnded(message.attempt, message.reason))
 
-    def _attached(self, router_id: str, found: tuple[int | None, Adopted, bool], result: AttachResult) -> None:
+    def _attached(self, router_id: str, found: Asked, result: AttachResult) -> None:
         number, adopted, is_first = found
         router = self.routers[router_id]
         key = (adopted.placement.request_id, adopted.placement.attempt)
@@ -593,11 +600,14 @@ class World:
         elif result is AttachResult.NOT_HELD and not adopted.ended:
             self.ledger.settle(Ending(*key, cancelled=True), router_id)
 
-    def _read_mail(self, router_id: str) -> None:
+    def _read_mail(self, router_id: str, *, is_tie: bool = False) -> None:
+        """Reads an event. `is_tie`: it is of the millisecond in which this router took the request."""
         (at, event), *rest = self.ledger.mail[router_id]
         self.ledger.mail[router_id] = tuple(rest)
         router = self.routers[router_id]
-        if isinstance(event, TakenOver | Cancelled) and at < router.since.get(event.request_id, 0):
+        if is_tie and isinstance(event, TakenOver):
+            event = TakenOver(event.request_id, is_certain=False)
+        elif self._is_late(router, at, event):
             return
         life = None if isinstance(event, LeaseLapsed) else router.requests.served.get(event.request_id)
         if life is None:
@@ -646,7 +656,7 @@ class World:
             router.missed_reply = False
             self._lapse(router_id)
         if isinstance(outcome, Placement | Queued | Adopted) and call.kind in ("submit", "resubmit", "adopt"):
-            router.since[call.request_id] = call.at
+            router.since[call.request_id] = max(call.at, router.since.get(call.request_id, 0))
         self._answered(router_id, call, outcome)
 
     def _lapse(self, router_id: str) -> None:
@@ -806,7 +816,7 @@ class World:
             if life.current_attempt:
                 self._tell(router_id, life, Unlinked(life.current_attempt))
         attaching, router.attaching = router.attaching, {}
-        for found in attaching.values():
+        for found in itertools.chain.from_iterable(attaching.values()):
             self._attached(router_id, found, AttachResult.LINK_LOST)
 
     def _lose_call(self, router_id: str, number: int) -> None:
@@ -832,8 +842,7 @@ class World:
 
     def _owes(self) -> bool:
         return bool(self.ledger.entries) or any(
-            router.requests.served or router.retries or router.attaching or router.overtaken
-            for router in self.routers.values()
+            router.requests.served or router.retries or router.attaching for router in self.routers.values()
         )
 
     def _timer(self) -> None:
@@ -848,8 +857,7 @@ class World:
                 if entry is None or entry.owner != router_id or entry.state is not LedgerState.WAITING:
                     self._tell(router_id, life, Forgotten())
             attaching, router.attaching = router.attaching, {}
-            overtaken, router.overtaken = router.overtaken, ()
-            for found in (*attaching.values(), *overtaken):
+            for found in itertools.chain.from_iterable(attaching.values()):
                 self._attached(router_id, found, AttachResult.LINK_LOST)
         for name, entry in list(self.ledger.entries.items()):
             if entry.owner not in self.ledger.living and entry.state is not LedgerState.PLACED:
@@ -899,9 +907,7 @@ class World:
             self._attached(router_id, (number, adopted, is_first), AttachResult.NOT_HELD)
         else:
             key = (placement.request_id, placement.attempt)
-            if key in router.attaching:
-                router.overtaken += (router.attaching[key],)
-            router.attaching[key] = (number, adopted, is_first)
+            router.attaching[key] = (*router.attaching.get(key, ()), (number, adopted, is_first))
             self._send(router_id, "attach", key)
 
     def _execute(self, router_id: str, effects: Effects) -> None:
@@ -995,6 +1001,15 @@ class World:
         if running:
             raise Violation(f"the executor still runs {running}")
 
+    def check_read(self, request_id: str) -> None:
+        """Nothing has failed and no client has left: of all calls of a request, one has got it to its end."""
+        lives = [life for router in self.routers.values() for life in router.lives if life.request_id == request_id]
+        if not any(life.end is not None and life.end.reason == LENGTH for life in lives):
+            raise Violation(f"no call of {request_id} got it: {[life.error for life in lives]}")
+        errors = {life.error.reason for life in lives if life.error is not None}
+        if not errors <= {Reason.TAKEN_OVER}:
+            raise Violation(f"calls of {request_id} were told {errors}")
+
     def key(self) -> Hashable:
         """Equal for worlds that can do the same; numbers that only grow do not count."""
         times = sorted(
@@ -1037,10 +1052,13 @@ def _router_key(router: Router, rank: dict[int, int]) -> Hashable:
         tuple(
             sorted((c.kind, c.request_id, c.life or 0, repr(c.args), repr(c.outcome), rank[c.at]) for c in router.calls)
         ),
-        tuple(sorted((key, found[0] or -1, found[1].ended) for key, found in router.attaching.items())),
+        tuple(
+            sorted(
+                (key, tuple((one[0] or -1, one[1].ended) for one in asked)) for key, asked in router.attaching.items()
+            )
+        ),
         router.due,
         router.retries,
-        tuple((found[0] or -1, found[1].ended) for found in router.overtaken),
         router.is_linked,
         router.missed_reply,
         tuple(sorted((name, rank[at]) for name, at in router.since.items())),
@@ -1075,6 +1093,7 @@ _STEPS: dict[str, Callable[..., None]] = {
     "to executor": World._send_next,
     "to router": World._receive,
     "mail": World._read_mail,
+    "mail of now": lambda world, name: world._read_mail(name, is_tie=True),
     "call": World._run_call,
     "answer": World._take_answer,
     "due": World._take_turn,

@@ -28,6 +28,9 @@ from inflight.v1 import inference_pb2
 STREAM_TIMEOUT_S = 120.0
 REPEAT_WITHIN_S = 20
 MAX_REPEAT_PAUSE_S = 1.0
+# The calls of a hedge, and within which time they begin.
+MAX_HEDGES = 4
+MAX_HEDGE_PAUSE_S = 0.025
 # Waits where a refusal says when to try again, but not longer than this.
 MAX_RETRY_S = 2.0
 # Of requests, where there are adapters.
@@ -44,6 +47,8 @@ class Manner(Enum):
     CANCEL = "cancel"
     UNKEYED = "unkeyed"
     REPEAT = "repeat"
+    HEDGE = "hedge"
+    """Several calls with one key begin within milliseconds."""
 
 
 @dataclass(slots=True)
@@ -121,8 +126,7 @@ class Load:
             choices = adapted if adapted and rng.random() < ADAPTER_SHARE else plain
             sample, manner = rng.choice(choices), rng.choice(list(self.manners))
             sent = await self._send(sample, manner, rng)
-            if sent.refused:
-                assert sent.observed.error is not None
+            if sent.refused and sent.observed.error is not None:
                 await asyncio.sleep(min(sent.observed.error.retry_after_s or 0.0, MAX_RETRY_S))
 
     async def _send(self, sample: SampleRequest, manner: Manner, rng: random.Random) -> Sent:
@@ -143,8 +147,26 @@ class Load:
                 await asyncio.sleep(rng.uniform(0, MAX_REPEAT_PAUSE_S))
                 # Where the ledger knows the request, it is the version of the first one.
                 return await self._read(sample, manner, request, since_s=first.observed.began_s)
+            case Manner.HEDGE:
+                return await self._hedge(sample, key, rng)
             case Manner.READ:
                 return await self._read(sample, manner, sample.request())
+
+    async def _hedge(self, sample: SampleRequest, key: str, rng: random.Random) -> Sent:
+        """Sends one request in several calls that begin together. One of them has to bring everything."""
+        request = sample.request(idempotency_key=key, detach=rng.random() < 0.3, **rng.choice(({}, {"best_of": 2})))
+        if sample.seed is not None:
+            request.best_of = 0  # of two different choices, the better one may not be the expected one
+
+        async def call(pause_s: float) -> Sent:
+            await asyncio.sleep(pause_s)
+            return await self._read(sample, Manner.HEDGE, request)
+
+        pauses_s = [rng.uniform(0, MAX_HEDGE_PAUSE_S) for _ in range(rng.randint(2, MAX_HEDGES))]
+        calls = await asyncio.gather(*(call(pause_s) for pause_s in pauses_s))
+        if all(is_displaced(sent.observed) for sent in calls):
+            calls[0].failed = True
+        return next((sent for sent in calls if not is_displaced(sent.observed)), calls[0])
 
     async def _read(
         self,
@@ -193,6 +215,7 @@ class Load:
         if observed.error is not None and is_promised_refusal(observed, manner):
             return Sent(number, manner, observed, Verdict(), refused=True, failed=False)
         is_due = self.adapted is not None and is_adapter_gone(observed, self.adapted, since_s)
+        is_due = is_due or (manner is Manner.HEDGE and is_displaced(observed))
         # What came before it broke must be right all the same.
         observed.was_left = True
         verdict = self._verdict(observed, since_s) if observed.offsets else Verdict()
@@ -230,6 +253,11 @@ def is_adapter_gone(observed: Observed, adapted: AdapterSamples, since_s: float)
     return error.reason == Reason.NEVER_FITS.value and adapted.has_changed(sample, since_s, observed.ended_s)
 
 
+def is_displaced(observed: Observed) -> bool:
+    """Returns whether a call ended as promised because another call reads its request."""
+    return observed.error is not None and observed.error.reason == Reason.TAKEN_OVER.value
+
+
 def is_promised_refusal(observed: Observed, manner: Manner) -> bool:
     """Returns whether new work was refused with a retry time, before anything was accepted.
 
@@ -242,6 +270,6 @@ def is_promised_refusal(observed: Observed, manner: Manner) -> bool:
         return False
     if manner is Manner.UNKEYED and error.reason == Reason.DUPLICATE_REQUEST_ID.value:
         return True
-    if manner is Manner.REPEAT and error.reason == Reason.OUTPUT_LOST.value:
+    if manner in (Manner.REPEAT, Manner.HEDGE) and error.reason == Reason.OUTPUT_LOST.value:
         return True
     return error.code is grpc.StatusCode.UNAVAILABLE and error.retry_after_s is not None

@@ -1,4 +1,4 @@
-"""The load of a soak: more clients than seats. Some cancel their requests and some vanish."""
+"""The load of a soak: more clients than seats. Some cancel their requests, some vanish, some send a request twice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from bench.workloads.plan import PlannedRequest
+from common.errors import Reason
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
 from inflight.errors import InflightError
@@ -16,6 +18,8 @@ from inflight.errors import InflightError
 # The rest is read to its end.
 CANCEL_SHARE = 0.2
 VANISH_SHARE = 0.1
+HEDGE_SHARE = 0.1
+MAX_HEDGE_PAUSE_S = 0.025
 MAX_ERRORS_KEPT = 20
 
 
@@ -51,6 +55,8 @@ class SoakLoad:
                     await self._cancel(planned, rng)
                 elif choice < CANCEL_SHARE + VANISH_SHARE:
                     await self._vanish(planned, rng)
+                elif choice < CANCEL_SHARE + VANISH_SHARE + HEDGE_SHARE:
+                    await self._hedge(planned, rng)
                 else:
                     await self._read(planned)
             except InflightError as error:
@@ -72,6 +78,27 @@ class SoakLoad:
         async with AsyncClient(rng.choice(self.addresses), resume=False) as client:
             await self._follow(_stream(client, planned), rng.randrange(planned.output_tokens) + 1)
 
+    async def _hedge(self, planned: PlannedRequest, rng: random.Random) -> None:
+        """Sends a request in two calls that begin within milliseconds. At least one brings all tokens, and the other
+        may be told that it does."""
+        key = f"soak-{self.seed}-{rng.getrandbits(64):016x}"
+
+        async def call(pause_s: float) -> bool:
+            await asyncio.sleep(pause_s)
+            try:
+                num_tokens = await self._follow(_stream(self.client, planned, key), None)
+            except InflightError as error:
+                if error.reason != Reason.TAKEN_OVER.value:
+                    raise
+                return False
+            if num_tokens != planned.output_tokens:
+                self._fail(f"{num_tokens} of {planned.output_tokens} tokens")
+            return True
+
+        answers = await asyncio.gather(*(call(rng.uniform(0, MAX_HEDGE_PAUSE_S)) for _ in range(2)))
+        if not any(answers):
+            self._fail("both calls of a request were told that the other one reads it")
+
     async def _follow(self, stream: AsyncStream, leave_after: int | None) -> int:
         num_tokens = 0
         async with aclosing(stream.events()) as events:
@@ -88,7 +115,12 @@ class SoakLoad:
             self.errors.append(error)
 
 
-def _stream(client: AsyncClient, planned: PlannedRequest) -> AsyncStream:
+def _stream(client: AsyncClient, planned: PlannedRequest, key: str | None = None) -> AsyncStream:
+    options: dict[str, Any] = {} if key is None else {"idempotency_key": key}
     return client.generate(
-        token_ids=planned.prompt_ids, max_tokens=planned.output_tokens, ignore_eos=True, temperature=0.0
+        token_ids=planned.prompt_ids,
+        max_tokens=planned.output_tokens,
+        ignore_eos=True,
+        temperature=0.0,
+        **options,
     )

@@ -181,7 +181,7 @@ def _circumstances(options: SoakOptions, model: str) -> dict[str, str]:
         "command": options.command,
         "model": model,
         "system": f"{options.routers} routers, {options.executors} executors of {options.seats} seats, one Redis",
-        "load": f"{options.num_clients} clients; a fifth cancel, a tenth vanish",
+        "load": f"{options.num_clients} clients; a fifth cancel, a tenth vanish, a tenth send a request twice",
         "processes": f"those of the stack, {REDIS}, and {SOAK}: this one, with the client library",
         "machine": f"{os.cpu_count()} cores",
     }

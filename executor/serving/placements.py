@@ -45,8 +45,8 @@ class RetentionPolicy:
 
 @dataclass(slots=True, eq=False)
 class PlacedSequence:
-    """A placement that waits or runs. `attaching` are the routers that wait for the engine to accept it, with the
-    offset that each wants, in order of their latest request."""
+    """A placement that waits or runs. `attaching` are the attaches that wait for the engine to accept it, in their
+    order: the router and the offset that it wants. A router gets an answer to each of its attaches."""
 
     sequence: Sequence
     placed: Placed
@@ -58,7 +58,7 @@ class PlacedSequence:
     is_paused: bool = False
     cached_tokens: int = 0
     orphaned_s: float = 0.0
-    attaching: dict[Session, int] = field(default_factory=dict)
+    attaching: list[tuple[Session, int]] = field(default_factory=list)
     trace: SequenceTrace | None = None
 
     def output(self, offset: int) -> list[int]:
@@ -159,8 +159,7 @@ class PlacementTable:
             if placement.is_accepted:
                 self._hand_over(placement, session, attach.offset)
             else:
-                placement.attaching.pop(session, None)
-                placement.attaching[session] = attach.offset
+                placement.attaching.append((session, attach.offset))
             return
         ended = self.ended.find(attach.request_id)
         if ended is not None and ended.placed.submit.attempt == attach.attempt:
@@ -217,8 +216,8 @@ class PlacementTable:
         placement.is_accepted = True
         if placement.reader is not None:
             placement.reader.accept(sequence, placement.placed.submit.stream_interval)
-        attaching, placement.attaching = placement.attaching, {}
-        for session, offset in attaching.items():
+        attaching, placement.attaching = placement.attaching, []
+        for session, offset in attaching:
             self._hand_over(placement, session, offset)
 
     def _reject(self, sequence: Sequence, refusal: Refusal) -> None:
@@ -290,7 +289,7 @@ class PlacementTable:
         request_id, attempt = placement.sequence.request_id, placement.sequence.attempt
         if placement.reader is not None:
             placement.reader.reject(request_id, attempt, reason, detail)
-        for session in placement.attaching:
+        for session, _ in placement.attaching:
             session.reject(request_id, attempt, executor_pb2.REJECT_REASON_NOT_HELD, f"refused: {detail}")
 
     def _take_from_newest(self, placement: PlacedSequence) -> bool:
@@ -308,7 +307,7 @@ class PlacementTable:
         if the router does not know Attach, because its submits lack what another router would need."""
         left = [placement for placement in self._held.values() if placement.reader is session]
         for placement in self._held.values():
-            placement.attaching.pop(session, None)
+            placement.attaching = [one for one in placement.attaching if one[0] is not session]
         for placement in left:
             placement.reader = None
             placement.orphaned_s = self._clock()

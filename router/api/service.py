@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import logging
 import secrets
 import time
@@ -52,7 +53,7 @@ from router.store.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, 
 from router.stream.choices import AnyRelay, relay_of, run_all
 from router.stream.outbox import varint
 from router.stream.relay import EventWriter, TimedWriter, Write, grace_after
-from router.stream.request_stream import RequestStream
+from router.stream.request_stream import Reader, RequestStream
 from router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
 from router.telemetry.tracing import call_span
 
@@ -64,9 +65,10 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(slots=True)
 class Arrival:
-    """A request as far as it has come: its arrival, its model and its stream."""
+    """A request as far as it has come: its arrival, its reader, its model and its stream."""
 
     at: float
+    reader: Reader
     model: str = ""
     stream: RequestStream | None = None
 
@@ -105,6 +107,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
         self._stream_limit = StreamLimit(settings.max_streams_per_connection)
         self._is_draining = False
+        # Of the readers, in the order in which their calls arrive.
+        self._reader_numbers = itertools.count(1)
         self._num_streams = 0
         self._no_stream = asyncio.Event()
         self._no_stream.set()
@@ -154,7 +158,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Serves one request of any protocol and writes its events. `identify` returns the caller or raises
         `RequestError`. `metadata` is that of the call; `remaining_s` is the time left until the deadline of the call.
         """
-        arrival = Arrival(time.monotonic())
+        arrival = Arrival(time.monotonic(), self._new_reader())
         try:
             caller = identify()
             if not request.adapter_id:
@@ -182,43 +186,49 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             prepared = await self._preparation.prepare(request, pool, arrival.at, remaining_s)
             arrival.stream = prepared.streams[0]
-            relay = await self._begin(prepared, pool, write)
-            streams = [stream for stream, _ in relay.readings]
+            relay = await self._begin(prepared, pool, write, arrival.reader)
+            streams = relay.streams
             arrival.stream = streams[0]
         except RequestError:
             meter.refuse()
             raise
         try:
-            await self._relay(relay, pool)
+            await self._relay(relay, pool, arrival.reader)
         finally:
             meter.end(*streams)
         log.info("request %s %s; metadata %s", streams[0].request_id, relay.summary, dict(prepared.spec.metadata))
 
-    async def _begin(self, prepared: PreparedRequest, pool: ModelBackend, write: Write) -> AnyRelay:
+    def _new_reader(self) -> Reader:
+        """Returns the reader of a call that has just arrived."""
+        return Reader(next(self._reader_numbers))
+
+    async def _begin(self, prepared: PreparedRequest, pool: ModelBackend, write: Write, reader: Reader) -> AnyRelay:
         """Submits the choices of a request or finds those that it repeats. Returns the relay for the client."""
         spec, dispatcher = prepared.spec, pool.dispatcher
         place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(prepared.streams[0].output_ids)))
         if prepared.has_ended:
-            return relay_of(prepared.streams, write, [place])
-        joined = await join_all(prepared.streams, dispatcher)
-        relay = relay_of([one.stream for one in joined], write, [place])
+            for stream in prepared.streams:
+                stream.attend(reader)
+            return relay_of(prepared.streams, write, [place], reader)
+        joined = await join_all(prepared.streams, dispatcher, reader)
+        relay = relay_of([one.stream for one in joined], write, [place], reader)
         first = joined[0]
         if isinstance(first.outcome, Queued) and spec.want_queue_events:
             dispatcher.watch_queue(first.stream, first.outcome)
-            await self._send_queued(relay, first.outcome, pool)
+            await self._send_queued(relay, first.outcome, pool, reader)
         return relay
 
-    async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend) -> None:
+    async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend, reader: Reader) -> None:
         try:
             await relay.queued(outcome)
         except asyncio.CancelledError:
-            _leave(relay, pool)
+            _leave(relay, pool, reader)
             raise
         except RequestError as error:
-            _leave(relay, pool, grace_after(error))
+            _leave(relay, pool, reader, grace_after(error))
             raise
 
-    async def _relay(self, relay: AnyRelay, pool: ModelBackend) -> None:
+    async def _relay(self, relay: AnyRelay, pool: ModelBackend, reader: Reader) -> None:
         """Writes events to the client until the request ends."""
         grace_s = 0.0
         try:
@@ -227,7 +237,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             grace_s = grace_after(error)
             raise
         finally:
-            _leave(relay, pool, grace_s)
+            _leave(relay, pool, reader, grace_s)
 
     def _span(self, call: str, metadata: Metadata) -> AbstractContextManager[Span]:
         return call_span(self._tracer, f"inflight.{call}", metadata)
@@ -262,16 +272,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def _resume(
         self, request: inference_pb2.ResumeRequest, caller: Caller, metadata: Metadata, write: Write
     ) -> None:
+        reader = self._new_reader()
         claim = self._claims.claim_by_token(request.request_id, request.resume_token, caller)
         (pool,), places = claim.pools, resumed_places(request, len(claim.choices))
         with self._serving(), self._span("resume", metadata):
-            streams = await run_all([self._find(choice, pool) for choice in claim.choices])
+            # The first choice alone: of several calls, the one that gets it last gets all of them.
+            first = await self._find(claim.choices[0], pool)
+            streams = [first, *await run_all([self._find(choice, pool) for choice in claim.choices[1:]])]
             check_places(places, streams)
+            relay = relay_of(streams, write, places, reader)
             for stream in streams:
-                stream.attend()
+                stream.attend(reader)
                 stream.record.resumed()
-            relay = relay_of(streams, write, places)
-            await self._relay(relay, pool)
+            await self._relay(relay, pool, reader)
             log.info("request %s, resumed, %s", streams[0].request_id, relay.summary)
 
     @takes_unparsed
@@ -447,20 +460,22 @@ class JoinedChoice:
 
     @property
     def is_new(self) -> bool:
-        """Whether no other call can have this choice."""
+        """Whether this call has brought the choice into the ledger."""
         return self.outcome is not None and not isinstance(self.outcome, Adopted)
 
 
-async def join_all(streams: Sequence[RequestStream], dispatcher: Dispatcher) -> list[JoinedChoice]:
-    """Submits every choice of a request, or finds it where it already waits or runs. Raises `RequestError`.
+async def join_all(streams: Sequence[RequestStream], dispatcher: Dispatcher, reader: Reader) -> list[JoinedChoice]:
+    """Submits every choice of a request, or finds it where it already waits or runs, for a reader that then attends it.
+    Raises `RequestError`.
 
-    The first choice is submitted alone, and with it the ledger admits or refuses the whole request. The others follow
-    at once, so that they share the first one's prompt through the prefix cache. If one of them fails, all are ended.
+    The first choice is submitted alone. With it the ledger admits or refuses the whole request, and of several calls
+    the one that gets it last gets all choices. The others follow at once, so that they share the first one's prompt
+    through the prefix cache. If one of them fails, all that no other call reads are ended.
     """
     joined: list[JoinedChoice] = []
 
     async def join(stream: RequestStream) -> JoinedChoice:
-        one = await _join(stream, dispatcher)
+        one = await _join(stream, dispatcher, reader)
         joined.append(one)
         return one
 
@@ -468,27 +483,29 @@ async def join_all(streams: Sequence[RequestStream], dispatcher: Dispatcher) -> 
         return [await join(streams[0]), *await run_all([join(stream) for stream in streams[1:]])]
     except BaseException:
         for one in joined:
-            if one.is_new:
+            if one.is_new and one.stream.reader is reader and not reader.is_displaced:
                 dispatcher.release(one.stream)
             else:
-                dispatcher.leave(one.stream, one.stream.reader)
+                dispatcher.leave(one.stream, reader)
         raise
 
 
-async def _join(stream: RequestStream, dispatcher: Dispatcher) -> JoinedChoice:
+async def _join(stream: RequestStream, dispatcher: Dispatcher, reader: Reader) -> JoinedChoice:
     known = await dispatcher.find_repeated(stream)
     if known is not None:
-        known.attend()
+        known.attend(reader)
         known.record.resumed()
+        await dispatcher.admitted(known)
         return JoinedChoice(known, None)
+    stream.attend(reader)
     outcome = await dispatcher.submit(stream)
     if isinstance(outcome, Adopted):
         stream.record.resumed()
     return JoinedChoice(stream, outcome)
 
 
-def _leave(relay: AnyRelay, pool: ModelBackend, grace_s: float = 0.0) -> None:
-    for stream, reader in relay.readings:
+def _leave(relay: AnyRelay, pool: ModelBackend, reader: Reader, grace_s: float = 0.0) -> None:
+    for stream in relay.streams:
         pool.dispatcher.leave(stream, reader, grace_s)
 
 

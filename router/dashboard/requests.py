@@ -153,6 +153,9 @@ class Timeline:
         self.num_resumed += 1
         self._log.changed(self)
 
+    def incomplete(self) -> None:
+        """Its timeline ends with an error."""
+
     def ended(self, end: RequestEnd) -> None:
         if end.output_tokens > self.output_tokens and self.entries:
             # Tokens that arrived with the end.

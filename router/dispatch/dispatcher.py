@@ -78,6 +78,7 @@ from router.request.errors import (
     no_executor,
     not_in_the_ledger,
     output_lost,
+    refusal,
     still_waits,
 )
 from router.request.ids import client_id
@@ -99,7 +100,7 @@ from router.store.types import (
     TenantLimits,
 )
 from router.stream.relay import Relay, unattended_s
-from router.stream.request_stream import RequestStream, unread_stream
+from router.stream.request_stream import Reader, RequestStream, unread_stream
 from router.subpools.store import SubPoolStore
 
 Outcome = TypeVar("Outcome")
@@ -285,13 +286,25 @@ class Dispatcher:
         request that was admitted nevertheless must be withdrawn.
         """
         effects = self._requests.submit(stream.life)
-        answered: asyncio.Future[Admitted | RequestError] = asyncio.get_running_loop().create_future()
-        self._submitting[stream.life] = answered
+        self._submitting[stream.life] = asyncio.get_running_loop().create_future()
         self._execute(effects)
+        outcome = await self.admitted(stream)
+        assert outcome is not None
+        return outcome
+
+    async def admitted(self, stream: RequestStream) -> Admitted | None:
+        """Waits until the ledger has answered the first submit of a request; None: it has done so before. Raises
+        `RequestError` if the request is refused, or as soon as its current reader is displaced."""
+        reader, answered = stream.reader, self._submitting.get(stream.life)
+        if answered is None:
+            return None
         try:
-            outcome = await answered
+            if reader is None:
+                outcome = await asyncio.shield(answered)
+            else:
+                outcome = await reader.await_unless_displaced(answered)
         except asyncio.CancelledError:
-            self.leave(stream, 0)
+            self.leave(stream, reader)
             raise
         if isinstance(outcome, RequestError):
             raise outcome
@@ -362,32 +375,34 @@ class Dispatcher:
         del self._resuming[ledger_id]
         if isinstance(outcome, RequestStream):
             # If it has no reader by then, its client has left.
-            asyncio.get_running_loop().call_later(UNCLAIMED_S, self.leave, outcome, 0)
+            asyncio.get_running_loop().call_later(UNCLAIMED_S, self.leave, outcome, None)
         return outcome
 
-    def leave(self, stream: RequestStream, reader: int, grace_s: float = 0.0) -> None:
+    def leave(self, stream: RequestStream, reader: Reader | None, grace_s: float = 0.0) -> None:
         """Handles the loss of a reader. The request ends, or continues for as long as its client requested or for
-        `grace_s` seconds, whichever is longer. No effect if another call reads the request."""
-        if reader != stream.reader:
+        `grace_s` seconds, whichever is longer. A choice whose reader was displaced continues, because the call that
+        reads another choice is about to read this one. No effect if another call reads the request."""
+        if reader is not stream.reader:
             return
         self._queue_watch.unwatch(stream)
         drain_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
+        if reader is not None and reader.is_displaced and drain_s is not None:
+            drain_s = max(drain_s, UNCLAIMED_S)
         if stream.has_ended or drain_s == 0:
             self.release(stream)
         elif self._is_served(stream):
-            self._spawn(self._drain_unattended(stream, drain_s))
+            self._spawn(self._drain_unattended(stream, stream.drain(), drain_s))
 
-    async def _drain_unattended(self, stream: RequestStream, drain_s: float | None) -> None:
-        """Drains the stream without a reader so that stop strings and deadlines still apply."""
-        reader = stream.attend()
+    async def _drain_unattended(self, stream: RequestStream, reader: Reader, drain_s: float | None) -> None:
+        """Drains the stream for a reader without a client, so that stop strings and deadlines still apply."""
         try:
             async with asyncio.timeout(drain_s):
-                await Relay(stream, None).run()
+                await Relay(stream, None, reader=reader).run()
         except TimeoutError:
             log.info("%s: no client resumed the request within %g s", stream.request_id, drain_s)
         except RequestError as error:
             log.debug("%s: without a client: %s", stream.request_id, error.reason.value)
-        if reader == stream.reader:
+        if reader is stream.reader:
             self.release(stream)
 
     def release(self, stream: RequestStream) -> None:
@@ -683,6 +698,8 @@ class Dispatcher:
             return error
         if adopted is None:
             return not_in_the_ledger()
+        if isinstance(adopted, Refused):
+            return refusal(adopted)
         if adopted in (LedgerState.WAITING, LedgerState.LOST):
             return still_waits()
         if not isinstance(adopted, Adopted):

@@ -8,7 +8,9 @@ computes with, numbers that are used as a key or an index, and lists that must h
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sized
+from types import MappingProxyType
 
 from common.protocol import MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
 from inflight.v1 import executor_pb2, types_pb2
@@ -35,7 +37,9 @@ MAX_STARTED = 2**17
 
 FINISH_REASONS = frozenset(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
 
-Placements = Collection[tuple[str, int]]
+# By placement: what waits for an answer about it.
+Placements = Mapping[tuple[str, int], Sized]
+NO_PLACEMENTS: Placements = MappingProxyType({})
 
 
 def check_description(description: executor_pb2.DescribeResponse) -> None:
@@ -63,11 +67,13 @@ def check_frame(
     description: executor_pb2.DescribeResponse,
     offered: Placements,
     seated: Collection[int],
-    asked: Placements = (),
+    asked: Placements = NO_PLACEMENTS,
 ) -> None:
     """Raises `FrameError` if a frame is not valid on this stream.
 
     `offered` are the submitted placements without an answer. `asked` are the placements whose attach has no answer yet.
+    A placement can be offered or asked for several times before the first answer: this router has lost it to another
+    one and got it back. The answers to those that it has withdrawn meanwhile are valid.
     `seated` are the slots that hold a sequence now.
     """
     if response.generation != description.generation:
@@ -138,16 +144,16 @@ def _slots_after(
     """Returns the slots that the rest of the frame may name. Raises `FrameError` if a sequence of `taken_in` was not
     expected or has a slot that is in use."""
     taken: set[int] = set()
-    answered: set[tuple[str, int]] = set()
+    answered: Counter[tuple[str, int]] = Counter()
     for one in taken_in:
         placement = (one.request_id, one.attempt)
-        if placement not in expected or placement in answered:
+        answered[placement] += 1
+        if answered[placement] > len(expected.get(placement, ())):
             raise FrameError("it takes what it was not offered")
         if len(one.slots) != 1:
             raise FrameError(f"it gives {len(one.slots)} slots to a sequence")
         if one.slots[0] in seated or one.slots[0] in taken:
             raise FrameError(f"slot {one.slots[0]} means another sequence")
-        answered.add(placement)
         taken.add(one.slots[0])
     return taken.union(seated) if taken else seated
 

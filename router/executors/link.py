@@ -14,11 +14,12 @@ counted. The pause before the next connection then doubles each time, up to `MAX
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -108,6 +109,7 @@ class NotAttached(Enum):
 
 Answer = executor_pb2.SequenceAttached | NotAttached
 OnAnswer = Callable[[Answer], RequestStream | None]
+Waiting = TypeVar("Waiting")
 
 
 class LinkEvents(Protocol):
@@ -216,11 +218,13 @@ class ExecutorLink:
         self._events: LinkEvents | None = None
         self._outbox = executor_pb2.ServeRequest()
         self._wake = asyncio.Event()
-        # Placements that were sent and have no answer yet, and accepted placements by slot. The attempt fences both.
-        self._offered: dict[tuple[str, int], RequestStream] = {}
+        # Placements that were sent and have no answer yet, and accepted placements by slot. The attempt fences both. A
+        # placement that this router lost and got back is offered or attached again before the first answer: each of
+        # its offers and attaches has an answer, in this order.
+        self._offered: dict[tuple[str, int], list[RequestStream]] = {}
         self._seated: dict[int, tuple[RequestStream, int]] = {}
         # Attaches without an answer.
-        self._attaching: dict[tuple[str, int], OnAnswer] = {}
+        self._attaching: dict[tuple[str, int], list[OnAnswer]] = {}
         # Placements that were attached again because a token was missing.
         self._mended: set[tuple[str, int]] = set()
         self._output = StepOutput()
@@ -247,7 +251,7 @@ class ExecutorLink:
 
     def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
         """Sends a placement. An acceptance is reported to the stream, a rejection to the pool."""
-        self._offered[submit.request_id, submit.attempt] = stream
+        self._offered.setdefault((submit.request_id, submit.attempt), []).append(stream)
         self._outbox.submits.append(submit)
         self._wake.set()
 
@@ -267,7 +271,7 @@ class ExecutorLink:
         if self.description.protocol_version < ATTACH_VERSION:
             on_answer(NotAttached.NOT_HELD)
             return
-        self._attaching[request_id, attempt] = on_answer
+        self._attaching.setdefault((request_id, attempt), []).append(on_answer)
         self._outbox.attaches.add(request_id=request_id, attempt=attempt, offset=offset)
         self._wake.set()
 
@@ -387,7 +391,8 @@ class ExecutorLink:
         self.report = None
         # Some requests may already run elsewhere: a hung executor keeps its link while the ledger places its requests
         # again.
-        streams = [stream for (_, attempt), stream in self._offered.items() if stream.life.is_current(attempt)]
+        offered = [(stream, attempt) for (_, attempt), streams in self._offered.items() for stream in streams]
+        streams = [stream for stream, attempt in offered if stream.life.is_current(attempt)]
         streams += [stream for stream, attempt in self._seated.values() if stream.life.is_current(attempt)]
         self._offered.clear()
         self._seated.clear()
@@ -396,7 +401,7 @@ class ExecutorLink:
         events, self._events = self._events, None
         if events is not None:
             events.on_unlinked(self, streams)
-        for on_answer in attaching.values():
+        for on_answer in itertools.chain.from_iterable(attaching.values()):
             on_answer(NotAttached.LINK_LOST)
 
     async def _write(
@@ -416,8 +421,7 @@ class ExecutorLink:
         """Checks a response of the executor and applies it. Raises `FrameError` if that fails, whatever the response
         contains."""
         with _as_breach("response"):
-            placements = self._offered.keys(), self._seated.keys(), self._attaching.keys()
-            check_frame(response, self.description, *placements)
+            check_frame(response, self.description, self._offered, self._seated.keys(), self._attaching)
             self.receive(response)
 
     def receive(self, response: executor_pb2.ServeResponse) -> None:
@@ -446,7 +450,7 @@ class ExecutorLink:
         return stream if stream.life.current_attempt == attempt else None
 
     def _accept(self, accepted: executor_pb2.SequenceAccepted) -> None:
-        stream = self._offered.pop((accepted.request_id, accepted.attempt), None)
+        stream = _taken(self._offered, (accepted.request_id, accepted.attempt), 0)
         if stream is None:
             return
         self._seated[accepted.slots[0]] = (stream, accepted.attempt)
@@ -455,19 +459,23 @@ class ExecutorLink:
 
     def _reject(self, rejected: executor_pb2.SequenceRejected) -> None:
         key = (rejected.request_id, rejected.attempt)
-        on_answer = self._attaching.pop(key, None)
-        stream = self._offered.pop(key, None)
-        if on_answer is not None:
-            on_answer(NotAttached.NOT_HELD)
-        elif stream is not None:
+        if rejected.reason == executor_pb2.REJECT_REASON_NOT_HELD or key not in self._offered:
+            on_answer = _taken(self._attaching, key, 0)
+            if on_answer is not None:
+                on_answer(NotAttached.NOT_HELD)
+            return
+        # An executor that has a placement refuses a later offer of it as stale, before it answers the first.
+        is_stale = rejected.reason == executor_pb2.REJECT_REASON_STALE_ATTEMPT
+        stream = _taken(self._offered, key, -1 if is_stale else 0)
+        if stream is not None:
             self._report_event(stream, Rejected(rejected.attempt, _refusal(rejected)))
 
     def _attach(self, attached: executor_pb2.SequenceAttached) -> None:
         key = (attached.request_id, attached.attempt)
-        on_answer = self._attaching.get(key)
+        on_answer = self._attaching[key][0] if key in self._attaching else None
         # Raises `FrameError` if the answer cannot be true. The caller then still waits, and gets LINK_LOST.
         stream = on_answer(attached) if on_answer is not None else None
-        self._attaching.pop(key, None)
+        _taken(self._attaching, key, 0)
         if stream is None:
             # Frames name its slot until the cancel takes effect.
             stream = unread_stream(attached.request_id)
@@ -567,6 +575,16 @@ def _as_breach(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise FrameError(f"its {what} cannot be handled: {type(error).__name__}: {error}") from error
+
+
+def _taken(waiting: dict[tuple[str, int], list[Waiting]], key: tuple[str, int], index: int) -> Waiting | None:
+    """Removes and returns one of those that wait for an answer about a placement; None if none does."""
+    if key not in waiting:
+        return None
+    taken = waiting[key].pop(index)
+    if not waiting[key]:
+        del waiting[key]
+    return taken
 
 
 def _field_since_logits(submit: executor_pb2.Submit) -> str | None:

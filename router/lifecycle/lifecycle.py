@@ -588,8 +588,11 @@ class Lifecycle:
     def _on_dropped(self, event: Dropped) -> None:
         self._drop(event)
 
-    def _on_taken_over(self, event: TakenOver | Detached) -> None:
-        self._leave(taken_over())
+    def _on_taken_over(self, event: TakenOver) -> None:
+        if event.is_certain or not self._is_wanted:
+            self._leave(taken_over())
+        else:
+            self._ask_whose_it_is()
 
     # Events of links.
 
@@ -626,6 +629,14 @@ class Lifecycle:
         self._fail(RequestError(Reason.INTERNAL, event.refusal))
         self._forget()
         self._effects.append(Settle(self, event.attempt))
+
+    def _on_detached(self, event: Detached) -> None:
+        """Another router reads the sequence. Its attach may have come late, after this router took the request from it:
+        then the ledger says so, and this router attaches again. Otherwise the request is the other router's."""
+        if self._is_wanted:
+            self._ask_whose_it_is()
+        else:
+            self._leave(taken_over())
 
     def _on_first_token(self, event: FirstToken) -> None:
         self.is_suspect = False
@@ -763,6 +774,14 @@ class Lifecycle:
         self._open_call(PendingCall.HAND_BACK)
         self._effects.append(HandBack(self, placement, why))
 
+    def _ask_whose_it_is(self) -> None:
+        """Submits a request again that another router may have taken over. The ledger has it as a duplicate then, and
+        otherwise returns its placement."""
+        if self.state is S.PLACED:
+            self._clear_placement()
+            self.state = S.RESUBMITTING
+        self._resubmit()
+
     def _resubmit(self) -> None:
         if self._can_be_resubmitted and not self.has_ended:
             self.state = S.RESUBMITTING
@@ -892,7 +911,7 @@ ON_EVENT: dict[type, Callable[[Lifecycle, Any], None]] = {
     Unlinked: Lifecycle._on_void,
     Rejected: Lifecycle._on_rejected,
     Withdrawn: Lifecycle._on_void,
-    Detached: Lifecycle._on_taken_over,
+    Detached: Lifecycle._on_detached,
     FirstToken: Lifecycle._on_first_token,
     SequenceEnded: Lifecycle._on_finished,
 }

@@ -65,7 +65,13 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
         "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING LEFT",
         "WITHDRAWING": "= LEFT",
     },
-    (Leave, TakenOver): {"SERVED": "LEFT"},
+    (Leave,): {"SERVED": "LEFT"},
+    (TakenOver,): {
+        "SUBMITTING WAITING": "RESUBMITTING LEFT",
+        "PLACED": "RESUBMITTING LEFT",
+        "RESUBMITTING ATTACHING HANDING_BACK": "= LEFT",
+        "REPLAYING WITHDRAWING": "LEFT",
+    },
     (NoExecutor,): {
         "SUBMITTING WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
         "PLACED REPLAYING WITHDRAWING": "=",
@@ -139,7 +145,7 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
         "REPLAYING": "ENDED",
         "ENDED": "=",
     },
-    (Detached,): {"PLACED REPLAYING": "LEFT", "ENDED": "="},
+    (Detached,): {"PLACED": "RESUBMITTING LEFT", "REPLAYING": "LEFT", "ENDED": "="},
 }
 
 

@@ -120,6 +120,8 @@ def refusal(refused: Refused) -> RequestError:
             if refused.limit == ADAPTER:
                 text = "no executor is left that serves the request's adapter and is large enough for the request"
             return RequestError(refused.reason, text)
+        case Reason.TAKEN_OVER:
+            return taken_over()
         case Reason.NO_EXECUTOR:
             if refused.limit == ADAPTER:
                 return no_executor("no executor that takes work serves the request's adapter now")

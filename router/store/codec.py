@@ -324,8 +324,10 @@ def _adopted(request_id: str, reply: Reply) -> Adopted:
 _ADOPTIONS = ("ADOPTED", "ADOPTED_ENDED")
 
 
-def parse_adopt(request_id: str, reply: Reply) -> Adopted | LedgerState | None:
+def parse_adopt(request_id: str, reply: Reply) -> Adopted | LedgerState | Refused | None:
     """Returns the outcome of adopt.lua."""
+    if reply.status == "TAKEN_OVER":
+        return Refused(Reason.TAKEN_OVER)
     if reply.status in _ADOPTIONS:
         return _adopted(request_id, reply)
     return None if reply.status == "UNKNOWN" else LedgerState(reply.status)

@@ -25,6 +25,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -157,10 +158,10 @@ class OwnershipFilter:
                     self.receive(event)
 
     def take(self, request_id: str, now_ms: int) -> None:
-        """Records that this router owns the request."""
+        """Records that this router owns the request. The reply to an earlier call of it may come later."""
         if self._since_ms and now_ms < next(reversed(self._since_ms.values())) - OVERTAKEN_MS:
             self._since_ms.clear()
-        self._since_ms[request_id] = now_ms
+        self._since_ms[request_id] = max(now_ms, self._since_ms.get(request_id, 0))
         self._since_ms.move_to_end(request_id)
         while now_ms - next(iter(self._since_ms.values())) > KEPT_MS:
             self._since_ms.popitem(last=False)
@@ -171,8 +172,10 @@ class OwnershipFilter:
             self._on_event(event)
         elif event.request_id in self._open_calls:
             self._held[event.request_id].append(event)
-        elif event.at_ms is None or event.at_ms >= self._since_ms.get(event.request_id, 0):
+        elif event.at_ms is None or event.at_ms > (since_ms := self._since_ms.get(event.request_id, 0)):
             self._on_event(event)
+        elif event.at_ms == since_ms:
+            self._on_event(replace(event, is_certain=False) if isinstance(event, TakenOver) else event)
 
 
 class StoreClock:

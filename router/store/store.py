@@ -239,8 +239,9 @@ class AdmissionStore:
             return event
         return event or parse_hand_back(request_id, reply)
 
-    async def adopt(self, request_id: str) -> Adopted | LedgerState | None:
+    async def adopt(self, request_id: str) -> Adopted | LedgerState | Refused | None:
         """Makes this router the owner of a placed request, so that it can attach to its executor. None: unknown id.
+        Refused: it is a choice of a request whose first choice another router has taken over.
 
         A WAITING or LOST request is not changed: only a router that has its prompt can continue it, by a submit. ENDED:
         the request has ended, and it was never placed or its executor is not known.

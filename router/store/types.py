@@ -481,11 +481,13 @@ class Cancelled:
 class TakenOver:
     """Another router has adopted the request. This router no longer owns it, and its stream here ends.
 
-    `at_ms` is the time of the adoption on the ledger's clock.
+    `at_ms` is the time of the adoption on the ledger's clock. Without `is_certain`, this router adopted the request in
+    the same millisecond, and only the ledger knows which of the two was later.
     """
 
     request_id: str
     at_ms: int = field(default=0, compare=False)
+    is_certain: bool = True
 
 
 ANY_ATTEMPT = 1 << 52

@@ -24,7 +24,7 @@ from router.request.errors import output_lost
 from router.request.spec import BEGINNING, ReadPosition
 from router.store.types import Queued
 from router.stream.relay import Relay, Write
-from router.stream.request_stream import RequestStream
+from router.stream.request_stream import Reader, RequestStream
 
 Result = TypeVar("Result")
 
@@ -47,13 +47,16 @@ async def run_all(work: Iterable[Awaitable[Result]]) -> list[Result]:
 
 
 class ChoicesRelay:
-    """Writes the events of all choices to the client. `places` are the positions from which the client reads the
-    choices that it gets."""
+    """Writes the events of all choices for a reader that attends them. `places` are the positions from which the client
+    reads the choices that it gets."""
 
-    def __init__(self, streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition] = ()) -> None:
+    def __init__(
+        self, streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition], reader: Reader
+    ) -> None:
         reading = streams[0].reading
         assert reading is not None
-        self._streams = tuple(streams)
+        self.streams = tuple(streams)
+        self._reader = reader
         self._accepted = reading.accepted
         self._counts = reading.choices
         num_left = self._counts.sent - len(places)
@@ -73,25 +76,20 @@ class ChoicesRelay:
             self._prompt_told.set()
         self._done: dict[int, inference_pb2.Done] = {}
         self._reasons: Counter[str] = Counter()
-        places = (BEGINNING,) * len(self._streams) if self._holds_output else self._places
-        self._relays = self._relays_of(self._streams, places)
+        places = (BEGINNING,) * len(self.streams) if self._holds_output else self._places
+        self._relays = self._relays_of(self.streams, places)
 
     def _relays_of(self, streams: Sequence[RequestStream], places: Sequence[ReadPosition]) -> list[Relay]:
         return [
-            Relay(stream, functools.partial(self._take, choice), place)
+            Relay(stream, functools.partial(self._take, choice), place, self._reader)
             for choice, (stream, place) in enumerate(zip(streams, places, strict=True))
         ]
-
-    @property
-    def readings(self) -> tuple[tuple[RequestStream, int], ...]:
-        """The streams, with the number of this reader in each."""
-        return tuple(reading for relay in self._relays for reading in relay.readings)
 
     @property
     def summary(self) -> str:
         """The number of choices and their finish reasons, for the log. Contains no output."""
         ends = ", ".join(f"{count} {name}" for name, count in sorted(self._reasons.items()))
-        return f"with {len(self._streams)} choices ended: {ends or 'without an end'}"
+        return f"with {len(self.streams)} choices ended: {ends or 'without an end'}"
 
     async def queued(self, queued: Queued) -> None:
         """Sends the position of the first choice in the queue to the client."""
@@ -106,7 +104,7 @@ class ChoicesRelay:
             self._prompt_told.set()
             best = self._best()
             for stream in best:
-                stream.attend()
+                stream.attend(self._reader)
             self._relays[: len(best)] = self._relays_of(best, self._places)
             await run_all([relay.run() for relay in self._relays[: len(best)]])
         await self._send(inference_pb2.StreamEvent(done=self._merged_done()))
@@ -121,7 +119,7 @@ class ChoicesRelay:
                 raise output_lost("log probabilities that the best choices are found by are not known any more")
             scores.append(score)
         ranks = sorted(range(len(scores)), key=lambda choice: -scores[choice])
-        return [self._streams[choice] for choice in ranks[: self._counts.sent]]
+        return [self.streams[choice] for choice in ranks[: self._counts.sent]]
 
     async def _take(self, choice: int, event: inference_pb2.StreamEvent) -> None:
         """Sends the event of a choice. Drops an event that the request has only once and that was already sent."""
@@ -161,10 +159,17 @@ class ChoicesRelay:
         await self._send(event)
 
     async def _send(self, event: inference_pb2.StreamEvent) -> None:
+        """Writes an event. Finishes a write that has started even if another choice has failed: gRPC does not deliver
+        the status of a call whose first write was cancelled, so the client would wait until its deadline."""
         async with self._writing:
             event.seq = self._seq
             self._seq += 1
-            await self._write(event)
+            writing = asyncio.ensure_future(self._write(event))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.gather(writing, return_exceptions=True)
+                raise
 
     def _merged_done(self) -> inference_pb2.Done:
         """Returns the Done of the request. The prompt counts once; its cached tokens are the fewest of any choice.
@@ -198,9 +203,11 @@ def _first_token_ns(timing: types_pb2.Timing) -> float:
 AnyRelay = Relay | ChoicesRelay
 
 
-def relay_of(streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition]) -> AnyRelay:
-    """Returns the relay of a request with these choices. Raises `RequestError` if there are more `places` than choices
-    that the client gets."""
+def relay_of(
+    streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition], reader: Reader
+) -> AnyRelay:
+    """Returns the relay of a request with these choices, for a reader that attends them. Raises `RequestError` if there
+    are more `places` than choices that the client gets."""
     if len(streams) > 1:
-        return ChoicesRelay(streams, write, places)
-    return Relay(streams[0], write, *places)
+        return ChoicesRelay(streams, write, places, reader)
+    return Relay(streams[0], write, places[0] if places else BEGINNING, reader)

@@ -10,6 +10,7 @@ same as if it had been read without interruption.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -24,8 +25,10 @@ from router.request.ids import choice_of
 from router.request.spec import BEGINNING, Delivery, ReadPosition
 from router.store.types import Queued
 from router.stream.parts import ReasoningCount, wire_parts
-from router.stream.request_stream import UNKNOWN_LOGPROBS, News, RequestStream
+from router.stream.request_stream import UNKNOWN_LOGPROBS, News, Reader, RequestStream
 from router.tools.parser import Part
+
+log = logging.getLogger(__name__)
 
 Event = TypeVar("Event")
 OnWritten = Callable[[BaseException | None], None]
@@ -158,10 +161,16 @@ Write = Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]
 
 
 class Relay:
-    """Writes the events of one request to its newest reader, from `place` on. Without `write`, it drains the stream and
-    writes nothing."""
+    """Writes the events of one request for a reader that attends its stream, from `place` on. Without `write`, it
+    drains the stream and writes nothing."""
 
-    def __init__(self, stream: RequestStream, write: Write | None, place: ReadPosition = BEGINNING) -> None:
+    def __init__(
+        self,
+        stream: RequestStream,
+        write: Write | None,
+        place: ReadPosition = BEGINNING,
+        reader: Reader | None = None,
+    ) -> None:
         assert stream.reading is not None
         self._stream = stream
         self._reading = stream.reading
@@ -175,10 +184,11 @@ class Relay:
         # Bytes of text that the client has. None: unknown until the tokens that it has are detokenized again.
         self._num_bytes_known = place.text_bytes if place.offset else place.text_bytes or 0
         self._num_text_bytes = 0
-        self.reader = stream.reader
+        self._reader = reader
         self._seq = 0
-        # The offset of the first token that has not been sent, and the text that has not been sent.
-        self._next_offset = place.offset
+        # The offset of the first token that has not been sent, and the text that has not been sent. All tokens before
+        # `_num_sent` were written, which the end of the request checks.
+        self._next_offset = self._num_sent = place.offset
         self._unsent_text = ""
         # State of writes that a callback starts for new tokens, without waking this relay's task: whether a write may
         # start now, whether none is in progress, the offset and number of its tokens, and the error of a failed write.
@@ -197,9 +207,9 @@ class Relay:
         self._end_name = "without an end"
 
     @property
-    def readings(self) -> tuple[tuple[RequestStream, int], ...]:
-        """The stream, with the number of this reader."""
-        return ((self._stream, self.reader),)
+    def streams(self) -> tuple[RequestStream, ...]:
+        """The stream."""
+        return (self._stream,)
 
     @property
     def mean_logprob(self) -> float | None:
@@ -233,18 +243,19 @@ class Relay:
         try:
             await self._run()
         finally:
-            self._may_begin, self._stream.on_output = False, None
+            self._stop_listening()
             if self._writer is not None:
                 self._writer.close()
 
     async def _run(self) -> None:
         while True:
-            if not await self._wait():
+            is_in_time = await self._wait()
+            news = self._stream.take(self._reader)
+            if not is_in_time:
                 self._stream.finish(DEADLINE_END)
-                await self._send_tokens(self._stream.take(self.reader))
+                await self._send_tokens(news)
                 await self._finish(inference_pb2.Finished(reason=types_pb2.FINISH_REASON_DEADLINE))
                 return
-            news = self._stream.take(self.reader)
             await self._send_progress(news)
             await self._send_prompt(news)
             await self._send_tokens(news)
@@ -265,23 +276,27 @@ class Relay:
         stream = self._stream
         # Not before the first token, because this task checks its deadline, and not with stop strings.
         is_reading_on = self._has_sent_tokens and not self._text.has_stops
-        stream.on_output = self._on_output if is_reading_on else None
+        stream.listen(self._reader, self._on_output if is_reading_on else None)
         self._may_begin = is_reading_on and self._writer is not None and not self._writer.needs_task
         try:
             is_in_time = await self._wait_until_deadline()
         finally:
-            self._may_begin, stream.on_output = False, None
+            self._stop_listening()
         await self._is_idle.wait()
         if self._failure is not None:
             raise self._failure
         return is_in_time
+
+    def _stop_listening(self) -> None:
+        self._may_begin = False
+        self._stream.listen(self._reader, None)
 
     async def _wait_until_deadline(self) -> bool:
         stream = self._stream
         has_first_token = stream.clock.first_token is not None or stream.was_adopted
         deadline = None if stream.has_ended else self._reading.deadlines.next(has_first_token)
         if deadline is None:
-            await stream.changed()
+            await stream.changed(self._reader)
             return True
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
@@ -289,7 +304,7 @@ class Relay:
         try:
             # Not `asyncio.wait_for`: in Python 3.11 it can drop a cancel that arrives together with the news.
             async with asyncio.timeout(remaining_s):
-                await stream.changed()
+                await stream.changed(self._reader)
         except TimeoutError:
             return False
         return True
@@ -306,7 +321,7 @@ class Relay:
 
     def _begin_output(self) -> None:
         try:
-            offset, token_ids = self._stream.take_output()
+            offset, token_ids = self._stream.take_output(self._reader)
             self._feed(offset, token_ids, is_stop_token=False)
             event = self._stamped(self._unsent())
         except Exception as error:
@@ -427,8 +442,10 @@ class Relay:
         return event
 
     def _record_sent(self, offset: int, num_tokens: int) -> None:
+        if offset == self._num_sent:
+            self._num_sent += num_tokens
         if self._write is not None:
-            self._stream.record.sent(self.reader, offset, num_tokens, is_first_known=not self._stream.was_adopted)
+            self._stream.record.sent(self._reader, offset, num_tokens, is_first_known=not self._stream.was_adopted)
 
     def _name_tokens(self, logprobs: Iterable[types_pb2.PositionLogprobs]) -> None:
         for values in logprobs:
@@ -439,6 +456,8 @@ class Relay:
     def _feed(self, offset: int, token_ids: list[int], is_stop_token: bool) -> None:
         """Detokenizes tokens, the first of which is at `offset`. While tokens may be reasoning, they are taken one at a
         time to count them."""
+        if offset > self._text.num_tokens and token_ids and self._text.matched is None:
+            raise self._incomplete()
         num_taken, counts = 0, True
         while counts and num_taken < len(token_ids) and self._text.matched is None:
             counts = self._reasoning is not None and not self._reasoning.is_over
@@ -474,6 +493,8 @@ class Relay:
             # Another router stopped the request there. The executor holds only a part of the output, so the text does
             # not reach the stop string here.
             raise output_lost("the output that is left of the request ends before its stop text")
+        if self._text.num_tokens < len(self._stream.output_ids):
+            raise self._incomplete()
         finished = inference_pb2.Finished(reason=types_pb2.FinishReason.Name(end.reason))
         if end.stop_token_id is not None:
             finished.stop_token_id = end.stop_token_id
@@ -481,7 +502,9 @@ class Relay:
 
     async def _finish(self, finished: inference_pb2.Finished, constraint_unfinished: bool | None = None) -> None:
         """Sends Finished and Done. Only the executor knows whether a constraint is satisfied; None: it has not reported
-        it, so the constraint counts as unfinished."""
+        it, so the constraint counts as unfinished. Raises `RequestError` unless every token before the end was sent."""
+        if self._num_sent < self._text.num_tokens:
+            raise self._incomplete()
         finished.constraint_unfinished = self._reading.is_constrained and constraint_unfinished is not False
         self._end_name = types_pb2.FinishReason.Name(finished.reason)
         if self._parser is not None:
@@ -495,6 +518,13 @@ class Relay:
             reasoning_tokens=0 if self._reasoning is None else self._reasoning.num_tokens,
         )
         await self._send(inference_pb2.StreamEvent(done=inference_pb2.Done(usage=usage, timing=self._timing())))
+
+    def _incomplete(self) -> RequestError:
+        """Records a token that is missing, and returns the error that the client gets instead of an end."""
+        num_known = len(self._stream.output_ids)
+        log.error("%s: %d of %d tokens were sent before the end", self._stream.request_id, self._num_sent, num_known)
+        self._stream.record.incomplete()
+        return RequestError(Reason.INTERNAL, f"the output is incomplete after token {self._num_sent}; resume it there")
 
     def _timing(self) -> types_pb2.Timing:
         clock = self._stream.clock

@@ -1,6 +1,6 @@
 """The output of one request, from its admission until some time after its end.
 
-`RequestStream` collects the tokens that executors send, by offset, and gives them to one reader, which writes to the
+`RequestStream` collects the tokens that executors send, by offset, and gives them to one `Reader`, which writes to the
 client. A later reader gets all output from the beginning, and the previous reader fails with TAKEN_OVER. The life cycle
 (`router.lifecycle`) tracks the state of the request. A stream never uses Redis or gRPC. Invariants: `output_ids[i]` is
 the token at offset i and never changes; no output arrives after the end.
@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
+from typing import TypeVar
 
-from common.errors import RequestError
+from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, types_pb2
 from router.lifecycle.events import End, ReaderEnded, RequestState, RequeueReason, Submit
 from router.lifecycle.lifecycle import Lifecycle
@@ -25,6 +26,8 @@ from router.request.executor_context import FrameError, context_of
 from router.request.spec import Delivery
 from router.store.types import Demand, Ending, Placement, Queued, TakenOver
 from router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, RequestRecord, outcome_of
+
+Result = TypeVar("Result")
 
 OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
 
@@ -101,6 +104,36 @@ class Clock:
     last_token: float | None = None
 
 
+class Reader:
+    """A call that reads a request: all its choices. It is taken before the call first waits.
+
+    `number` orders the calls of this router: a later call has a greater one. Once a later call, on this or another
+    router, reads any choice, this one is displaced from all of them and ends with TAKEN_OVER. So one call gets all
+    choices, however the steps of several calls are mixed.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self._displaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_displaced(self) -> bool:
+        return self._displaced.done()
+
+    def displace(self) -> None:
+        """Ends the reading. Safe to repeat."""
+        if not self._displaced.done():
+            self._displaced.set_result(None)
+
+    async def await_unless_displaced(self, answer: asyncio.Future[Result]) -> Result:
+        """Waits for an answer that other calls may wait for, too. Raises `RequestError` TAKEN_OVER as soon as this
+        reader is displaced."""
+        await asyncio.wait((answer, self._displaced), return_when=asyncio.FIRST_COMPLETED)
+        if self._displaced.done():
+            raise taken_over()
+        return answer.result()
+
+
 class RequestStream:
     """The output of one request.
 
@@ -139,7 +172,8 @@ class RequestStream:
         # The request already ran when this router adopted it. The time of its first token is unknown, and this router
         # may not have received all output that the client already has.
         self.was_adopted = False
-        self.reader = 0  # the number of the reader that may call `next`; increases with every reader
+        # The one that may take news. None: no call has read the request here yet.
+        self.reader: Reader | None = None
         self._reached = Reached.NONE
         self._seat = Seat.NONE
         self._num_placements = 0
@@ -324,15 +358,29 @@ class RequestStream:
         if self._seat is Seat.HELD:
             self._seat = Seat.NONE
 
-    def attend(self) -> int:
-        """Adds a reader, which gets all news from the beginning and replaces the previous reader. Returns its number
-        for `next`."""
-        self.reader += 1
+    def attend(self, reader: Reader) -> None:
+        """Gives all news from the beginning to a reader and displaces the previous one. Raises `RequestError`
+        TAKEN_OVER if the reader is displaced already, or a later call reads the request."""
+        current = self.reader
+        if reader.is_displaced or (current is not None and current.number > reader.number):
+            reader.displace()
+            raise taken_over()
+        if current is not None and current is not reader:
+            current.displace()
+        self._begin_reading(reader)
+
+    def drain(self) -> Reader:
+        """Replaces a reader that has left by one that has no client, until a call attends. Returns it."""
+        reader = Reader(0 if self.reader is None else self.reader.number)
+        self._begin_reading(reader)
+        return reader
+
+    def _begin_reading(self, reader: Reader) -> None:
+        self.reader = reader
         self.on_output = None
         self._unreported = (0, ACCEPTED, ACCEPTED | STARTED)[self._reached]
         self._num_taken = 0
-        self._changed.set()
-        return self.reader
+        self._changed.set()  # also for the previous reader, which may wait
 
     def accept(self) -> None:
         """Records that the executor accepted the placement."""
@@ -382,8 +430,10 @@ class RequestStream:
         else:
             self.on_output()
 
-    def take_output(self) -> tuple[int, list[int]]:
-        """Returns the tokens that the reader has not taken, and the offset of the first."""
+    def take_output(self, reader: Reader | None) -> tuple[int, list[int]]:
+        """Returns the tokens that the reader has not taken, and the offset of the first. Raises `RequestError`
+        TAKEN_OVER if another reader replaced this one."""
+        self._check_reader(reader)
         offset, self._num_taken = self._num_taken, len(self.output_ids)
         return offset, self.output_ids[offset:]
 
@@ -451,6 +501,8 @@ class RequestStream:
     def publish_end(self) -> None:
         """Tells the reader that the end or the error of the request is known, and records it."""
         self._changed.set()
+        if self.life.error is not None and self.life.error.reason is Reason.TAKEN_OVER and self.reader is not None:
+            self.reader.displace()  # another router reads this choice, and will read the others
         if self.life.end is not None:
             self._record_end(outcome_of(self.life.end.reason))
         elif self.life.state is RequestState.LEFT:
@@ -469,23 +521,32 @@ class RequestStream:
         decode_s = None if first is None or last is None else last - first
         self.record.ended(outcome, len(self.output_ids), decode_s, is_error=is_error)
 
-    async def next(self, reader: int = 0) -> News:
+    async def next(self, reader: Reader | None = None) -> News:
         """Waits for news and takes all of it. Raises `RequestError` TAKEN_OVER if another reader replaced this one."""
-        await self.changed()
+        await self.changed(reader)
         return self.take(reader)
 
-    async def changed(self) -> None:
-        """Waits for news."""
-        await self._changed.wait()
+    async def changed(self, reader: Reader | None) -> None:
+        """Waits for news. Returns at once for a reader that another one has replaced: the news is not for it."""
+        if reader is self.reader:
+            await self._changed.wait()
+
+    def listen(self, reader: Reader | None, on_output: Callable[[], None] | None) -> None:
+        """Sets `on_output`, unless another reader replaced this one."""
+        if reader is self.reader:
+            self.on_output = on_output
 
     def wake(self) -> None:
         """Wakes the reader."""
         self._changed.set()
 
-    def take(self, reader: int) -> News:
-        """Takes all news. Raises `RequestError` TAKEN_OVER if another reader replaced this one."""
-        if reader != self.reader:
+    def _check_reader(self, reader: Reader | None) -> None:
+        if reader is not self.reader:
             raise taken_over()
+
+    def take(self, reader: Reader | None) -> News:
+        """Takes all news. Raises `RequestError` TAKEN_OVER if another reader replaced this one."""
+        self._check_reader(reader)
         self._changed.clear()
         news = News(
             bool(self._unreported & ACCEPTED),

@@ -148,7 +148,7 @@ class SubPoolStore:
             if index and not await self._claim_moves(demand, order[index - 1], number):
                 break
             outcome = await self._submit_to(number, asked)
-            if not isinstance(outcome, Refused):
+            if not isinstance(outcome, Refused) or outcome.reason is Reason.TAKEN_OVER:
                 return outcome
             refusals.append(outcome)
             if sum(refused.reason in FULL for refused in refusals) == MAX_FULL:
@@ -254,13 +254,13 @@ class SubPoolStore:
 
         return await self._ask(request_id, hand_back_in, lambda found: int(found is HandBackRefusal.UNKNOWN), 1)
 
-    async def adopt(self, request_id: str) -> Adopted | LedgerState | None:
+    async def adopt(self, request_id: str) -> Adopted | LedgerState | Refused | None:
         """Adopts from the sub-pool that has the request."""
 
-        async def adopt_in(store: AdmissionStore) -> Adopted | LedgerState | None:
+        async def adopt_in(store: AdmissionStore) -> Adopted | LedgerState | Refused | None:
             return await store.adopt(request_id)
 
-        def rank(found: Adopted | LedgerState | None) -> int:
+        def rank(found: Adopted | LedgerState | Refused | None) -> int:
             if isinstance(found, Adopted):
                 return int(found.ended)
             return 3 if found is None else 2

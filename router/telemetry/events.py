@@ -104,6 +104,9 @@ class RequestRecorder(Protocol):
     def resumed(self) -> None:
         """A client resumed it."""
 
+    def incomplete(self) -> None:
+        """A token was missing from what a client was sent. This is a bug of the router."""
+
     def ended(self, end: RequestEnd) -> None:
         """It ended."""
 
@@ -153,8 +156,8 @@ class RequestRecord:
         self._is_over = False
         # Output tokens that were sent to some reader, from offset 0 on.
         self._num_sent = facts.prior_tokens
-        self._reader: int | None = None
-        self._last_sent = 0.0
+        self._reader: object = None
+        self._last_sent: float | None = None
 
     @property
     def traceparent(self) -> str:
@@ -200,11 +203,11 @@ class RequestRecord:
             for recorder in self._recorders:
                 recorder.preempted()
 
-    def sent(self, reader: int, offset: int, num_tokens: int, *, is_first_known: bool) -> None:
+    def sent(self, reader: object, offset: int, num_tokens: int, *, is_first_known: bool) -> None:
         """Tokens from `offset` on were sent to a reader. Tokens that another reader got before are not counted again.
         `is_first_known`: this router sent the first token of the request."""
         now = time.monotonic()
-        interval_s = now - self._last_sent if reader == self._reader else None
+        interval_s = now - self._last_sent if self._last_sent is not None and reader is self._reader else None
         self._reader, self._last_sent = reader, now
         num_new = offset + num_tokens - max(self._num_sent, offset)
         if num_new <= 0:
@@ -230,6 +233,11 @@ class RequestRecord:
         """A client came back to it."""
         for recorder in self._recorders:
             recorder.resumed()
+
+    def incomplete(self) -> None:
+        """A token was missing from what a client was sent."""
+        for recorder in self._recorders:
+            recorder.incomplete()
 
     def ended(self, outcome: str, output_tokens: int, decode_s: float | None, *, is_error: bool = False) -> None:
         """It ended. Ignored if it was never admitted, or has ended."""

@@ -136,6 +136,9 @@ class ModelLatencies:
     def resumed(self) -> None:
         """No latency follows from it."""
 
+    def incomplete(self) -> None:
+        """No latency follows from it."""
+
     def ended(self, end: RequestEnd) -> None:
         self._ended.add(self._clock())
 

@@ -82,6 +82,9 @@ class RouterMetrics:
         )
         self.resumed = self._counter("inflight_resumed", "Resumed streams.", ("model",))
         self.breaches = self._counter("inflight_executor_protocol_breaches", "Links ended by false messages.", ())
+        self.incomplete = self._counter(
+            "inflight_incomplete_streams", "Streams ended with INTERNAL because a token was missing.", ("model",)
+        )
         self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
         self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}
@@ -92,6 +95,7 @@ class RouterMetrics:
                 self.output_tokens,
                 self.extensions,
                 self.resumed,
+                self.incomplete,
             ):
                 counter.labels(model)  # is there from the beginning, at 0
 
@@ -136,6 +140,7 @@ class _Measures:
         self.output_tokens = metrics.output_tokens.labels(model)
         self.extensions = metrics.extensions.labels(model)
         self.resumed = metrics.resumed.labels(model)
+        self.incomplete = metrics.incomplete.labels(model)
         self._metrics = metrics
         self._gen_ai = gen_ai
         self._class = (model, priority_class)
@@ -191,6 +196,9 @@ class RequestMeter:
 
     def resumed(self) -> None:
         self._measures.resumed.inc()
+
+    def incomplete(self) -> None:
+        self._measures.incomplete.inc()
 
     def ended(self, end: RequestEnd) -> None:
         self._measures.ended(end)

@@ -139,6 +139,9 @@ class RequestTrace:
     def resumed(self) -> None:
         """The call that resumes has its own span."""
 
+    def incomplete(self) -> None:
+        """The span of the call has the error."""
+
     def ended(self, end: RequestEnd) -> None:
         if self._placement is not None and end.is_error:
             _fail(self._placement, end.outcome)

@@ -126,7 +126,7 @@ def test_ledger_is_told_only_numbers_that_it_can_count_with(report: executor_pb2
     link = ExecutorLink("e0:1", "router", ScriptedRouter("m").pools)
     link.description.CopyFrom(DESCRIPTION)
     try:
-        check_frame(executor_pb2.ServeResponse(generation=1, report=report), DESCRIPTION, (), ())
+        check_frame(executor_pb2.ServeResponse(generation=1, report=report), DESCRIPTION, {}, ())
     except FrameError:
         return
     told = ledger_report(link, report)

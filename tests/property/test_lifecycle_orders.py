@@ -15,6 +15,9 @@ from tests.lifecycle_world import Action, World, new_world
 
 # What no pause, lease or audit is needed after.
 UNREPAIRED = ("leave", "cancel", "preempt")
+# More calls of one request with its key. Not those with its resume token: here they can come before any executor has
+# the request, and end it then.
+READ = ("repeat",)
 # One failure or choice of a client, or two, in any place of the order.
 QUICK = (
     (),
@@ -45,6 +48,9 @@ LONG = (
     ("crash r0", "repeat a r1"),
     ("crash r0", "resume a r1"),
     ("stop r0", "repeat a r1"),
+    # Two and three readers with one key on two routers.
+    ("repeat a r1", "repeat a r0"),
+    ("resume a r1", "repeat a r0"),
 )
 
 
@@ -60,12 +66,15 @@ def explore(first: World) -> int:
     """Takes every order of steps to its end. Returns the number of different worlds."""
     seen = {first.key()}
     pending: list[tuple[World, tuple[Action, ...]]] = [(first, ())]
+    is_only_read = all(fault.startswith(READ) for fault in first.faults)
     is_repaired = not all(fault.startswith(UNREPAIRED) for fault in first.faults)
     while pending:
         world, path = pending.pop()
         assert is_repaired or ("timer",) not in world.actions(), f"an audit has to settle what is left after {path}"
         if world.is_at_rest():
             _check(world.check_end, path)
+            if is_only_read:
+                _check(lambda world=world: world.check_read("a"), path)
         for action in world.actions():
             following = world.copy()
             _check(lambda world=following, action=action: world.step(action), (*path, action))

@@ -14,7 +14,7 @@ from router.lifecycle.events import End
 from router.request.spec import Deadlines, Delivery, ReadPosition
 from router.store.types import Demand
 from router.stream.relay import Relay, TimedWriter
-from router.stream.request_stream import RequestStream
+from router.stream.request_stream import Reader, RequestStream
 from router.text.output import OutputText
 from router.tools.formats import AnswerFormat
 from router.tools.parser import AnswerParser
@@ -75,9 +75,10 @@ class Stage:
             if len(events) == num_events:
                 raise ConnectionError
 
-        self.stream.attend()
+        reader = Reader()
+        self.stream.attend(reader)
         writer = TimedWriter(write, 60.0, needs_task=self._needs_task)
-        relay = asyncio.create_task(Relay(self.stream, writer, place).run())
+        relay = asyncio.create_task(Relay(self.stream, writer, place, reader).run())
         for end in ends:
             for offset in range(len(self.stream.output_ids), end):
                 self.stream.token(offset, self.ids[offset])

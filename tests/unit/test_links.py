@@ -9,9 +9,12 @@ import pytest
 
 from inflight.v1 import executor_pb2
 from router.executors import link as links
-from router.executors.link import ExecutorLink
+from router.executors.frame_checks import check_frame
+from router.executors.link import Answer, ExecutorLink, OnAnswer
+from router.request.executor_context import FrameError
 from router.store.types import Lost
-from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
+from router.stream.request_stream import RequestStream, unread_stream
+from tests.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
 
 
 class StillCall:
@@ -94,3 +97,46 @@ async def test_token_of_a_void_placement_is_dropped() -> None:
         second.receive(steps(1, offset=2, cached=0))
         # Then only what the second one says counts
         assert stream.output_ids == [3, 4, 1]
+
+
+async def test_each_attach_of_a_placement_is_answered_in_order() -> None:
+    """A router that loses a request and gets it back attaches again before the first answer."""
+    link = ScriptedRouter("m").link("e0", "m")
+    answers: list[str] = []
+
+    def on_answer(name: str) -> OnAnswer:
+        def take(answer: Answer) -> RequestStream:
+            answers.append(name)
+            return unread_stream("r")
+
+        return take
+
+    for name in ("first", "second"):
+        link.attach("r", 1, 0, on_answer(name))
+    both = executor_pb2.ServeResponse(generation=link.description.generation)
+    for slot in (3, 4):
+        both.attached.add(request_id="r", attempt=1, slots=[slot])
+    both.step.detached.append(3)
+    check_frame(both, link.description, link._offered, link._seated.keys(), link._attaching)
+    link.receive(both)
+    assert answers == ["first", "second"]
+    assert list(link._seated) == [4]
+    with pytest.raises(FrameError, match="not offered"):
+        check_frame(both, link.description, link._offered, link._seated.keys(), link._attaching)
+
+
+async def test_executor_that_refuses_the_second_offer_of_a_placement_accepts_the_first() -> None:
+    router = ScriptedRouter("m")
+    link = router.link("e0", "m")
+    streams = [new_stream(), new_stream()]
+    async with router.running():
+        for stream in streams:
+            link.submit(stream, place(stream, placement()))
+        refused = executor_pb2.ServeResponse()
+        refused.rejected.add(request_id="r", attempt=1, reason=executor_pb2.REJECT_REASON_STALE_ATTEMPT)
+        link.receive(refused)
+        accepted = accepts(1)
+        accepted.generation = link.description.generation
+        check_frame(accepted, link.description, link._offered, link._seated.keys(), link._attaching)
+        link.receive(accepted)
+    assert [stream.has_been_accepted for stream in streams] == [True, False]

@@ -51,6 +51,9 @@ class Told:
     def resumed(self) -> None:
         self.facts.append(("resumed",))
 
+    def incomplete(self) -> None:
+        self.facts.append(("incomplete",))
+
     def ended(self, end: Any) -> None:
         self.facts.append(("ended", end.outcome, end.is_error, end.output_tokens))
 

@@ -131,7 +131,7 @@ def test_refusal_reaches_also_who_wanted_to_attach(world: World) -> None:
     assert world.placements.num_held == 0
 
 
-def test_who_asked_last_reads_and_each_is_answered_once(world: World) -> None:
+def test_who_asked_last_reads_and_each_attach_is_answered(world: World) -> None:
     first, second = router(), router()
     sequence = world.offer(router(), "a")
     attach = executor_pb2.Attach(request_id="a", attempt=1)
@@ -140,8 +140,8 @@ def test_who_asked_last_reads_and_each_is_answered_once(world: World) -> None:
 
     world.accept(sequence)
 
-    assert len(take(first).attached) == 1
-    second_response = take(second)
+    first_response, second_response = take(first), take(second)
+    assert (len(first_response.attached), len(first_response.step.detached)) == (2, 1)
     assert len(second_response.attached) == len(second_response.step.detached) == 1
     world.step(sequence)
     assert list(take(first).step.token_ids) == [7]

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from common.errors import Reason
 from router.store.codec import parse_reply, submit_args
 from router.store.mailbox import KEPT_MS, OwnershipFilter
 from router.store.types import (
@@ -22,6 +23,7 @@ from router.store.types import (
     Lost,
     Placement,
     Queued,
+    Refused,
     StoreEvent,
     TakenOver,
 )
@@ -357,3 +359,23 @@ async def test_router_that_lets_a_request_go_leaves_it_to_another_that_has_it(st
     assert await a.store.cancel("k", is_own=True) == CancelOutcome(None)
     assert await b.told() == []
     assert (await b.store.cancel("k", is_own=True)).state is LedgerState.WAITING
+
+
+async def test_router_that_has_lost_the_first_choice_gets_none_of_the_later_ones(store_pool: StorePool) -> None:
+    """Of two routers with calls of one request, one must get all choices, however their submits are mixed."""
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    later = dataclasses.replace(KEYED, request_id="k~1", num_choices=0)
+    first = await a.place_demand(KEYED)
+    assert await b.store.submit(KEYED) == Adopted(first, ended=False)
+
+    refused = Refused(Reason.TAKEN_OVER)
+    assert await a.store.submit(later) == refused
+    placement = await b.store.submit(later)
+    assert isinstance(placement, Placement)
+    assert await a.store.submit(later) == refused
+    assert await a.store.adopt("k~1") == refused
+
+    # Once it has the first choice again, it gets the others, too
+    assert await a.store.submit(KEYED) == Adopted(first, ended=False)
+    assert await a.store.submit(later) == Adopted(placement, ended=False)

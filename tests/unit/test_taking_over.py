@@ -13,6 +13,7 @@ from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from router.dispatch.dispatcher import Dispatcher
 from router.executors.link import ExecutorLink
 from router.lifecycle.events import End
+from router.store.mailbox import OwnershipFilter
 from router.store.types import (
     Adopted,
     Demand,
@@ -23,10 +24,11 @@ from router.store.types import (
     Lost,
     Placement,
     Queued,
+    StoreEvent,
     TakenOver,
 )
 from router.stream.relay import Relay
-from router.stream.request_stream import RequestStream
+from router.stream.request_stream import Reader, RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
     ScriptedStore,
@@ -94,10 +96,12 @@ async def test_request_that_is_taken_over_is_neither_settled_nor_cancelled(scene
         await scene.run_here(1, 2)
         if by_ledger:
             scene.store.tell(TakenOver("r"))
-        else:
+        else:  # the ledger is asked whether it is so
+            scene.store.answers.append(Duplicate(LedgerState.PLACED))
             scene.link.receive(detached())
+            await settled()
         assert scene.is_taken_over()
-        scene.dispatcher.leave(scene.stream, 0)
+        scene.dispatcher.leave(scene.stream, None)
         # What still comes of it is not for this router
         scene.store.tell(TakenOver("r"))
         if by_ledger:
@@ -108,6 +112,48 @@ async def test_request_that_is_taken_over_is_neither_settled_nor_cancelled(scene
         assert not scene.link._outbox.cancels
         assert scene.stream.output_ids == [1, 2]
         assert await scene.dispatcher.find("r") is None
+
+
+@pytest.mark.parametrize("by_ledger", [True, False])
+async def test_router_that_is_displaced_by_a_late_attach_attaches_again(scene: Scene, by_ledger: bool) -> None:
+    """Another router had the request before this one. Its attach, or the event of its takeover, comes only now."""
+    async with scene.router.running():
+        await scene.run_here(1, 2)
+        scene.store.answers.append(Adopted(placement(), ended=False))
+        if by_ledger:
+            scene.store.tell(TakenOver("r", is_certain=False))
+        else:
+            scene.link.receive(detached())
+        await settled()
+        assert scene.store.demands[-1].is_served
+        assert [attach.offset for attach in scene.link._outbox.attaches] == [0]
+        scene.link.receive(attached())
+        scene.link.receive(steps(1, 2, 3, slot=3, end=LENGTH))
+        await settled()
+        assert scene.stream.output_ids == [1, 2, 3]
+        assert scene.stream.end is not None
+        assert scene.store.endings == [Ending("r", 1, computed_tokens=6, output_tokens=3, by_itself=True)]
+
+
+async def test_takeover_in_the_millisecond_of_an_adoption_is_not_certain() -> None:
+    events: list[StoreEvent] = []
+    ownership = OwnershipFilter(events.append)
+    ownership.take("r", 1000)
+    for at_ms in (999, 1000, 1001):
+        ownership.receive(TakenOver("r", at_ms))
+    assert [(event.at_ms, event.is_certain) for event in events if isinstance(event, TakenOver)] == [
+        (1000, False),
+        (1001, True),
+    ]
+
+
+async def test_reply_that_was_overtaken_by_a_later_one_does_not_revive_a_takeover_in_between() -> None:
+    events: list[StoreEvent] = []
+    ownership = OwnershipFilter(events.append)
+    ownership.take("r", 1000)
+    ownership.take("r", 990)
+    ownership.receive(TakenOver("r", 995))
+    assert events == []
 
 
 async def test_slot_of_a_request_that_was_taken_over_is_used_again(scene: Scene) -> None:
@@ -148,7 +194,8 @@ async def resumed(scene: Scene, *answers: executor_pb2.ServeResponse, ended: boo
 async def test_adopted_request_goes_on_as_any_other(scene: Scene) -> None:
     async with scene.router.running():
         stream = await resumed(scene, attached(), steps(1, 2, slot=3))
-        reader = stream.attend()
+        reader = Reader(1)
+        stream.attend(reader)
         news = await stream.next(reader)
         assert (news.accepted, news.started, news.token_ids) == (True, True, [1, 2])
         scene.link.receive(steps(3, offset=2, slot=3, end=LENGTH))
@@ -173,7 +220,9 @@ async def test_adopted_request_whose_executor_is_lost_then_goes_on_elsewhere(sce
 async def test_ended_request_is_replayed_with_its_end_and_not_settled(scene: Scene) -> None:
     async with scene.router.running():
         stream = await resumed(scene, attached(), steps(1, slot=3, end=CANCELLED), ended=True)
-        news = await stream.next(stream.attend())
+        reader = Reader(1)
+        stream.attend(reader)
+        news = await stream.next(reader)
         assert news.end is not None
         assert news.end.reason == CANCELLED
         await settled()

@@ -4,6 +4,7 @@
 -- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] until when the caller waits, or ''
 -- returns     {'ADOPTED', attempt, executor, generation, blocks, 1 for a suspect, adapter} | {'ADOPTED_ENDED', …}: it has ended,
 --             there | {'WAITING'} | {'LOST'} | {'ENDED'}: never placed, or its executor is not known | {'UNKNOWN'}
+--             | {'TAKEN_OVER'}: another router has taken over the first choice of this one's request
 --             | {'AGAIN'} | {'LATE'}: the caller no longer waits
 -- complexity  O(log R) for R routers
 -- Changes only the owner of a placed request; the previous owner is notified if it is alive. A repeated call returns
@@ -15,6 +16,9 @@ if is_late(ARGV[3]) then
   return finish({'LATE'})
 end
 register()
+if has_lost_first_choice(id) then
+  return finish({'TAKEN_OVER'})
+end
 local request = load_request(id)
 if not request then
   local ended = ended_ms(id)

@@ -9,7 +9,8 @@
 --             executor, generation, blocks, 1 for a suspect, adapter} | {'QUEUED', number ahead, estimated wait or ''}
 --             | {'ADOPTED', …}: placed before, and its executor may know it | {'ADOPTED_ENDED', …}: it has
 --             ended, there | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one
---             of NO_EXECUTOR, NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state}
+--             of NO_EXECUTOR, NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE, TAKEN_OVER: another router
+--             has taken over the first choice | {'DUPLICATE', state}
 --             | {'DROPPED'}: as the event says | {'AGAIN'}: call again for this one. A later request of the call may
 --             place one that is QUEUED: then there is an event
 -- complexity  O(log N) for each and N waiting, and that of board if it may be placed at once
@@ -218,6 +219,9 @@ end
 -- Handles the request at hand. Returns its outcome.
 local function submit(at)
   local max_bypass, age_ms, preempts, remember_ms, tolerated_ttft_ms = read(at)
+  if choices == 0 and not is_served and has_lost_first_choice(id) then
+    return {'REFUSED', 'TAKEN_OVER', '', ''}
+  end
   local known = load_request(id)
   if known then
     return without_seat(known)

@@ -288,6 +288,14 @@ local function requeue(id, request, output)
   save_request(id, request)
 end
 
+-- Whether another living router has taken over the first choice of a request, of which `id` is a later one. That router
+-- takes over, or submits, the later ones, too; of several calls, the one that took the first choice last gets them all.
+local function has_lost_first_choice(id)
+  local first_id = string.match(id, '^(.*)~%d+$')
+  local request = first_id and load_request(first_id)
+  return request and request.owner ~= CALLER and lives(request.owner)
+end
+
 -- Makes the caller the owner and notifies the previous owner. The caller has checked that it is reachable, and saves
 -- it.
 local function take_over(id, request)

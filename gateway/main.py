@@ -65,7 +65,9 @@ async def run_gateway(settings: GatewaySettings) -> int:
     async with _following(certificates):
         await signals.drain.wait()
 
-    await app.drain(settings.drain_timeout_s)
+    app.drain()
+    if num_open := await port.drain(settings.drain_timeout_s):
+        log.warning("drain: %d connections are still in use; their requests are aborted", num_open)
     await port.stop()
     await client.close()
     log.info("stopped")

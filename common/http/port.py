@@ -32,7 +32,8 @@ class _Server(uvicorn.Server):
 class HttpPort:
     """Serves `app` over HTTP/1.1. After `stop` it cannot be started again.
 
-    Streams that still run `grace_s` seconds after `stop` are cut off. With `tls` it serves only HTTPS.
+    Call `drain` before `stop` if clients keep their connections. Streams that still run `grace_s` seconds after `stop`
+    are cut off. With `tls` it serves only HTTPS.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class HttpPort:
         limits: HttpLimits = DEFAULT_LIMITS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._connections = OpenConnections(limits)
         config = uvicorn.Config(
             app,
             loop="none",
-            http=functools.partial(HttpConnection, limits, OpenConnections(limits)),  # type: ignore[arg-type]  # it is called, no more
+            http=functools.partial(HttpConnection, limits, self._connections),  # type: ignore[arg-type]  # it is called, no more
             ws="none",
             lifespan="off",
             log_config=None,
@@ -73,6 +75,17 @@ class HttpPort:
         port.listen(BACKLOG)
         self._serving = asyncio.create_task(self._server.serve(sockets=[port]), name=f"http {address}")
         return address
+
+    async def drain(self, timeout_s: float) -> int:
+        """Closes idle connections at once, and every other one after its next response, which has `Connection: close`.
+
+        New connections are accepted, for one request each: its scope's state has `OPENED_IN_DRAIN`. Returns when the
+        connections are closed that were open, or after `timeout_s` seconds; then with the number that still is.
+        """
+        # Requests that have arrived at idle connections are read first: the loop polls, then calls the readers.
+        for _ in range(2):
+            await asyncio.sleep(0)
+        return await self._connections.drain(timeout_s)
 
     async def stop(self) -> None:
         """Accepts no more connections, lets calls end within the grace period, and returns when all are closed."""

@@ -408,7 +408,7 @@ async def test_drain_lets_streams_end_and_refuses_new_requests(
         gateway.openai() as client,
         httpx2.AsyncClient(timeout=60) as http,
     ):
-        draining = asyncio.create_task(gateway.app.drain(WAIT_S))
+        draining = asyncio.create_task(gateway.drain(WAIT_S))
         await asyncio.sleep(0)
         with pytest.raises(openai.InternalServerError) as refused:
             await client.completions.create(model=pool, prompt="t1")

@@ -35,7 +35,8 @@ _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
 
 @dataclass(slots=True)
 class FinishedChoice:
-    """One complete choice. `text` is without reasoning and calls if it has any."""
+    """One complete choice. `text` is without reasoning and calls if it has any. `is_cut`: a stop cut off a call, or the
+    form that was asked for."""
 
     text: str
     reason: FinishReason
@@ -43,6 +44,7 @@ class FinishedChoice:
     prompt: Sequence[PositionLogprobs | None] = ()
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class Chunks:
 
     def finished(self, index: int, finished: Finished) -> dict[str, Any]:
         """Returns the last chunk of a choice. Raises `ApiError` for a reason that OpenAI's API does not have."""
-        reason = openai_finish_reason(finished.reason, finished.num_tool_calls)
+        is_cut, num_calls = finished.constraint_unfinished, finished.num_tool_calls
+        reason = openai_finish_reason(finished.reason, num_calls, is_cut=is_cut)
         end = {"logprobs": None, "finish_reason": reason}
         if self.api_request.kind == "completion":
             return self._chunk([{"index": index, "text": "", **end}])
@@ -149,7 +152,7 @@ def whole_answer(
 
 def _whole_choice(api_request: ApiRequest, index: int, choice: FinishedChoice) -> dict[str, Any]:
     positions = [*choice.prompt, *choice.logprobs] if api_request.echoes else choice.logprobs
-    reason = openai_finish_reason(choice.reason, len(choice.tool_calls))
+    reason = openai_finish_reason(choice.reason, len(choice.tool_calls), is_cut=choice.is_cut)
     end = {"logprobs": logprobs_of(api_request, positions), "finish_reason": reason}
     if api_request.kind == "completion":
         return {"index": index, "text": choice.text, **end, **_prompt_logprobs(api_request, choice)}
@@ -189,11 +192,14 @@ def _prompt_logprobs(api_request: ApiRequest, choice: FinishedChoice) -> dict[st
     return {"prompt_logprobs": openai_logprobs.of_prompt(choice.prompt, api_request.num_prompt_top)}
 
 
-def openai_finish_reason(reason: FinishReason, num_tool_calls: int = 0) -> Literal["stop", "length", "tool_calls"]:
-    """Returns OpenAI's name of the reason. Raises `ApiError` if there is none."""
+def openai_finish_reason(
+    reason: FinishReason, num_tool_calls: int = 0, *, is_cut: bool = False
+) -> Literal["stop", "length", "tool_calls"]:
+    """Returns OpenAI's name of the reason: clients parse the calls, or the form that they asked for, unless that is
+    `length`. Raises `ApiError` if there is none."""
     if reason not in _FINISH:
         raise from_end(reason)
-    named = _FINISH[reason]
+    named = "length" if is_cut else _FINISH[reason]
     return "tool_calls" if named == "stop" and num_tool_calls else named
 
 

@@ -92,6 +92,7 @@ class Source:
         num_tokens = [0] * api_request.n
         prompt: list[PositionLogprobs | None] = []
         reasons = [FinishReason.UNKNOWN] * api_request.n
+        are_cut = [False] * api_request.n
         async with aclosing(self.begun(request, takes_back=True)) as events:
             async for event in events:
                 match event:
@@ -112,10 +113,11 @@ class Source:
                             logprobs[choice].extend(event.logprobs)
                     case Finished():
                         reasons[event.choice] = event.reason
+                        are_cut[event.choice] = event.constraint_unfinished
                         parted[event.choice].take_parts(event.parts)
                     case Done():
-                        parts = zip(map("".join, texts), reasons, logprobs, strict=True)
-                        choices = [FinishedChoice(*one, prompt) for one in parts]
+                        parts = zip(map("".join, texts), reasons, logprobs, are_cut, strict=True)
+                        choices = [FinishedChoice(*one, prompt, is_cut=is_cut) for *one, is_cut in parts]
                         if has_parts:
                             choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]
                         return choices, shown_usage(api_request, event.usage)

@@ -250,8 +250,8 @@ class Relay:
             await self._send_tokens(news)
             if self._text.matched is not None:
                 self._stream.stop()
-                reason = types_pb2.FINISH_REASON_STOP_STRING
-                await self._finish(inference_pb2.Finished(reason=reason, stop=self._text.matched))
+                is_unfinished = None if self._parser is None else self._parser.is_unfinished
+                await self._finish(_stopped_by(self._text.matched), is_unfinished)
                 return
             if news.error is not None:
                 raise news.error
@@ -480,8 +480,8 @@ class Relay:
         await self._finish(finished, end.constraint_unfinished)
 
     async def _finish(self, finished: inference_pb2.Finished, constraint_unfinished: bool | None = None) -> None:
-        """Sends Finished and Done. Only the executor knows whether a constraint is satisfied; None: it has not reported
-        it, so the constraint counts as unfinished."""
+        """Sends Finished and Done. Only the executor knows whether a constraint is satisfied, except that of calls;
+        None: it has not reported it, so the constraint counts as unfinished."""
         finished.constraint_unfinished = self._reading.is_constrained and constraint_unfinished is not False
         self._end_name = types_pb2.FinishReason.Name(finished.reason)
         if self._parser is not None:
@@ -517,6 +517,12 @@ class Relay:
         event.attempt = self._stream.life.attempt
         self._seq += 1
         return event
+
+
+def _stopped_by(matched: str | int) -> inference_pb2.Finished:
+    if isinstance(matched, int):
+        return inference_pb2.Finished(reason=types_pb2.FINISH_REASON_STOP_TOKEN, stop_token_id=matched)
+    return inference_pb2.Finished(reason=types_pb2.FINISH_REASON_STOP_STRING, stop=matched)
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

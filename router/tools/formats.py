@@ -191,12 +191,16 @@ class AnswerFormat:
 
     `tools` None: it makes no calls. `reasoning` None: it has no reasoning. `in_reasoning`: the prompt opened the
     reasoning. `texts`: the parameters of each function that are text, which the layout `parameters` does not show.
+    `must_call`: an answer without a call is not complete. `is_constrained`: the content has a form that the request
+    asked for.
     """
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     in_reasoning: bool = False
     texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    must_call: bool = False
+    is_constrained: bool = False
 
     def to_json(self) -> str:
         """Returns the format as routers store it with the request."""
@@ -212,6 +216,8 @@ def answer_format(text: str) -> AnswerFormat:
         None if reasoning is None else ReasoningFormat(**_known(reasoning, ReasoningFormat)),
         stored["in_reasoning"],
         {name: tuple(parameters) for name, parameters in stored["texts"].items()},
+        stored.get("must_call", False),
+        stored.get("is_constrained", False),
     )
 
 

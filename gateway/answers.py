@@ -21,10 +21,12 @@ from inflight.events import (
     ReasoningPart,
     ToolCall,
     ToolCallPart,
+    UnenforcedFunction,
     Usage,
 )
 
 DONE = b"data: [DONE]\n\n"
+UNENFORCED_TOOLS = "unenforced_tools"
 
 _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP_TOKEN: "stop",
@@ -54,11 +56,12 @@ class Chunks:
     api_request: ApiRequest
     answer: AnswerId
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int, unenforced: Sequence[UnenforcedFunction] = ()) -> dict[str, Any] | None:
         """Returns the first chunk of a choice; None if that is its text."""
         if self.api_request.kind == "completion":
             return None
-        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
+        chunk = self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
+        return chunk | _unenforced_tools(unenforced)
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns a chunk with text of a choice, and the log probabilities of its tokens."""
@@ -135,7 +138,11 @@ _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
 def whole_answer(
-    api_request: ApiRequest, answer: AnswerId, choices: Sequence[FinishedChoice], usages: Sequence[Usage]
+    api_request: ApiRequest,
+    answer: AnswerId,
+    choices: Sequence[FinishedChoice],
+    usages: Sequence[Usage],
+    unenforced: Sequence[UnenforcedFunction] = (),
 ) -> dict[str, Any]:
     """Returns the whole answer. Raises `ApiError` if a choice ended for a reason that OpenAI's API does not have."""
     whole = {
@@ -145,9 +152,17 @@ def whole_answer(
         "model": api_request.model,
         "choices": [_whole_choice(api_request, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of(usages),
+        **_unenforced_tools(unenforced),
     }
     # As in vLLM: a chat has one prompt, a completion one for each choice.
     return whole | _prompt_logprobs(api_request, choices[0]) if api_request.kind == "chat" else whole
+
+
+def _unenforced_tools(functions: Sequence[UnenforcedFunction]) -> dict[str, Any]:
+    """Returns the field, which OpenAI's API does not have, of tools whose parameters are not enforced."""
+    if not functions:
+        return {}
+    return {UNENFORCED_TOOLS: [{"name": one.name, "reason": one.reason} for one in functions]}
 
 
 def _whole_choice(api_request: ApiRequest, index: int, choice: FinishedChoice) -> dict[str, Any]:

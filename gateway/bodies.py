@@ -6,11 +6,14 @@ only the value that has no effect is accepted. This module does not depend on th
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -40,6 +43,21 @@ MAX_PROMPT_VALUES = 2**20
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
 Number = Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value with the largest double in place of infinity, as which a larger number is parsed."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and math.isinf(value):
+        return math.copysign(sys.float_info.max, value)
+    return value
+
+
+# The JSON schema of a function's arguments.
+Parameters = Annotated[dict[str, Any], AfterValidator(_finite)]
 Text = Annotated[str, Field(max_length=1024)]
 
 
@@ -214,7 +232,7 @@ class FunctionTool(Body):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

@@ -26,11 +26,21 @@ from inflight.events import (
     FinishReason,
     PositionLogprobs,
     Prompt,
+    UnenforcedFunction,
     Usage,
 )
 from inflight.v1 import inference_pb2
 
 MAX_KEYS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The whole output of one prompt."""
+
+    choices: list[FinishedChoice]
+    usage: Usage
+    unenforced: tuple[UnenforcedFunction, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +83,8 @@ class Source:
             async for event in events:
                 yield event
 
-    async def collected(self, api_request: ApiRequest) -> list[tuple[list[FinishedChoice], Usage]]:
-        """Returns the choices and the usage of every prompt. Raises as `begun`, and cancels the others then."""
+    async def collected(self, api_request: ApiRequest) -> list[Collected]:
+        """Returns the output of every prompt. Raises as `begun`, and cancels the others then."""
         try:
             async with asyncio.TaskGroup() as group:
                 reading = [group.create_task(self._collect(api_request, request)) for request in api_request.requests]
@@ -82,12 +92,11 @@ class Source:
             raise failed.exceptions[0] from None
         return [choices.result() for choices in reading]
 
-    async def _collect(
-        self, api_request: ApiRequest, request: inference_pb2.GenerateRequest
-    ) -> tuple[list[FinishedChoice], Usage]:
+    async def _collect(self, api_request: ApiRequest, request: inference_pb2.GenerateRequest) -> Collected:
         texts: list[list[str]] = [[] for _ in range(api_request.n)]
         parted = [Choice() for _ in range(api_request.n)]
         has_parts = False
+        unenforced: tuple[UnenforcedFunction, ...] = ()
         logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(api_request.n)]
         num_tokens = [0] * api_request.n
         prompt: list[PositionLogprobs | None] = []
@@ -99,7 +108,7 @@ class Source:
                     case Accepted():
                         texts = [[] for _ in range(api_request.n)]
                         parted = [Choice() for _ in range(api_request.n)]
-                        has_parts = event.has_parts
+                        has_parts, unenforced = event.has_parts, event.unenforced_functions
                         logprobs = [[] for _ in range(api_request.n)]
                         num_tokens = [0] * api_request.n
                         prompt.clear()
@@ -120,7 +129,7 @@ class Source:
                         choices = [FinishedChoice(*one, prompt, is_cut=is_cut) for *one, is_cut in parts]
                         if has_parts:
                             choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]
-                        return choices, shown_usage(api_request, event.usage)
+                        return Collected(choices, shown_usage(api_request, event.usage), unenforced)
         raise AssertionError("a stream without an error ends with Done")
 
 

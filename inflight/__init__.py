@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         Timing,
         ToolCall,
         ToolCallPart,
+        UnenforcedFunction,
         Usage,
     )
     from inflight.requests import ChatMessage, GenerateOptions
@@ -105,6 +106,7 @@ __all__ = [
     "Timing",
     "ToolCall",
     "ToolCallPart",
+    "UnenforcedFunction",
     "Usage",
     "VariantCapacity",
 ]

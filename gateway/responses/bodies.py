@@ -17,6 +17,7 @@ from gateway.bodies import (
     Body,
     ChatBody,
     EarlierBody,
+    Parameters,
     Text,
     Tokens,
     ToolChoiceMode,
@@ -166,7 +167,7 @@ class FlatFunctionTool(Body):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
     def of_chat(self) -> dict[str, Any]:

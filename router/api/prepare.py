@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from router.api.validation import fit_tokens, validate_generate
 from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfig, TenantConfigFile
 from router.constraint.answer_grammar import AnswerRules
+from router.constraint.json_text import read_json
 from router.constraint.source import TOOLS, ConstraintSource
 from router.dispatch.pools import ModelBackend
 from router.lifecycle.events import End
@@ -204,16 +204,18 @@ class RequestPreparation:
             spec = dataclasses.replace(spec, stopping=dataclasses.replace(spec.stopping, stop_token_ids=()))
         fitted = fit_tokens(prompt_ids, spec, limits)
         constraint = answer_constraint_of(spec, pool.text, answer, self._settings.default_thinking_token_budget)
-        grammar = None if constraint is None else await self._constraining.grammar(constraint, names.tenant)
+        compiled = None if constraint is None else await self._constraining.compiled(constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
         context.adapter_id = request.adapter_id
         context.stop_token_ids.extend(found_ids)
+        for name, reason in () if compiled is None else compiled.unenforced.items():
+            context.unenforced_functions.add(name=name, reason=reason)
         context.reservation_tokens = _reservation_tokens(fitted, self._settings)
         if spec.output.parts and (answer.tools or answer.reasoning):
             context.answer_format = answer.to_json()
         prior_ids, end = _prior_output(fitted)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
-        submit = _submit(fitted, names, context, grammar)
+        submit = _submit(fitted, names, context, None if compiled is None else compiled.grammar)
         submit.adapter_hash = adapter_hash
         submits = _choices(submit, spec.choices.generated)
         hashes = _prefix_hashes(submits[0], pool)
@@ -268,6 +270,7 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
             sampling=submit.sampling,
             max_tokens=submit.stopping.max_tokens,
             has_parts=bool(context.answer_format),
+            unenforced_functions=context.unenforced_functions,
         ),
         new_text=functools.partial(_new_text, pool.text, context, submit.stopping.min_tokens),
         name_token=functools.partial(_name_token, pool.text),
@@ -361,7 +364,7 @@ def _found_stop_ids(spec: GenerateSpec, answer: AnswerFormat) -> tuple[int, ...]
 
 def text_parameters(parameters: str) -> tuple[str, ...]:
     """Returns the parameters of a schema that are text."""
-    properties = json.loads(parameters).get("properties") if parameters else None
+    properties = read_json(parameters).get("properties") if parameters else None
     if not isinstance(properties, dict):
         return ()
     return tuple(

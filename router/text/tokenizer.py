@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import FieldViolation, invalid
 from inflight.v1 import inference_pb2
-from router.constraint.json_text import JsonTextError, parse_json
+from router.constraint.json_text import JsonTextError, parse_json, read_json
 from router.text.chat_counts import count_violations
 from router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
 from router.text.count_limits import MAX_VIOLATIONS
@@ -283,7 +283,7 @@ class TextModel:
                 text = "the model's chat template has no tools, and this router writes no system message about them"
             raise invalid(FieldViolation(f"{field}.functions", text))
         if chat.functions:
-            functions = [template_function(one.name, one.description, one.parameters) for one in chat.functions]
+            functions = [_template_function(one) for one in chat.functions]
             if support.in_template:
                 tools = functions
             elif support.tools is not None:
@@ -475,6 +475,11 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     if message.tool_calls:
         made["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return made
+
+
+def _template_function(function: inference_pb2.Function) -> dict[str, Any]:
+    parameters = read_json(function.parameters) if function.parameters else None
+    return template_function(function.name, function.description, parameters)
 
 
 def _with_reasoning_as(key: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _OPENING = frozenset("[{")
 _CLOSING = frozenset("]}")
 
 
-class JsonTextError(Exception):
+class JsonTextError(ValueError):
     """Text that is not JSON, or JSON beyond the bounds. The message completes a sentence that begins with its field."""
 
 
@@ -44,8 +44,9 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """Returns the value of a text that `parse_json` takes, with numbers as they are written."""
-    return json.loads(text, parse_int=_integer, parse_float=_float)
+    """Returns the value of a JSON text without bounds, with numbers as they are written. Raises `ValueError` or
+    `RecursionError`."""
+    return json.loads(text, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_float)
 
 
 def _check_nesting(text: str) -> None:

@@ -443,8 +443,6 @@ def _message_violations(message: inference_pb2.ChatMessage, field: str) -> Itera
     for i, call in enumerate(message.tool_calls):
         if not call.name:
             yield FieldViolation(f"{field}.tool_calls[{i}].name", "is empty; must be the function's name")
-        if _arguments(call) is None:
-            yield FieldViolation(f"{field}.tool_calls[{i}].arguments", "must be a JSON object as text")
 
 
 def _struct_violations(struct: struct_pb2.Struct, field: str) -> Iterator[FieldViolation]:
@@ -497,13 +495,13 @@ def _template_call(call: inference_pb2.ToolCall) -> dict[str, Any]:
     return made
 
 
-def _arguments(call: inference_pb2.ToolCall) -> dict[str, Any] | None:
-    """Returns the parsed arguments, as templates expect; None if they are not a JSON object. Empty text means no
-    arguments."""
+def _arguments(call: inference_pb2.ToolCall) -> dict[str, Any]:
+    """Returns the parsed arguments, as templates expect. Text that is not a JSON object, such as arguments that were
+    cut off at `max_tokens`, is replaced by an empty object: templates take nothing else."""
     try:
-        arguments = json.loads(call.arguments or "{}")
+        arguments = read_json(call.arguments or "{}")
         # JSON can escape half a surrogate pair, which UTF-8 text cannot hold.
         json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        return None
-    return arguments if isinstance(arguments, dict) else None
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

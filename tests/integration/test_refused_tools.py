@@ -61,8 +61,8 @@ REFUSED_TURNS: list[tuple[list[dict[str, Any]], str]] = [
     ([ASKED, RESULT], "messages[1].tool_call_id"),
     ([ASKED, {"role": "assistant", "tool_calls": [CALL]}, {**RESULT, "tool_call_id": "d"}], "messages[2].tool_call_id"),
     (
-        [ASKED, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}],
-        "messages[1].tool_calls[0].function.arguments",
+        [ASKED, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "", "arguments": "{}"}}]}],
+        "messages[1].tool_calls[0].function.name",
     ),
 ]
 
@@ -157,6 +157,8 @@ async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(redis_url: st
             assert await refusal("chat/completions", messages=turns) == (400, field)
         result = {"type": "function_call_output", "call_id": "c", "output": "t1"}
         assert await refusal("responses", input=[ASKED, result]) == (400, "input[1].call_id")
+        calls = [{"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"} for name in ("f", "")]
+        assert await refusal("responses", input=[ASKED, *calls]) == (400, "input[2].name")
         assert await refusal("chat/completions", messages=[ASKED], thinking_token_budget=-2) == (
             400,
             "thinking_token_budget",
@@ -168,4 +170,11 @@ async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(redis_url: st
             tool = {"type": "function", "function": function(parameters=an_object(a=schema))}
             body = {"messages": [ASKED], "tools": [tool], "max_tokens": 3}
             assert await refusal("chat/completions", **body) == (200, None)
+        # Earlier arguments that are no JSON object, such as those of an answer that was cut off, are an empty one.
+        for arguments in ('{"a": "t', "[1]", "", '{"a": NaN}'):
+            called = {**CALL, "function": {"name": "f", "arguments": arguments}}
+            turns = [ASKED, {"role": "assistant", "tool_calls": [called]}, RESULT, ASKED]
+            assert await refusal("chat/completions", messages=turns, max_tokens=3) == (200, None)
+            items = [ASKED, {**calls[0], "arguments": arguments}, result, ASKED]
+            assert await refusal("responses", input=items, max_output_tokens=3) == (200, None)
         await check_unharmed(cluster)

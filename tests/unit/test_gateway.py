@@ -170,9 +170,9 @@ def test_refused_form_is_named_as_the_client_named_it(fields: dict[str, Any], fi
             "messages: the model has no chat template; use /v1/completions",
         ),
         (
-            "chat.messages[1].tool_calls[0].arguments",
-            "must be a JSON object as text",
-            "messages[1].tool_calls[0].function.arguments: must be a JSON object as text",
+            "chat.messages[1].tool_calls[0].name",
+            "is empty",
+            "messages[1].tool_calls[0].function.name: is empty",
         ),
         ("chat.template_kwargs.messages", "is reserved", "chat_template_kwargs.messages: is reserved"),
         ("chat.functions[0].name", 'is "a\\" chat.functions"', 'tools[0].function.name: is "a\\" chat.functions"'),

@@ -253,9 +253,13 @@ def model_objects(model: Model, created: int) -> Iterator[dict[str, Any]]:
         yield {**entry, "id": f"{model.name}:{adapter.name}", "root": adapter.name, "parent": model.name}
 
 
+# Characters that many clients take for the end of a line, and with it of an event. In JSON they are in strings only.
+_LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\u0085\u2028\u2029"})
+
+
 def encoded(value: Any) -> bytes:
-    """Encodes a value as JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    """Encodes a value as JSON in one line without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS).encode()
 
 
 class Form(Protocol):

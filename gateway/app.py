@@ -24,6 +24,9 @@ from gateway.settings import GatewaySettings
 # Time for the body of a request that is refused while the gateway drains.
 REFUSED_BODY_S = 1.0
 
+# Headers that pages of other origins may read, besides those that browsers always show.
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-should-retry")
+
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
@@ -36,21 +39,26 @@ class GatewayApp:
         self._metrics = metrics
         self._is_draining = False
         self._num_requests = 0
-        self._app: ASGIApp = Router(routes=list(self._routes()), redirect_slashes=False)
+        self._router = Router(routes=list(self._routes()), redirect_slashes=False)
+        # Around everything, so that pages of other origins can read errors, too.
+        self._app: ASGIApp = self._serve
         if settings.cors_origins:
             self._app = CORSMiddleware(
                 self._app,
                 allow_origins=settings.cors_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=(REQUEST_ID_HEADER, "retry-after"),
+                expose_headers=EXPOSED_HEADERS,
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one HTTP request; other kinds of connection are not supported."""
         if scope["type"] == "http":
-            scope["app"] = self  # without it the routes themselves would answer unknown paths and methods
-            await Exchange(scope, send, self._metrics).run(self._app, receive)
+            await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # without it the routes themselves would answer unknown paths and methods
+        await Exchange(scope, send, self._metrics).run(self._router, receive)
 
     def drain(self) -> None:
         """Reports not ready from now on."""

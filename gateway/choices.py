@@ -126,7 +126,10 @@ class Source:
                         parted[event.choice].take_parts(event.parts)
                     case Done():
                         parts = zip(map("".join, texts), reasons, logprobs, are_cut, strict=True)
-                        choices = [FinishedChoice(*one, prompt, is_cut=is_cut) for *one, is_cut in parts]
+                        choices = [
+                            FinishedChoice(text, reason, positions, prompt, is_cut=is_cut)
+                            for text, reason, positions, is_cut in parts
+                        ]
                         if has_parts:
                             choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]
                         return Collected(choices, shown_usage(api_request, event.usage), unenforced)

@@ -25,12 +25,13 @@ OPENED_IN_DRAIN = "opened_in_drain"
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
     """Limits of a port's connections. At most `max_connections` at once, and `max_per_address` of them from one address
-    (None: no limit). `request_s` is the time from the connection's begin, or the previous response, to the end of a
-    request's head. `write_s` is how long sent data may stay unread."""
+    (None: no limit). `request_s` is the time for a request's head, `idle_s` the time that a connection may be silent
+    after a response, and `write_s` the time that sent data may stay unread."""
 
     max_connections: int = 1000
     max_per_address: int | None = 100
     request_s: float = 30.0
+    idle_s: float = 5.0
     write_s: float = 60.0
 
 
@@ -131,6 +132,7 @@ class HttpConnection(H11Protocol):
 
     def __init__(self, limits: HttpLimits, open_connections: OpenConnections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
+        self.timeout_keep_alive = limits.idle_s  # type: ignore[assignment]  # only a timer gets it
         self._limits = limits
         self._open = open_connections
         self._address = ""
@@ -184,7 +186,7 @@ class HttpConnection(H11Protocol):
         """Marks the connection as idle, unless uvicorn began the next request immediately."""
         super().on_response_complete()
         if not self._is_answering:
-            self._await_request(self._limits.request_s)
+            self._await_request(self._limits.idle_s + self._limits.request_s)
             if self._is_counted:
                 self._open.answered(self, self._address)
 

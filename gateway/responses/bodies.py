@@ -17,6 +17,7 @@ from gateway.bodies import (
     Body,
     ChatBody,
     EarlierBody,
+    Integer,
     Parameters,
     Text,
     Tokens,
@@ -258,7 +259,7 @@ class ResponsesBody(Body):
     max_output_tokens: Tokens | None = None
     text: TextConfig | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: list[FlatFunctionTool] | None = None

@@ -62,7 +62,7 @@ def test_items_are_messages_of_a_chat() -> None:
         {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [said]},
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     ]  # fmt: skip
-    assert messages_of(input=items) == [("system", "D"), ("user", "ab"), ("assistant", "A"), ("assistant", "no")]
+    assert messages_of(input=items) == [("system", "D"), ("user", "a\nb"), ("assistant", "A"), ("assistant", "no")]
 
 
 def test_calls_belong_to_the_message_before_them() -> None:

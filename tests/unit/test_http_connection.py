@@ -117,6 +117,21 @@ async def test_connection_that_never_asks_is_closed(said: bytes) -> None:
             assert (await rest(asking)).endswith(b"served")
 
 
+async def test_connection_is_kept_after_a_response_for_the_idle_time_alone() -> None:
+    limits = HttpLimits(idle_s=TIMEOUT_S, request_s=AT_ONCE_S)
+    async with serving(limits) as address, connected(address) as (reader, writer), connected(address) as (silent, _):
+        for _ in range(2):
+            writer.write(request())
+            assert await reader.readuntil(b"served")
+            assert await rest(silent) == b""
+    async with (
+        serving(HttpLimits(idle_s=AT_ONCE_S, request_s=TIMEOUT_S)) as address,
+        connected(address) as (reader, writer),
+    ):
+        writer.write(request())
+        assert (await rest(reader)).endswith(b"served")
+
+
 async def test_connection_that_goes_on_with_a_body_behind_its_answer_is_closed() -> None:
     head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
     async with serving(HttpLimits(request_s=AT_ONCE_S)) as address, connected(address, said=head) as (reader, writer):

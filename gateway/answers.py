@@ -21,10 +21,12 @@ from inflight.events import (
     ReasoningPart,
     ToolCall,
     ToolCallPart,
+    UnenforcedFunction,
     Usage,
 )
 
 DONE = b"data: [DONE]\n\n"
+UNENFORCED_TOOLS = "unenforced_tools"
 
 _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP_TOKEN: "stop",
@@ -35,7 +37,8 @@ _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
 
 @dataclass(slots=True)
 class FinishedChoice:
-    """One complete choice. `text` is without reasoning and calls if it has any."""
+    """One complete choice. `text` is without reasoning and calls if it has any. `is_cut`: a stop cut off a call, or the
+    form that was asked for."""
 
     text: str
     reason: FinishReason
@@ -43,6 +46,7 @@ class FinishedChoice:
     prompt: Sequence[PositionLogprobs | None] = ()
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,12 @@ class Chunks:
     api_request: ApiRequest
     answer: AnswerId
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int, unenforced: Sequence[UnenforcedFunction] = ()) -> dict[str, Any] | None:
         """Returns the first chunk of a choice; None if that is its text."""
         if self.api_request.kind == "completion":
             return None
-        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
+        chunk = self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
+        return chunk | _unenforced_tools(unenforced)
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns a chunk with text of a choice, and the log probabilities of its tokens."""
@@ -69,7 +74,8 @@ class Chunks:
 
     def finished(self, index: int, finished: Finished) -> dict[str, Any]:
         """Returns the last chunk of a choice. Raises `ApiError` for a reason that OpenAI's API does not have."""
-        reason = openai_finish_reason(finished.reason, finished.num_tool_calls)
+        is_cut, num_calls = finished.constraint_unfinished, finished.num_tool_calls
+        reason = openai_finish_reason(finished.reason, num_calls, is_cut=is_cut)
         end = {"logprobs": None, "finish_reason": reason}
         if self.api_request.kind == "completion":
             return self._chunk([{"index": index, "text": "", **end}])
@@ -132,7 +138,11 @@ _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
 def whole_answer(
-    api_request: ApiRequest, answer: AnswerId, choices: Sequence[FinishedChoice], usages: Sequence[Usage]
+    api_request: ApiRequest,
+    answer: AnswerId,
+    choices: Sequence[FinishedChoice],
+    usages: Sequence[Usage],
+    unenforced: Sequence[UnenforcedFunction] = (),
 ) -> dict[str, Any]:
     """Returns the whole answer. Raises `ApiError` if a choice ended for a reason that OpenAI's API does not have."""
     whole = {
@@ -142,14 +152,22 @@ def whole_answer(
         "model": api_request.model,
         "choices": [_whole_choice(api_request, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of(usages),
+        **_unenforced_tools(unenforced),
     }
     # As in vLLM: a chat has one prompt, a completion one for each choice.
     return whole | _prompt_logprobs(api_request, choices[0]) if api_request.kind == "chat" else whole
 
 
+def _unenforced_tools(functions: Sequence[UnenforcedFunction]) -> dict[str, Any]:
+    """Returns the field, which OpenAI's API does not have, of tools whose parameters are not enforced."""
+    if not functions:
+        return {}
+    return {UNENFORCED_TOOLS: [{"name": one.name, "reason": one.reason} for one in functions]}
+
+
 def _whole_choice(api_request: ApiRequest, index: int, choice: FinishedChoice) -> dict[str, Any]:
     positions = [*choice.prompt, *choice.logprobs] if api_request.echoes else choice.logprobs
-    reason = openai_finish_reason(choice.reason, len(choice.tool_calls))
+    reason = openai_finish_reason(choice.reason, len(choice.tool_calls), is_cut=choice.is_cut)
     end = {"logprobs": logprobs_of(api_request, positions), "finish_reason": reason}
     if api_request.kind == "completion":
         return {"index": index, "text": choice.text, **end, **_prompt_logprobs(api_request, choice)}
@@ -189,11 +207,14 @@ def _prompt_logprobs(api_request: ApiRequest, choice: FinishedChoice) -> dict[st
     return {"prompt_logprobs": openai_logprobs.of_prompt(choice.prompt, api_request.num_prompt_top)}
 
 
-def openai_finish_reason(reason: FinishReason, num_tool_calls: int = 0) -> Literal["stop", "length", "tool_calls"]:
-    """Returns OpenAI's name of the reason. Raises `ApiError` if there is none."""
+def openai_finish_reason(
+    reason: FinishReason, num_tool_calls: int = 0, *, is_cut: bool = False
+) -> Literal["stop", "length", "tool_calls"]:
+    """Returns OpenAI's name of the reason: clients parse the calls, or the form that they asked for, unless that is
+    `length`. Raises `ApiError` if there is none."""
     if reason not in _FINISH:
         raise from_end(reason)
-    named = _FINISH[reason]
+    named = "length" if is_cut else _FINISH[reason]
     return "tool_calls" if named == "stop" and num_tool_calls else named
 
 
@@ -232,9 +253,13 @@ def model_objects(model: Model, created: int) -> Iterator[dict[str, Any]]:
         yield {**entry, "id": f"{model.name}:{adapter.name}", "root": adapter.name, "parent": model.name}
 
 
+# Characters that many clients take for the end of a line, and with it of an event. In JSON they are in strings only.
+_LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\u0085\u2028\u2029"})
+
+
 def encoded(value: Any) -> bytes:
-    """Encodes a value as JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    """Encodes a value as JSON in one line without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS).encode()
 
 
 class Form(Protocol):

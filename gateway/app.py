@@ -1,11 +1,10 @@
-"""The gateway's application: its routes, and the count of running requests, which a drain waits for."""
+"""The gateway's application: its routes, and the limit of running requests."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
@@ -14,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from common.http.connection import OPENED_IN_DRAIN
 from common.http.metrics_page import metrics_route
 from gateway.errors import ApiError
 from gateway.exchange import REQUEST_ID_HEADER, Exchange
@@ -21,7 +21,11 @@ from gateway.metrics import Metrics
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
 
-log = logging.getLogger(__name__)
+# Time for the body of a request that is refused while the gateway drains.
+REFUSED_BODY_S = 1.0
+
+# Headers that pages of other origins may read, besides those that browsers always show.
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-should-retry")
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -35,48 +39,41 @@ class GatewayApp:
         self._metrics = metrics
         self._is_draining = False
         self._num_requests = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-        self._app: ASGIApp = Router(routes=list(self._routes()), redirect_slashes=False)
+        self._router = Router(routes=list(self._routes()), redirect_slashes=False)
+        # Around everything, so that pages of other origins can read errors, too.
+        self._app: ASGIApp = self._serve
         if settings.cors_origins:
             self._app = CORSMiddleware(
                 self._app,
                 allow_origins=settings.cors_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=(REQUEST_ID_HEADER, "retry-after"),
+                expose_headers=EXPOSED_HEADERS,
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one HTTP request; other kinds of connection are not supported."""
         if scope["type"] == "http":
-            scope["app"] = self  # without it the routes themselves would answer unknown paths and methods
-            await Exchange(scope, send, self._metrics).run(self._app, receive)
+            await self._app(scope, receive, send)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests from now on and gives running ones `timeout_s` seconds to end."""
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # without it the routes themselves would answer unknown paths and methods
+        await Exchange(scope, send, self._metrics).run(self._router, receive)
+
+    def drain(self) -> None:
+        """Reports not ready from now on."""
         self._is_draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._is_idle.wait()
-        except TimeoutError:
-            log.warning("drain: %d requests still run; they are aborted", self._num_requests)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Counts a running request of the API. Raises `ApiError` if no more are accepted."""
-        if self._is_draining:
-            raise ApiError(503, "the gateway is draining", "server_error", code="draining", retry_after_s=1.0)
         if self._num_requests >= self._max_requests:
             raise ApiError(503, "too many requests are under way", "server_error", code="busy", retry_after_s=1.0)
         self._num_requests += 1
-        self._is_idle.clear()
         try:
             yield
         finally:
             self._num_requests -= 1
-            if not self._num_requests:
-                self._is_idle.set()
 
     def _routes(self) -> Iterator[BaseRoute]:
         service = self._service
@@ -106,6 +103,17 @@ class _ApiCall:
     endpoint: Endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("state", {}).get(OPENED_IN_DRAIN):
+            await _discard_body(receive)
+            raise ApiError(503, "the gateway is draining", "server_error", code="draining", retry_after_s=1.0)
         with self.app.serving():
             answer = await self.endpoint(Request(scope, receive))
             await answer(scope, receive, send)
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Reads a request to its end. A client that still sends when the connection is closed may not see the answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(REFUSED_BODY_S):
+            while (await receive()).get("more_body"):
+                pass

@@ -6,12 +6,16 @@ only the value that has no effect is accepted. This module does not depend on th
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -37,9 +41,37 @@ ID_LISTS = frozenset({"prompt", "tokens", "allowed_token_ids"})
 # Of all lists of a prompt together; more than any model's context.
 MAX_PROMPT_VALUES = 2**20
 
-Tokens = Annotated[int, Field(ge=0, le=MAX_INT32)]
-TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
+
+def _whole(value: Any) -> Any:
+    """Returns an integer for a number such as 4.0, as some JSON encoders write 4."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _whole_ids(values: Any) -> Any:
+    """Returns a list with its numbers such as 4.0 as integers. Most lists have none, and they can be long."""
+    return list(map(_whole, values)) if isinstance(values, list) and float in set(map(type, values)) else values
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+Tokens = Annotated[Integer, Field(ge=0, le=MAX_INT32)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_UINT32)]], BeforeValidator(_whole_ids)]
+PriorityNumber = Annotated[Integer, Field(ge=-(2**31), le=MAX_INT32)]
 Number = Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value with the largest double in place of infinity, as which a larger number is parsed."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and math.isinf(value):
+        return math.copysign(sys.float_info.max, value)
+    return value
+
+
+# The JSON schema of a function's arguments.
+Parameters = Annotated[dict[str, Any], AfterValidator(_finite)]
 Text = Annotated[str, Field(max_length=1024)]
 
 
@@ -129,35 +161,33 @@ class Common(Body):
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
+    n: Annotated[Integer, Field(ge=1, le=MAX_INT32)] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    seed: Annotated[Integer, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: str | list[str] | None = None
     max_tokens: Tokens | None = None
     user: Text | None = None
     metadata: Annotated[dict[str, Text], Field(max_length=16)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1, le=MAX_INT32)] | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
     no_repeat_ngram_size: Tokens | None = None
     bad_words: list[Text] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     min_tokens: Tokens | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    stream_interval: Annotated[int, Field(ge=1, le=1024)] | None = None
-    priority: Literal["interactive", "standard", "batch"] | Annotated[int, Field(ge=-(2**31), le=MAX_INT32)] | None = (
-        None
-    )
-    inter_token_target_ms: Annotated[int, Field(ge=1, le=MAX_INTER_TOKEN_TARGET_MS)] | None = None
-    max_drafts: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] | None = None
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=1, le=MAX_INT32)] | None = None
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    stream_interval: Annotated[Integer, Field(ge=1, le=1024)] | None = None
+    priority: Literal["interactive", "standard", "batch"] | PriorityNumber | None = None
+    inter_token_target_ms: Annotated[Integer, Field(ge=1, le=MAX_INTER_TOKEN_TARGET_MS)] | None = None
+    max_drafts: Annotated[Integer, Field(ge=0, le=MAX_DRAFTS)] | None = None
     resume_ttl_s: Annotated[float, Field(ge=0, le=3600)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -214,7 +244,7 @@ class FunctionTool(Body):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -297,7 +327,7 @@ class ChatBody(Common):
 
     messages: list[Message]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     max_completion_tokens: Tokens | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     safety_identifier: Text | None = None
@@ -307,7 +337,7 @@ class ChatBody(Common):
     tool_choice: ToolChoiceMode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Text | None = None
-    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
+    thinking_token_budget: Annotated[Integer, Field(ge=-1, le=MAX_INT32)] | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:
@@ -331,8 +361,8 @@ class CompletionBody(Common):
     """`POST /v1/completions`. The prompt is text, texts, token ids, or lists of token ids."""
 
     prompt: str | list[Any]
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = None
+    best_of: Annotated[Integer, Field(ge=1, le=MAX_INT32)] | None = None
     echo: bool | None = None
 
     @field_validator("prompt", mode="before")
@@ -340,10 +370,12 @@ class CompletionBody(Common):
     def _check_prompt(cls, prompt: Any) -> str | list[Any]:
         if isinstance(prompt, list):
             _check_num_prompt_values(prompt)
-            if prompt and (_are(prompt, str) or _are_token_ids(prompt)):
-                return prompt
-            if prompt and all(isinstance(one, list) and one and _are_token_ids(one) for one in prompt):
-                return prompt
+            ids: list[Any] = _whole_ids(prompt)
+            if ids and (_are(ids, str) or _are_token_ids(ids)):
+                return ids
+            ids = list(map(_whole_ids, prompt))
+            if ids and all(isinstance(one, list) and one and _are_token_ids(one) for one in ids):
+                return ids
         if isinstance(prompt, str):
             return prompt
         raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists; none empty")
@@ -407,7 +439,7 @@ def read_fields(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, _not_json(raw, error), code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     _check_num_values({name: value for name, value in body.items() if name not in ID_LISTS})
@@ -416,6 +448,42 @@ def read_fields(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -
         if value is not None and value not in neutral:
             raise unsupported(name)
     return body
+
+
+# Escapes in JSON, and byte order marks: of UTF-8, and of UTF-16 and UTF-32.
+_ESCAPE = re.compile(r"\\(?:u(?P<code>[0-9a-fA-F]{4})|.)", re.DOTALL)
+_UTF8_MARK = b"\xef\xbb\xbf"
+_OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
+
+
+def _not_json(raw: bytes, error: ValueError) -> str:
+    """Returns why a body is not JSON. The parser's own error does not name what clients do wrong with characters."""
+    if raw.startswith(_UTF8_MARK):
+        return "the body begins with a byte order mark; send it without"
+    if raw.startswith(_OTHER_MARKS):
+        return "the body begins with a byte order mark of UTF-16 or UTF-32; it must be UTF-8 without a mark"
+    try:
+        surrogate = _unpaired_surrogate(raw.decode("utf-8", "surrogatepass"))
+    except UnicodeDecodeError as wrong:
+        return f"the body is not UTF-8: byte {wrong.start} is 0x{raw[wrong.start]:02x}"
+    if surrogate:
+        return f"the body has the unpaired surrogate {surrogate}, which is half a character; send the whole character"
+    return f"the body is not JSON: {error}"
+
+
+def _unpaired_surrogate(text: str) -> str:
+    """Returns the first unpaired surrogate of a text, also one in an escape, as an escape; empty if there is none."""
+    high: re.Match[str] | None = None
+    for found in _ESCAPE.finditer(text):
+        code = int(found["code"] or "0", 16)
+        is_pair = high is not None and high.end() == found.start() and 0xDC00 <= code < 0xE000
+        if high is not None and not is_pair:
+            return high[0]
+        high = found if 0xD800 <= code < 0xDC00 else None
+        if 0xDC00 <= code < 0xE000 and not is_pair:
+            return found[0]
+    raw = re.search(r"[\ud800-\udfff]", text)
+    return high[0] if high is not None else "" if raw is None else f"\\u{ord(raw[0]):04x}"
 
 
 def validated(kind: type[Kind], body: dict[str, Any]) -> Kind:

@@ -27,11 +27,21 @@ from inflight.events import (
     FinishReason,
     PositionLogprobs,
     Prompt,
+    UnenforcedFunction,
     Usage,
 )
 from inflight.v1 import inference_pb2
 
 MAX_KEYS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The whole output of one prompt."""
+
+    choices: list[FinishedChoice]
+    usage: Usage
+    unenforced: tuple[UnenforcedFunction, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +93,8 @@ class Source:
                         begin()
                     yield event
 
-    async def collected(self, api_request: ApiRequest) -> list[tuple[list[FinishedChoice], Usage]]:
-        """Returns the choices and the usage of every prompt. Raises as `begun`, and cancels the others then."""
+    async def collected(self, api_request: ApiRequest) -> list[Collected]:
+        """Returns the output of every prompt. Raises as `begun`, and cancels the others then."""
         try:
             async with asyncio.TaskGroup() as group:
                 reading = [group.create_task(self._collect(api_request, request)) for request in api_request.requests]
@@ -92,23 +102,23 @@ class Source:
             raise failed.exceptions[0] from None
         return [choices.result() for choices in reading]
 
-    async def _collect(
-        self, api_request: ApiRequest, request: inference_pb2.GenerateRequest
-    ) -> tuple[list[FinishedChoice], Usage]:
+    async def _collect(self, api_request: ApiRequest, request: inference_pb2.GenerateRequest) -> Collected:
         texts: list[list[str]] = [[] for _ in range(api_request.n)]
         parted = [Choice() for _ in range(api_request.n)]
         has_parts = False
+        unenforced: tuple[UnenforcedFunction, ...] = ()
         logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(api_request.n)]
         num_tokens = [0] * api_request.n
         prompt: list[PositionLogprobs | None] = []
         reasons = [FinishReason.UNKNOWN] * api_request.n
+        are_cut = [False] * api_request.n
         async with aclosing(self.begun(request, takes_back=True)) as events:
             async for event in events:
                 match event:
                     case Accepted():
                         texts = [[] for _ in range(api_request.n)]
                         parted = [Choice() for _ in range(api_request.n)]
-                        has_parts = event.has_parts
+                        has_parts, unenforced = event.has_parts, event.unenforced_functions
                         logprobs = [[] for _ in range(api_request.n)]
                         num_tokens = [0] * api_request.n
                         prompt.clear()
@@ -122,13 +132,17 @@ class Source:
                             logprobs[choice].extend(event.logprobs)
                     case Finished():
                         reasons[event.choice] = event.reason
+                        are_cut[event.choice] = event.constraint_unfinished
                         parted[event.choice].take_parts(event.parts)
                     case Done():
-                        parts = zip(map("".join, texts), reasons, logprobs, strict=True)
-                        choices = [FinishedChoice(*one, prompt) for one in parts]
+                        parts = zip(map("".join, texts), reasons, logprobs, are_cut, strict=True)
+                        choices = [
+                            FinishedChoice(text, reason, positions, prompt, is_cut=is_cut)
+                            for text, reason, positions, is_cut in parts
+                        ]
                         if has_parts:
                             choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]
-                        return choices, shown_usage(api_request, event.usage)
+                        return Collected(choices, shown_usage(api_request, event.usage), unenforced)
         raise AssertionError("a stream without an error ends with Done")
 
 

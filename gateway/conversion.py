@@ -210,6 +210,9 @@ def _set_sampling(sampling: types_pb2.SamplingParams, body: Common) -> None:
             setattr(sampling, name, value)
     if body.top_k == -1:  # vLLM's value for all tokens
         sampling.top_k = 0
+    if body.top_p == 0:  # as OpenAI defines it: the likeliest token alone
+        sampling.ClearField("top_p")
+        sampling.top_k = 1
     if body.seed is not None:
         sampling.seed = body.seed % UINT64
     for token_id, bias in (body.logit_bias or {}).items():
@@ -310,10 +313,13 @@ def _priority(asked: Literal["interactive", "standard", "batch"] | int | None) -
 def _message(message: Message) -> inference_pb2.ChatMessage:
     # Chat templates do not know the role developer, OpenAI's replacement for system.
     role = "system" if message.role == "developer" else message.role
-    parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
+    text = message.content
+    if not isinstance(text, str):
+        # As vLLM joins the parts for chat templates that take a text.
+        text = "\n".join(part.text for part in text or ())
     return inference_pb2.ChatMessage(
         role=role,
-        content=[inference_pb2.ContentPart(text=text) for text in parts],
+        content=[inference_pb2.ContentPart(text=text)] if message.content else (),
         name=message.name or "",
         tool_calls=[
             inference_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)

@@ -67,7 +67,9 @@ async def run_gateway(settings: GatewaySettings) -> int:
     async with _following(certificates):
         await signals.drain.wait()
 
-    await app.drain(settings.drain_timeout_s)
+    app.drain()
+    if num_open := await port.drain(settings.drain_timeout_s):
+        log.warning("drain: %d connections are still in use; their requests are aborted", num_open)
     await port.stop()
     await client.close()
     log.info("stopped")
@@ -163,6 +165,9 @@ def open_port(app: GatewayApp, settings: GatewaySettings, certificates: TlsFiles
     # As many connections as requests may be idle. One address may be a proxy with all clients behind it. Streams have
     # their own, shorter limit for unread data.
     limits = HttpLimits(
-        max_connections=2 * settings.max_requests, max_per_address=None, write_s=settings.write_timeout_s + 1
+        max_connections=2 * settings.max_requests,
+        max_per_address=None,
+        idle_s=settings.idle_timeout_s,
+        write_s=settings.write_timeout_s + 1,
     )
     return HttpPort(app, limits=limits, tls=None if certificates is None else certificates.ssl_context())

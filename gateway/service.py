@@ -108,11 +108,12 @@ class GatewayService:
             collected = await while_connected(request.receive, source.collected(api_request))
         except InflightError as error:
             raise form.refusal(from_router(error, api_request.prompt_param, api_request.renamed)) from None
-        choices = [choice for choices, _ in collected for choice in choices]
-        usages = [usage for _, usage in collected]
+        choices = [choice for one in collected for choice in one.choices]
+        usages = [one.usage for one in collected]
+        unenforced = collected[0].unenforced  # only a chat has tools, and it is one prompt
 
         def body() -> bytes:
-            return encoded(form.whole(whole_answer(api_request, answer, choices, usages)))
+            return encoded(form.whole(whole_answer(api_request, answer, choices, usages, unenforced)))
 
         if not api_request.scores_prompts:
             return _json(body())

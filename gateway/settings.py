@@ -65,6 +65,13 @@ class GatewaySettings(ProcessSettings):
         le=3600,
         description="seconds of silence after which a stream gets an SSE comment, so that proxies keep it open",
     )
+    idle_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        le=86_400,
+        description="seconds that a connection may be idle between two requests; longer than a load balancer keeps its "
+        "connections, so that it sends no request to one that is being closed",
+    )
     body_timeout_s: float = Field(30.0, gt=0, le=3600, description="maximum seconds for a request body to arrive")
     write_timeout_s: float = Field(
         30.0,

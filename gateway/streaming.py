@@ -170,7 +170,7 @@ class EventStream:
                 self._has_parts = accepted.has_parts
                 for index in source.indexes:
                     self._prompt_tokens[index] = accepted.prompt_tokens
-                    yield from self._opening(index)
+                    yield from self._opening(index, accepted)
             case Prompt() as prompt if self._chunks.api_request.echoes:
                 for index in source.indexes:
                     yield from self._prompt(index, prompt)
@@ -211,10 +211,10 @@ class EventStream:
                 self._places[index].request_id = event.request_id
                 self._places[index].resume_token = event.resume_token
 
-    def _opening(self, index: int) -> Iterator[bytes]:
+    def _opening(self, index: int, accepted: Accepted) -> Iterator[bytes]:
         if not self._has_opened[index]:
             self._has_opened[index] = True
-            if (opening := self._chunks.opening(index)) is not None:
+            if (opening := self._chunks.opening(index, accepted.unenforced_functions)) is not None:
                 yield self._event(opening)
 
     def _finished(self, index: int, finished: Finished) -> bytes:

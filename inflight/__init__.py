@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Timing,
         ToolCall,
         ToolCallPart,
+        UnenforcedFunction,
         Usage,
     )
     from inflight.requests import ChatMessage, GenerateOptions
@@ -106,6 +107,7 @@ __all__ = [
     "Timing",
     "ToolCall",
     "ToolCallPart",
+    "UnenforcedFunction",
     "UnusedExecutor",
     "Usage",
     "VariantCapacity",

@@ -56,15 +56,24 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class UnenforcedFunction:
+    """A function whose parameters are not enforced, because its schema has what `reason` says."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """An executor has accepted the request. `has_parts`: the output is divided into parts. If parts were requested and
-    it is false, all text is content."""
+    it is false, all text is content. Calls of `unenforced_functions` may have any JSON object as arguments."""
 
     request_id: str
     resume_token: str
     prompt_tokens: int
     max_tokens: int
     has_parts: bool = False
+    unenforced_functions: tuple[UnenforcedFunction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +423,7 @@ def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
                 accepted.prompt_tokens,
                 accepted.max_tokens,
                 accepted.has_parts,
+                tuple(UnenforcedFunction(one.name, one.reason) for one in accepted.unenforced_functions),
             )
         case "queued":
             wait_s = _seconds(wire.queued.estimated_wait) if wire.queued.HasField("estimated_wait") else None

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 
+from common.http.port import HttpPort
 from common.rpc.tls import TlsFiles
 from gateway.app import GatewayApp
 from gateway.main import open_certificates, open_client, open_port
@@ -27,11 +28,17 @@ class RunningGateway:
 
     url: str
     app: GatewayApp
+    port: HttpPort
     certificates: TlsFiles | None
 
     def openai(self, api_key: str = ANY_KEY, **options: Any) -> openai.AsyncOpenAI:
         """Returns OpenAI's own client of it, as users have it, without retries."""
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=api_key, **{"max_retries": 0, **options})
+
+    async def drain(self, timeout_s: float) -> int:
+        """Drains it, as a signal does. Returns the number of connections that are still in use."""
+        self.app.drain()
+        return await self.port.drain(timeout_s)
 
 
 @asynccontextmanager
@@ -44,7 +51,7 @@ async def run_gateway(*routers: str, **settings: Any) -> AsyncIterator[RunningGa
     port = open_port(app, chosen, certificates)
     address = await port.start(chosen.listen)
     try:
-        yield RunningGateway(f"{'http' if certificates is None else 'https'}://{address}", app, certificates)
+        yield RunningGateway(f"{'http' if certificates is None else 'https'}://{address}", app, port, certificates)
     finally:
         await port.stop()
         await client.close()

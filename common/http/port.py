@@ -74,7 +74,8 @@ class _Server(uvicorn.Server):
 class HttpPort:
     """Serves `app` over HTTP/1.1. After `stop` it cannot be started again.
 
-    Streams that still run `grace_s` seconds after `stop` are cut off. With `tls` it serves only HTTPS.
+    Call `drain` before `stop` if clients keep their connections. Streams that still run `grace_s` seconds after `stop`
+    are cut off. With `tls` it serves only HTTPS.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class HttpPort:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         limits = replace(limits, max_connections=min(limits.max_connections, max_client_connections()))
-        self._open = OpenConnections(limits)
+        self._connections = OpenConnections(limits)
         config = uvicorn.Config(
             app,
             loop="none",
-            http=functools.partial(HttpConnection, limits, self._open),  # type: ignore[arg-type]  # it is called, no more
+            http=functools.partial(HttpConnection, limits, self._connections),  # type: ignore[arg-type]  # it is called, no more
             ws="none",
             lifespan="off",
             log_config=None,
@@ -111,12 +112,23 @@ class HttpPort:
         Raises:
             ListenError: the port is in use, or the address is not this machine's.
         """
-        port = _Listener(bind(listen), self._open.close_idle)
+        port = _Listener(bind(listen), self._connections.close_idle)
         address = f"{listen.rpartition(':')[0]}:{port.getsockname()[1]}"
         # The port listens from here on, so that a client that connects before the event loop runs is not refused.
         port.listen(BACKLOG)
         self._serving = asyncio.create_task(self._server.serve(sockets=[port]), name=f"http {address}")
         return address
+
+    async def drain(self, timeout_s: float) -> int:
+        """Closes idle connections at once, and every other one after its next response, which has `Connection: close`.
+
+        New connections are accepted, for one request each: its scope's state has `OPENED_IN_DRAIN`. Returns when the
+        connections are closed that were open, or after `timeout_s` seconds; then with the number that still is.
+        """
+        # Requests that have arrived at idle connections are read first: the loop polls, then calls the readers.
+        for _ in range(2):
+            await asyncio.sleep(0)
+        return await self._connections.drain(timeout_s)
 
     async def stop(self) -> None:
         """Accepts no more connections, lets calls end within the grace period, and returns when all are closed."""

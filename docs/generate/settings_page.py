@@ -22,7 +22,8 @@ GROUPS = {
     "Admission": "max_queue_ max_bypass age_s preempt queue_event admission_ max_prompt max_att no_ default_ allow_ "
     "num_subpools subpool_",
     "Authentication and TLS": "insecure tls_ executor_tls_ router_tls_ router_names api_key jwt_ resume_secret cors",
-    "Connections": "max_streams max_connection write_timeout handshake_timeout max_body max_req max_ch heartbeat body",
+    "Connections": "max_streams max_connection write_timeout handshake_timeout max_body max_req max_ch heartbeat body "
+    "idle",
     "Resume, drain, failures": "resume_ttl orphan_ retain_ watchdog drain_",
     "Health, metrics, logs": "health_listen http_listen board otlp_ log_",
 }

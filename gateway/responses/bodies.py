@@ -17,6 +17,8 @@ from gateway.bodies import (
     Body,
     ChatBody,
     EarlierBody,
+    Integer,
+    Parameters,
     Text,
     Tokens,
     ToolChoiceMode,
@@ -166,7 +168,7 @@ class FlatFunctionTool(Body):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
     def of_chat(self) -> dict[str, Any]:
@@ -257,7 +259,7 @@ class ResponsesBody(Body):
     max_output_tokens: Tokens | None = None
     text: TextConfig | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: list[FlatFunctionTool] | None = None
@@ -289,9 +291,12 @@ class ResponsesBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """What this API calls the parameters of a chat. `of_messages` has a name for each message."""
+    """What this API calls the parameters of a chat. `of_messages` has a name for each message, `of_calls` one for each
+    call of a message. What `have_no_role` is no message here, or only its text."""
 
     of_messages: tuple[str, ...]
+    of_calls: tuple[tuple[str, ...], ...] = ()
+    have_no_role: frozenset[int] = frozenset()
 
     def restored(self, error: ApiError) -> ApiError:
         """Returns the error with the names of this API."""
@@ -303,7 +308,11 @@ class FieldNames:
 
     def _own_name(self, found: re.Match[str]) -> str:
         if found["message"] and int(found["message"]) < len(self.of_messages):
-            return self.of_messages[int(found["message"])]
+            number = int(found["message"])
+            if found["call"]:
+                return self.of_calls[number][int(found["call"])]
+            role = found["role"] or ""
+            return self.of_messages[number] + ("" if number in self.have_no_role else role)
         if found["tool"]:
             return f"{found['tool']}]"
         return _OWN_NAMES["messages" if found[0].startswith("messages") else found[0]]
@@ -320,7 +329,8 @@ _OWN_NAMES = {
 }
 # The word "messages" is a parameter only where the text about one begins.
 _CHAT_NAMES = re.compile(
-    r"(?:^|(?<=; ))messages(?:\[(?P<message>\d{1,9})\])?"
+    r"(?:^|(?<=; ))messages(?:\[(?P<message>\d{1,9})\]"
+    r"(?:\.tool_calls\[(?P<call>\d{1,9})\](?:\.function)?|(?P<role>\.role))?)?"
     r"|\b(?:max_completion_tokens|response_format(?:\.json_schema(?:\.schema)?)?|reasoning_effort)"
     r"|(?<=\])\.tool_call_id|(?<=tools\[)(?P<tool>\d{1,9})\]\.function"
 )
@@ -377,13 +387,21 @@ def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], FieldNames]:
     """Returns the messages of the chat and their names."""
     messages: list[dict[str, Any]] = []
     names: list[str] = []
+    calls: list[tuple[str, ...]] = []
+    have_no_role: set[int] = set()
+
+    def add(message: dict[str, Any], name: str, *, has_role: bool) -> None:
+        if not has_role:
+            have_no_role.add(len(messages))
+        messages.append(message)
+        names.append(name)
+        calls.append((name,) if message.get("tool_calls") else ())
+
     if body.instructions is not None:
-        messages.append({"role": "system", "content": body.instructions})
-        names.append("instructions")
+        add({"role": "system", "content": body.instructions}, "instructions", has_role=False)
     if isinstance(body.input, str):
-        messages.append({"role": "user", "content": body.input})
-        names.append("input")
-        return messages, FieldNames(tuple(names))
+        add({"role": "user", "content": body.input}, "input", has_role=False)
+        return messages, FieldNames(tuple(names), tuple(calls), frozenset(have_no_role))
     reasoning: dict[str, str] = {}
     for number, item in enumerate(body.input):
         if isinstance(item, ReasoningItem):
@@ -395,12 +413,12 @@ def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], FieldNames]:
         reasoning = {}
         # Text and calls of one answer are one message.
         if isinstance(item, FunctionCallItem) and messages and messages[-1]["role"] == "assistant":
-            calls = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
-            messages[-1] = message | messages[-1] | {"tool_calls": calls}
+            of_answer = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
+            messages[-1] = message | messages[-1] | {"tool_calls": of_answer}
+            calls[-1] = (*calls[-1], f"input[{number}]")
             continue
-        messages.append(message)
-        names.append(f"input[{number}]")
-    return messages, FieldNames(tuple(names))
+        add(message, f"input[{number}]", has_role=isinstance(item, MessageItem))
+    return messages, FieldNames(tuple(names), tuple(calls), frozenset(have_no_role))
 
 
 def _message(item: MessageItem | FunctionCallItem | FunctionCallOutputItem | UnknownItem) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.answers import encoded
+from gateway.answers import UNENFORCED_TOOLS, encoded
 from gateway.errors import ApiError
 from gateway.responses.bodies import FieldNames, ResponsesBody
 
@@ -89,6 +89,7 @@ class ResponseForm:
         self._open: _Item | None = None
         self._output: list[dict[str, Any]] = []
         self._status: Status = "in_progress"
+        self._unenforced: dict[str, Any] = {}
         # Of tokens whose text has not come yet.
         self._logprobs: list[dict[str, Any]] = []
 
@@ -124,6 +125,7 @@ class ResponseForm:
         if not self._id:
             self._id = chunk["id"].partition("-")[2]
             self._created = chunk["created"]
+            self._unenforced = {name: chunk[name] for name in (UNENFORCED_TOOLS,) if name in chunk}
             for kind in ("response.created", "response.in_progress"):
                 yield self._made(kind, response=self._response(None))
         for choice in chunk["choices"]:
@@ -210,6 +212,7 @@ class ResponseForm:
             "output": [*self._output, *unfinished],
             "usage": None if usage is None else _usage(usage),
             **_asked(self._body),
+            **self._unenforced,
         }
 
 

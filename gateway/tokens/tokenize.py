@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from gateway.bodies import MAX_PROMPT_VALUES, Body, ChatBody, TokenId, read_fields, validated
+from gateway.bodies import MAX_PROMPT_VALUES, Body, ChatBody, TokenIds, read_fields, validated
 from gateway.conversion import Defaults, convert_chat
 from inflight.v1 import inference_pb2
 
@@ -48,7 +48,7 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_VALUES)]
+    tokens: Annotated[TokenIds, Field(max_length=MAX_PROMPT_VALUES)]
 
 
 def parse_tokenize(raw: bytes) -> inference_pb2.TokenizeRequest:

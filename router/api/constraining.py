@@ -8,13 +8,19 @@ constraint need not wait for it, and the other one when two constraints are comp
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.v1 import types_pb2
 from router.api.tokenizer_turns import TokenizerTurns
+from router.constraint.answer_grammar import AnswerRules
 from router.constraint.process import (
+    TOO_LARGE,
+    TOO_LONG,
     CompilerFailedError,
     CompilerLostError,
     CompilerTimeoutError,
@@ -32,12 +38,19 @@ from router.constraint.source import (
 )
 from router.request.errors import RETRY_AFTER_MS
 
+log = logging.getLogger(__name__)
+
 # One per tenant at a time, so that a tenant whose constraints take long does not hold both.
 NUM_PROCESSES = 2
 # Text of one tenant that may wait for a process.
 MAX_WAITING_BYTES = 16 * MAX_CONSTRAINT_BYTES
 # Text of constraints, grammars and refusals that are remembered.
 MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
+
+# Functions that are compiled alone although that ends a compiling process, each after seconds.
+MAX_COSTLY_FUNCTIONS = 3
+COSTLY = frozenset({TOO_LONG, TOO_LARGE})
+NOT_TRIED = "the schema was not compiled, because those of other functions take too long"
 
 # Where the field is not named after the kind.
 _FIELDS = {"choice": "constraint.choice.choices", TOOLS: "chat.functions"}
@@ -94,6 +107,20 @@ def constraint_source(constraint: types_pb2.Constraint) -> ConstraintSource:
     return ConstraintSource(kind, texts, constraint.max_whitespace if given else DEFAULT_MAX_WHITESPACE)
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A canonical grammar. `unenforced` are the functions whose parameters it does not enforce, each with the
+    reason."""
+
+    grammar: str
+    unenforced: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate size of its text."""
+        return len(self.grammar) + sum(len(name) + len(reason) for name, reason in self.unenforced.items())
+
+
 class Constraining:
     """Turns constraints into grammars, for all models. All calls come from one event loop."""
 
@@ -103,16 +130,16 @@ class Constraining:
         # Processes without work. A thread takes one and puts it back: never more than there are threads.
         self._idle: list[CompilingProcess] = []
         # By the constraint's text: its grammar, or why there is none. The least recently used is first.
-        self._results: OrderedDict[str, str | ConstraintError] = OrderedDict()
+        self._results: OrderedDict[str, Compiled | ConstraintError] = OrderedDict()
         self._remembered_bytes = 0
         # Equal constraints that come together are compiled once.
-        self._compiling: dict[str, asyncio.Task[str | ConstraintError]] = {}
+        self._compiling: dict[str, asyncio.Task[Compiled | ConstraintError]] = {}
 
     async def start_process(self) -> None:
         """Starts a process, so that the first constraint need not wait for that."""
         await self._turns.run("", 0, lambda: self._put(self._take()))
 
-    async def grammar(self, source: ConstraintSource, tenant: str) -> str:
+    async def compiled(self, source: ConstraintSource, tenant: str) -> Compiled:
         """Returns the canonical grammar of a constraint. Raises `RequestError`."""
         key = source.to_json()
         result = self._results.get(key)
@@ -125,26 +152,24 @@ class Constraining:
             raise invalid(*(FieldViolation(field, violation) for violation in result.violations))
         return result
 
-    def _begin(self, key: str, source: ConstraintSource, tenant: str) -> asyncio.Task[str | ConstraintError]:
+    def _begin(self, key: str, source: ConstraintSource, tenant: str) -> asyncio.Task[Compiled | ConstraintError]:
         """Starts to compile a constraint. That goes on if the request is cancelled: the result helps the next one."""
 
-        def end(task: asyncio.Task[str | ConstraintError]) -> None:
+        def end(task: asyncio.Task[Compiled | ConstraintError]) -> None:
             del self._compiling[key]
             if not task.cancelled() and task.exception() is None:
                 self._remember(key, task.result())
+                _log_unenforced(tenant, task.result())
 
         task = asyncio.create_task(self._turns.run(tenant, len(key), lambda: self._compile(source)))
         self._compiling[key] = task
         task.add_done_callback(end)
         return task
 
-    def _compile(self, source: ConstraintSource) -> str | ConstraintError:
+    def _compile(self, source: ConstraintSource) -> Compiled | ConstraintError:
         """Compiles in a process. Blocks. Raises `RequestError` if that says nothing about the constraint."""
         try:
-            return self._ask(source)
-        except ConstraintError as error:
-            simplified = source.simplified
-            return error if simplified is None else self._compile(simplified)
+            return self._compiled(source)
         except CompilerFailedError:
             raise RequestError(Reason.INTERNAL, "the constraint could not be compiled") from None
         except CompilerLostError:
@@ -152,6 +177,51 @@ class Constraining:
         except CompilerTimeoutError:
             text = "the constraint was not compiled in time: the router is overloaded; try again"
         raise RequestError(Reason.QUEUE_FULL, text, retry_after_ms=RETRY_AFTER_MS, quota="compiling of constraints")
+
+    def _compiled(self, source: ConstraintSource) -> Compiled | ConstraintError:
+        try:
+            return Compiled(self._ask(source))
+        except ConstraintError as error:
+            if source.tools is None or not source.tools.loose:
+                return error
+            return self._compiled_tools(source, source.tools, error)
+
+    def _compiled_tools(
+        self, source: ConstraintSource, rules: AnswerRules, error: ConstraintError
+    ) -> Compiled | ConstraintError:
+        """Compiles tools again without the parameters that cannot be enforced, unless they must be. `error` is that of
+        all tools together."""
+        try:
+            least = self._ask(source.of_tools(rules.relaxed(rules.loose)))
+        except ConstraintError as refused:
+            return refused  # no loose tool is at fault
+        unenforced = self._unenforceable(source, rules, error)
+        try:
+            if unenforced:
+                return Compiled(self._ask(source.of_tools(rules.relaxed(unenforced))), unenforced)
+        except ConstraintError as without_these:
+            error = without_these
+        # Each can be enforced alone, but not all together.
+        reason = f"the schema cannot be enforced together with those of the other functions: {error}"
+        return Compiled(least, {name: unenforced.get(name, reason) for name in rules.loose})
+
+    def _unenforceable(self, source: ConstraintSource, rules: AnswerRules, error: ConstraintError) -> dict[str, str]:
+        """Returns the loose tools whose parameters cannot be enforced, with the reasons. `error` is that of all tools
+        together."""
+        if len(rules.loose) == 1 and _is_costly(error):
+            return {rules.loose[0]: _reason(rules.loose[0], error)}
+        reasons: dict[str, str] = {}
+        num_costly = 0
+        for name in rules.loose:
+            if num_costly == MAX_COSTLY_FUNCTIONS:
+                reasons[name] = NOT_TRIED
+                continue
+            try:
+                self._ask(source.of_tools(rules.alone(name)))
+            except ConstraintError as error:
+                reasons[name] = _reason(name, error)
+                num_costly += _is_costly(error)
+        return reasons
 
     def _ask(self, source: ConstraintSource) -> str:
         process = self._take()
@@ -178,12 +248,28 @@ class Constraining:
             process = self._start()
         self._idle.append(process)
 
-    def _remember(self, key: str, result: str | ConstraintError) -> None:
+    def _remember(self, key: str, result: Compiled | ConstraintError) -> None:
         self._results[key] = result
         self._remembered_bytes += _num_bytes(key, result)
         while self._remembered_bytes > MAX_REMEMBERED_BYTES:
             self._remembered_bytes -= _num_bytes(*self._results.popitem(last=False))
 
 
-def _num_bytes(key: str, result: str | ConstraintError) -> int:
-    return len(key) + len(str(result))
+def _is_costly(error: ConstraintError) -> bool:
+    return not COSTLY.isdisjoint(error.violations)
+
+
+def _reason(name: str, error: ConstraintError) -> str:
+    """Returns what is wrong with the schema of a function, without the beginning that names both."""
+    schema = re.compile(rf"{re.escape(name)}: parameters:? ")
+    return "; ".join(schema.sub("the schema ", violation, count=1) for violation in error.violations)
+
+
+def _num_bytes(key: str, result: Compiled | ConstraintError) -> int:
+    return len(key) + (result.num_bytes if isinstance(result, Compiled) else len(str(result)))
+
+
+def _log_unenforced(tenant: str, result: Compiled | ConstraintError) -> None:
+    if isinstance(result, Compiled):
+        for name, reason in result.unenforced.items():
+            log.warning("the parameters of the function %s of tenant %s are not enforced: %s", name, tenant, reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from router.api.validation import fit_tokens, validate_generate
 from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfig, TenantConfigFile
 from router.constraint.answer_grammar import AnswerRules
+from router.constraint.json_text import read_json
 from router.constraint.source import TOOLS, ConstraintSource
 from router.dispatch.pools import ModelBackend
 from router.lifecycle.events import End
@@ -53,6 +53,7 @@ from router.store.types import DEFAULT_TENANT, NO_LIMITS, Demand, TenantLimits
 from router.stream.request_stream import RequestStream
 from router.telemetry.events import RequestFacts, class_name
 from router.text.output import OutputText
+from router.text.stop_scope import StopScope
 from router.text.tokenizer import TextModel
 from router.tools.formats import AnswerFormat, answer_format
 from router.tools.parser import AnswerParser
@@ -195,18 +196,24 @@ class RequestPreparation:
             prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most_tokens(spec, limits), names.tenant)
             sampling = await self._tokenizing.encode_bad_words(pool.text, spec.sampling, limits, names.tenant)
         spec = dataclasses.replace(spec, sampling=sampling)
-        fitted = fit_tokens(prompt_ids, spec, limits)
         answer = answer_format_of(spec, pool.text, prompt_ids)
+        found_ids = _found_stop_ids(spec, answer)
+        if found_ids:
+            spec = dataclasses.replace(spec, stopping=dataclasses.replace(spec.stopping, stop_token_ids=()))
+        fitted = fit_tokens(prompt_ids, spec, limits)
         constraint = answer_constraint_of(spec, pool.text, answer, self._settings.default_thinking_token_budget)
-        grammar = None if constraint is None else await self._constraining.grammar(constraint, names.tenant)
+        compiled = None if constraint is None else await self._constraining.compiled(constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
         context.adapter_id = request.adapter_id
+        context.stop_token_ids.extend(found_ids)
+        for name, reason in () if compiled is None else compiled.unenforced.items():
+            context.unenforced_functions.add(name=name, reason=reason)
         context.reservation_tokens = _reservation_tokens(fitted, self._settings)
         if spec.output.parts and (answer.tools or answer.reasoning):
             context.answer_format = answer.to_json()
         prior_ids, end = _prior_output(fitted)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
-        submit = _submit(fitted, names, context, grammar)
+        submit = _submit(fitted, names, context, None if compiled is None else compiled.grammar)
         submit.adapter_hash = adapter_hash
         submits = _choices(submit, spec.choices.generated)
         hashes = _prefix_hashes(submits[0], pool)
@@ -264,6 +271,7 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
             sampling=submit.sampling,
             max_tokens=submit.stopping.max_tokens,
             has_parts=bool(context.answer_format),
+            unenforced_functions=context.unenforced_functions,
         ),
         new_text=functools.partial(_new_text, pool.text, context, submit.stopping.min_tokens),
         name_token=functools.partial(_name_token, pool.text),
@@ -342,12 +350,22 @@ def answer_format_of(spec: GenerateSpec, text: TextModel, prompt_ids: Sequence[i
     texts = {}
     if spec.tools is not None and tools is not None and tools.layout == "parameters":
         texts = {one.name: text_parameters(one.parameters) for one in spec.tools.functions}
-    return AnswerFormat(tools, text.support.reasoning, text.opens_reasoning(prompt_ids), texts)
+    must_call = spec.tools is not None and spec.tools.must_call
+    is_constrained = spec.constraint is not None
+    return AnswerFormat(
+        tools, text.support.reasoning, text.opens_reasoning(prompt_ids), texts, must_call, is_constrained
+    )
+
+
+def _found_stop_ids(spec: GenerateSpec, answer: AnswerFormat) -> tuple[int, ...]:
+    """Returns the stop tokens that the router finds: executors do not know where the reasoning ends, to which stops do
+    not apply."""
+    return spec.stopping.stop_token_ids if spec.output.parts and answer.reasoning is not None else ()
 
 
 def text_parameters(parameters: str) -> tuple[str, ...]:
     """Returns the parameters of a schema that are text."""
-    properties = json.loads(parameters).get("properties") if parameters else None
+    properties = read_json(parameters).get("properties") if parameters else None
     if not isinstance(properties, dict):
         return ()
     return tuple(
@@ -384,7 +402,7 @@ def _answer_rules(spec: GenerateSpec, text: TextModel, answer: AnswerFormat, mos
     functions = () if tools is None else tools.functions
     must_call, may_repeat = (False, False) if tools is None else (tools.must_call, tools.may_repeat)
     # What only the parser needs would make equal grammars unequal.
-    answer = dataclasses.replace(answer, texts={})
+    answer = dataclasses.replace(answer, texts={}, must_call=False, is_constrained=False)
     return AnswerRules(answer, functions, must_call, may_repeat, text.marker_ids, most_reasoning)
 
 
@@ -404,7 +422,16 @@ def _new_text(text: TextModel, context: resume_pb2.RouterContext, min_tokens: in
         stops=context.stop,
         include_stop=context.include_stop,
         min_tokens=min_tokens,
+        stop_tokens={token_id: text.token_bytes(token_id) for token_id in context.stop_token_ids},
+        scope=_stop_scope(context),
     )
+
+
+def _stop_scope(context: resume_pb2.RouterContext) -> StopScope | None:
+    if not (context.answer_format and (context.stop or context.stop_token_ids)):
+        return None
+    answer = answer_format(context.answer_format)
+    return None if answer.reasoning is None else StopScope(answer.reasoning, in_reasoning=answer.in_reasoning)
 
 
 def _new_parser(context: resume_pb2.RouterContext) -> Callable[[], AnswerParser] | None:
@@ -472,6 +499,7 @@ def _submit(
     fitted: FittedRequest, names: Names, context: resume_pb2.RouterContext, grammar: str | None
 ) -> executor_pb2.Submit:
     spec = fitted.spec
+    finds_stops = bool(spec.stopping.stops or context.stop_token_ids)
     salt = f"{names.tenant}\0{spec.cache_salt}"
     return executor_pb2.Submit(
         request_id=ledger_id(names.tenant, names.request_id),
@@ -488,8 +516,8 @@ def _submit(
         num_prompt_logprobs=spec.output.num_prompt_logprobs,
         router_context=context.SerializeToString(),
         constraint=None if grammar is None else _constraint(grammar),
-        # The router finds stop strings: tokens that wait would be computed behind one.
-        stream_interval=1 if spec.stopping.stops else min(spec.output.stream_interval, MAX_FRAME_INTERVAL),
+        # Tokens that wait would be computed behind a stop that the router finds.
+        stream_interval=1 if finds_stops else min(spec.output.stream_interval, MAX_FRAME_INTERVAL),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,9 @@ _ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
 NO_REASONING = ReasoningFormat("", "", "")
 # Between reasoning and what follows it.
 MAX_SPACE_AFTER_REASONING = 8
+# Of the layout `parameters`.
+TAG_END = ">\n"
+PARAMETER_END = "\n</parameter>\n"
 _ESCAPED = {character: "\\" + character for character in r"\.+*?()|[]{}^$/"} | {"\n": r"\n", "\t": r"\t", "\r": r"\r"}
 _IN_TAG = re.compile(r"[^<>\n]+")
 
@@ -46,8 +49,8 @@ class ToolSchemaError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool: its name and its parameters as the text of a JSON schema, empty for none. Parameters that cannot be
-    enforced are refused if it `is_strict`, and are any object otherwise."""
+    """A tool: its name and its parameters as the text of a JSON schema, empty for none. If it `is_strict`, parameters
+    that cannot be enforced are refused; otherwise they become any object."""
 
     name: str
     parameters: str = ""
@@ -83,13 +86,20 @@ class AnswerRules:
         return json.dumps(parts, separators=(",", ":"))
 
     @property
-    def simplified(self) -> AnswerRules | None:
-        """The same without the parameters of tools that are not strict; None if all are."""
-        if all(tool.is_strict for tool in self.tools):
-            return None
+    def loose(self) -> tuple[str, ...]:
+        """The names of the tools whose parameters need not be enforced."""
+        return tuple(tool.name for tool in self.tools if tool.parameters and not tool.is_strict)
+
+    def relaxed(self, names: Collection[str]) -> AnswerRules:
+        """Returns the same with any object as the arguments of these tools."""
         any_object = json.dumps(ANY_OBJECT)
-        tools = tuple(tool if tool.is_strict else ToolSchema(tool.name, any_object, True) for tool in self.tools)
-        return replace(self, tools=tools)
+        tools = (ToolSchema(tool.name, any_object) if tool.name in names else tool for tool in self.tools)
+        return replace(self, tools=tuple(tools))
+
+    def alone(self, name: str) -> AnswerRules:
+        """Returns the rules of an answer that calls only this tool, whose parameters must be enforced."""
+        tools = (replace(tool, is_strict=True) for tool in self.tools if tool.name == name)
+        return replace(self, tools=tuple(tools))
 
 
 def tool_patterns(rules: AnswerRules) -> Iterator[tuple[str, SchemaPattern]]:
@@ -262,29 +272,39 @@ class _Writer:
             raise ToolSchemaError(
                 [f"{tool.name}: a parameter's name has <, > or a line end, which its format cannot write"]
             )
+        head, padding = f"{self._format.padding}<function={tool.name}>\n", self._format.padding
+        end = _join(_literal("</function>" + padding), self._end())
+        if schema == ANY_OBJECT:
+            yield f"{rule}: {_literal(head)} {rule}_any* {end}"
+            yield f'{rule}_any: "<parameter=" {rule.upper()}_NAME {_literal(TAG_END)} {rule}_text'
+            yield f"{rule.upper()}_NAME: /[^<>\\n]+/"
+            yield from self._text(rule)
+            return
         parts = []
         for number, (name, one) in enumerate(properties.items()):
             part = f"{rule}_p{number}"
             parts.append(part if name in required else f"{part}?")
             yield from self._parameter(part, name, one, schema.get("$defs"))
-        head, padding = f"{self._format.padding}<function={tool.name}>\n", self._format.padding
-        yield f"{rule}: {_join(_literal(head), *parts, _literal('</function>' + padding), self._end())}"
+        yield f"{rule}: {_join(_literal(head), *parts, end)}"
 
     def _parameter(self, rule: str, name: str, schema: Any, defs: Any) -> Iterator[str]:
-        head, end = _literal(f"<parameter={name}>\n"), "\n</parameter>\n"
+        head = _literal(f"<parameter={name}{TAG_END}")
         values = schema.get("enum") if isinstance(schema, dict) else None
         if _takes_text(schema):
-            # Up to the first end tag, which is where the parser ends it.
-            tag = _regex(end.strip())
             yield f"{rule}: {head} {rule}_text"
-            yield f"{rule}_text[lazy]: {rule.upper()}_TEXT"
-            yield f"{rule.upper()}_TEXT: /(?s:.*){_regex(end)}/ & ~/(?s:.*{tag}.*{tag}.*)/"
+            yield from self._text(rule)
         elif values and all(isinstance(value, str) and "\n" not in value for value in values):
-            yield f"{rule}: {head} ({' | '.join(map(_literal, values))}) {_literal(end)}"
+            yield f"{rule}: {head} ({' | '.join(map(_literal, values))}) {_literal(PARAMETER_END)}"
         else:
             whole = schema if isinstance(schema, dict) else {}
-            yield f"{rule}: {head} {rule}_json {_literal(end)}"
+            yield f"{rule}: {head} {rule}_json {_literal(PARAMETER_END)}"
             yield f"{rule}_json: {self._json({**whole, '$defs': defs} if defs else whole)}"
+
+    def _text(self, rule: str) -> Iterator[str]:
+        """Yields the rules of a parameter's text up to the first end tag, which is where the parser ends it."""
+        tag = _regex(PARAMETER_END.strip())
+        yield f"{rule}_text[lazy]: {rule.upper()}_TEXT"
+        yield f"{rule.upper()}_TEXT: /(?s:.*){_regex(PARAMETER_END)}/ & ~/(?s:.*{tag}.*{tag}.*)/"
 
 
 def _schema(tool: ToolSchema) -> dict[str, Any]:
@@ -303,8 +323,6 @@ def _schema(tool: ToolSchema) -> dict[str, Any]:
     try:
         return with_any_of(canonical_schema({**schema, **own}))
     except SchemaError as error:
-        if not tool.is_strict:
-            return ANY_OBJECT
         raise ToolSchemaError([f"{tool.name}: parameters {violation}" for violation in error.violations]) from None
 
 

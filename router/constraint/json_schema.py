@@ -7,7 +7,7 @@ has no annotations, so equal constraints have equal texts. References lead only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -73,6 +73,8 @@ ANNOTATIONS = frozenset(
 EXTENSION_PREFIX = "x-"
 COMPILER_EXTENSION = "x-guidance"
 MAX_COUNT = 1_000_000
+# Larger integers have no exact value in the compiler, which computes with doubles.
+MAX_NUMBER = 2**53
 MAX_PATTERN_CHARACTERS = 4096
 MAX_VIOLATIONS = 16
 
@@ -270,7 +272,10 @@ class _Walk:
 
     def _value(self, keyword: str, value: Any, place: str, canonical: dict[str, Any]) -> None:
         is_allowed, allowed = VALUES[keyword]
-        if is_allowed(value):
+        if (large := next(_large_numbers(value), None)) is not None:
+            text = f"has the number {shortened(str(large))} in `{keyword}`{_at(place)}"
+            self._refuse(f"{text}; numbers beyond ±2^53 are not supported")
+        elif is_allowed(value):
             canonical[keyword] = self._pattern(value, place) if keyword == "pattern" else value
         else:
             self._refuse(f"has `{keyword}` {shortened(str(value))}{_at(place)}: must be {allowed}")
@@ -293,6 +298,14 @@ class _Walk:
     def _refuse(self, violation: str) -> None:
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(violation)
+
+
+def _large_numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _large_numbers(part)
+    elif is_number(value) and abs(value) > MAX_NUMBER:
+        yield value
 
 
 def _replace_format(canonical: dict[str, Any]) -> None:

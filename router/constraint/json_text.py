@@ -1,42 +1,52 @@
 """JSON text of a client, read with bounds.
 
-Python's parser raises RecursionError for deep nesting, takes the last of two equal names, and reads numbers that JSON
-does not have. Here each of these is an error with its reason.
+Python's parser raises RecursionError for deep nesting, takes the last of two equal names, reads numbers that JSON does
+not have, and fails or gives infinity for very large ones. Here each of these is an error with its reason, except large
+numbers, which are read: whether one matters depends on its place.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from typing import Any
 
 # Compilers of schemas recurse, as does everything here. serde_json, which reads the grammar, stops at 128.
 MAX_NESTING = 100
-# Larger integers have no exact value in the compiler, which computes with doubles.
-MAX_INTEGER = 2**53
+# Longer ones are larger than any double.
+MAX_INTEGER_DIGITS = 309
 
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 _OPENING = frozenset("[{")
 _CLOSING = frozenset("]}")
 
 
-class JsonTextError(Exception):
+class JsonTextError(ValueError):
     """Text that is not JSON, or JSON beyond the bounds. The message completes a sentence that begins with its field."""
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises `JsonTextError`."""
+    """Returns the value of a JSON text. Integers are those for a JSON schema, such as 1 for 1.0. Raises
+    `JsonTextError`."""
     _check_nesting(text)
     try:
         return json.loads(
             text,
             object_pairs_hook=_unique_names,
             parse_constant=_refuse_constant,
-            parse_int=_bounded_integer,
-            parse_float=_finite_number,
+            parse_int=_integer,
+            parse_float=_whole_or_float,
         )
     except json.JSONDecodeError as error:
         raise JsonTextError(f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+
+
+def read_json(text: str) -> Any:
+    """Returns the value of a JSON text without bounds, with numbers as they are written. Raises `ValueError` or
+    `RecursionError`."""
+    return json.loads(text, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_float)
 
 
 def _check_nesting(text: str) -> None:
@@ -63,18 +73,20 @@ def _refuse_constant(name: str) -> None:
     raise JsonTextError(f"is not JSON: {name} is no JSON number")
 
 
-def _bounded_integer(digits: str) -> int:
-    if len(digits) > len(str(MAX_INTEGER)) + 1 or abs(int(digits)) > MAX_INTEGER:
-        raise JsonTextError(f"has the number {shortened(digits)}; integers beyond ±2^53 are not supported")
-    return int(digits)
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MAX_INTEGER_DIGITS else _float(digits)
 
 
-def _finite_number(digits: str) -> float | int:
+def _whole_or_float(digits: str) -> float | int:
     """Returns an integer for 1.0 and 1e3, which JSON schema does not distinguish from 1 and 1000."""
-    number = float(digits)
-    if abs(number) > MAX_INTEGER:
-        raise JsonTextError(f"has the number {shortened(digits)}; numbers beyond ±2^53 are not supported")
+    number = _float(digits)
     return int(number) if number.is_integer() else number
+
+
+def _float(digits: str) -> float:
+    """Returns the nearest double, never infinity, which JSON cannot express."""
+    number = float(digits)
+    return number if math.isfinite(number) else math.copysign(sys.float_info.max, number)
 
 
 def shortened(text: str, length: int = 60) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from common.grammar import canonical_grammar, canonical_grammars
 from common.protocol import MAX_GRAMMAR_BYTES
-from router.constraint.answer_grammar import ToolSchemaError, answer_lark, answer_rules, tool_patterns
+from router.constraint.answer_grammar import AnswerRules, ToolSchemaError, answer_lark, answer_rules, tool_patterns
 from router.constraint.exclusive import with_any_of
 from router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
 from router.constraint.json_text import JsonTextError, parse_json
@@ -65,10 +65,13 @@ class ConstraintSource:
         return json.dumps([self.kind, self.texts, self.max_whitespace, self.reasoning], separators=(",", ":"))
 
     @property
-    def simplified(self) -> ConstraintSource | None:
-        """The same without the parameters of tools that need not be enforced; None if there are none."""
-        rules = answer_rules(self.texts[0]).simplified if self.kind == TOOLS else None
-        return None if rules is None else replace(self, texts=(rules.to_json(),))
+    def tools(self) -> AnswerRules | None:
+        """The rules of an answer that may call tools."""
+        return answer_rules(self.texts[0]) if self.kind == TOOLS else None
+
+    def of_tools(self, rules: AnswerRules) -> ConstraintSource:
+        """Returns the same with other rules."""
+        return replace(self, texts=(rules.to_json(),))
 
 
 def source_of(text: str) -> ConstraintSource:

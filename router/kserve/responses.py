@@ -72,7 +72,7 @@ class Responder:
                 if self._wanted.is_streamed:
                     await self._respond(is_final=False)
             case "finished":
-                self._rows[event.finished.choice].reason = event.finished.reason
+                self._rows[event.finished.choice].reason = _shown_reason(event.finished)
             case "done":
                 await self._respond(is_final=True)
 
@@ -145,3 +145,9 @@ def _matrix(name: str, datatype: str, rows: Sequence[Sequence[Element]], padding
     longest = max(map(len, rows))
     padded = tuple(element for row in rows for element in (*row, *(padding,) * (longest - len(row))))
     return Tensor(name, datatype, (1, len(rows), longest), padded)
+
+
+def _shown_reason(finished: inference_pb2.Finished) -> types_pb2.FinishReason:
+    """Returns the reason that a response names. Output that a stop cut off within its form is not complete."""
+    is_stop = finished.reason in (types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_STOP_STRING)
+    return types_pb2.FINISH_REASON_LENGTH if is_stop and finished.constraint_unfinished else finished.reason

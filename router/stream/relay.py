@@ -261,8 +261,8 @@ class Relay:
             await self._send_tokens(news)
             if self._text.matched is not None:
                 self._stream.stop()
-                reason = types_pb2.FINISH_REASON_STOP_STRING
-                await self._finish(inference_pb2.Finished(reason=reason, stop=self._text.matched))
+                is_unfinished = None if self._parser is None else self._parser.is_unfinished
+                await self._finish(_stopped_by(self._text.matched), is_unfinished)
                 return
             if news.error is not None:
                 raise news.error
@@ -501,8 +501,9 @@ class Relay:
         await self._finish(finished, end.constraint_unfinished)
 
     async def _finish(self, finished: inference_pb2.Finished, constraint_unfinished: bool | None = None) -> None:
-        """Sends Finished and Done. Only the executor knows whether a constraint is satisfied; None: it has not reported
-        it, so the constraint counts as unfinished. Raises `RequestError` unless every token before the end was sent."""
+        """Sends Finished and Done. Only the executor knows whether a constraint is satisfied, except that of calls;
+        None: it has not reported it, so the constraint counts as unfinished. Raises `RequestError` unless every token
+        before the end was sent."""
         if self._num_sent < self._text.num_tokens:
             raise self._incomplete()
         finished.constraint_unfinished = self._reading.is_constrained and constraint_unfinished is not False
@@ -547,6 +548,12 @@ class Relay:
         event.attempt = self._stream.life.attempt
         self._seq += 1
         return event
+
+
+def _stopped_by(matched: str | int) -> inference_pb2.Finished:
+    if isinstance(matched, int):
+        return inference_pb2.Finished(reason=types_pb2.FINISH_REASON_STOP_TOKEN, stop_token_id=matched)
+    return inference_pb2.Finished(reason=types_pb2.FINISH_REASON_STOP_STRING, stop=matched)
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

@@ -490,7 +490,7 @@ class RequestStream:
         self._changed.set()
 
     def stop(self) -> None:
-        """Ends the request at a stop string. Executors do not match stop strings."""
+        """Ends the request at a stop that its reader found. Executors do not match stop strings."""
         self.finish(End(types_pb2.FINISH_REASON_STOP_STRING, None))
 
     def finish(self, end: End) -> None:

@@ -1,35 +1,43 @@
-"""The text of one choice: its tokens, detokenized and cut at the first stop string.
+"""The text of one choice: its tokens, detokenized and cut at the first stop.
 
-`OutputText` composes a detokenizer and a `StopMatcher`. Never decides that a token ends the choice: the executor does.
-Invariants: the texts of all steps together are the text of all tokens, cut at the first stop that counts; a token is
-taken once, however often it is fed. To continue earlier output, feed that output first and drop its text.
+`OutputText` composes a detokenizer, a `StopMatcher` and, for an output with reasoning, a `StopScope`. Executors find
+stop tokens, which know no text; only those that do not apply to reasoning are found here. Invariants: the texts of all
+steps together are the text of all tokens, cut at the first stop that counts; a token is taken once, however often it is
+fed. To continue earlier output, feed that output first and drop its text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from router.text.detokenizer import IncrementalDetokenizer
+from router.text.stop_scope import StopScope
 
 # A transition's key is `state * NUM_CODE_POINTS + code point`: one flat dict costs a third of a dict per state.
 NUM_CODE_POINTS = 0x110000
+NO_STOP_TOKENS: Mapping[int, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class TextStep:
-    """Result of feeding tokens: text to send, how many of them were taken, and the stop string that ended the choice.
+    """Result of feeding tokens: text to send, how many of them were taken, and the stop string, or the id of the stop
+    token, that ended the choice.
 
     `num_tokens` counts the tokens that were new, up to and including the one that completed the stop.
     """
 
     text: str
     num_tokens: int
-    matched: str | None
+    matched: str | int | None
 
 
 class OutputText:
-    """The text of a choice. Takes every token with its offset; `finish` ends it."""
+    """The text of a choice. Takes every token with its offset; `finish` ends it.
+
+    `stop_tokens` has the bytes of each stop token that is found here. Stops apply within `scope`; None: everywhere.
+    """
 
     def __init__(
         self,
@@ -38,14 +46,18 @@ class OutputText:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        stop_tokens: Mapping[int, bytes] = NO_STOP_TOKENS,
+        scope: StopScope | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops, include_stop=include_stop)
-        self.has_stops = bool(stops)
+        self._stop_tokens = stop_tokens
+        self.has_stops = bool(stops or stop_tokens)
+        self._scope = scope if self.has_stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._matched: str | None = None
+        self._matched: str | int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -53,8 +65,8 @@ class OutputText:
         return self._num_tokens
 
     @property
-    def matched(self) -> str | None:
-        """The stop string that ended the choice."""
+    def matched(self) -> str | int | None:
+        """The stop string, or the id of the stop token, that ended the choice."""
         return self._matched
 
     def echo(self, prompt_ids: Sequence[int]) -> str:
@@ -84,8 +96,10 @@ class OutputText:
         """Ends the choice and returns the text that was held back, cut at a stop string that it completes."""
         if self._matched is not None:
             return TextStep("", 0, self._matched)
-        step = self._push_text(self._detokenizer.flush())
-        return TextStep(step + self._stops.flush(), 0, self._matched)
+        text = self._push_text(self._detokenizer.flush())
+        if self._scope is not None and self._matched is None:
+            text += self._match(self._scope.finish())
+        return TextStep(text + self._stops.flush(), 0, self._matched)
 
     def _take(self, token_ids: list[int]) -> TextStep:
         if not self.has_stops:
@@ -94,17 +108,47 @@ class OutputText:
         texts: list[str] = []
         for num_taken, token_id in enumerate(token_ids, start=1):
             self._num_tokens += 1
+            if self._ends_with(token_id):
+                return TextStep("".join([*texts, self._end_with(token_id)]), num_taken, self._matched)
             texts.append(self._push_text(self._detokenizer.push([token_id])))
             if self._matched is not None:
                 return TextStep("".join(texts), num_taken, self._matched)
         return TextStep("".join(texts), len(token_ids), None)
 
+    def _ends_with(self, token_id: int) -> bool:
+        """Returns whether the newest token is a stop token that counts."""
+        text = self._stop_tokens.get(token_id)
+        if text is None or self._num_tokens <= self._min_tokens:
+            return False
+        return self._scope is None or self._scope.contains(text)
+
+    def _end_with(self, token_id: int) -> str:
+        """Ends the choice at a stop token, unless a stop string ends before it. Returns the text that is left."""
+        text = self._push_text(self._detokenizer.push([token_id])) if self._include_stop else ""
+        if self._matched is None:
+            text += self.finish().text
+        if self._matched is None:
+            self._matched = token_id
+        return text
+
     def _push_text(self, text: str) -> str:
-        """Passes on the text that the newest token completed. A stop counts if that token has at least `min_tokens`
-        before it, as in vLLM."""
-        step = self._stops.push(text, may_stop=self._num_tokens > self._min_tokens)
-        self._matched = step.matched
-        return step.text
+        """Passes on the text that the newest token completed."""
+        return self._match([(text, True)] if self._scope is None else self._scope.push(text))
+
+    def _match(self, pieces: Iterable[tuple[str, bool]]) -> str:
+        """Passes on text, with the pieces in which stops apply cut at one. A stop counts if the newest token has at
+        least `min_tokens` before it, as in vLLM."""
+        sent: list[str] = []
+        for text, has_stops in pieces:
+            if not has_stops:
+                sent.append(self._stops.flush() + text)
+                continue
+            step = self._stops.push(text, may_stop=self._num_tokens > self._min_tokens)
+            sent.append(step.text)
+            if step.matched is not None:
+                self._matched = step.matched
+                break
+        return "".join(sent)
 
 
 @dataclass(frozen=True, slots=True)

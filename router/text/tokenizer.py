@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import FieldViolation, invalid
 from inflight.v1 import inference_pb2
-from router.constraint.json_text import JsonTextError, parse_json
+from router.constraint.json_text import JsonTextError, parse_json, read_json
 from router.text.chat_counts import count_violations
 from router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
 from router.text.count_limits import MAX_VIOLATIONS
@@ -288,7 +288,7 @@ class TextModel:
                 text = "the model's chat template has no tools, and this router writes no system message about them"
             raise invalid(FieldViolation(f"{field}.functions", text))
         if chat.functions:
-            functions = [template_function(one.name, one.description, one.parameters) for one in chat.functions]
+            functions = [_template_function(one) for one in chat.functions]
             if support.in_template:
                 tools = functions
             elif support.tools is not None:
@@ -448,8 +448,6 @@ def _message_violations(message: inference_pb2.ChatMessage, field: str) -> Itera
     for i, call in enumerate(message.tool_calls):
         if not call.name:
             yield FieldViolation(f"{field}.tool_calls[{i}].name", "is empty; must be the function's name")
-        if _arguments(call) is None:
-            yield FieldViolation(f"{field}.tool_calls[{i}].arguments", "must be a JSON object as text")
 
 
 def _struct_violations(struct: struct_pb2.Struct, field: str) -> Iterator[FieldViolation]:
@@ -482,6 +480,11 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     return made
 
 
+def _template_function(function: inference_pb2.Function) -> dict[str, Any]:
+    parameters = read_json(function.parameters) if function.parameters else None
+    return template_function(function.name, function.description, parameters)
+
+
 def _with_reasoning_as(key: str, message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message with its reasoning under another key, unless it has content: gpt-oss's template takes only one
     of them."""
@@ -497,13 +500,13 @@ def _template_call(call: inference_pb2.ToolCall) -> dict[str, Any]:
     return made
 
 
-def _arguments(call: inference_pb2.ToolCall) -> dict[str, Any] | None:
-    """Returns the parsed arguments, as templates expect; None if they are not a JSON object. Empty text means no
-    arguments."""
+def _arguments(call: inference_pb2.ToolCall) -> dict[str, Any]:
+    """Returns the parsed arguments, as templates expect. Text that is not a JSON object, such as arguments that were
+    cut off at `max_tokens`, is replaced by an empty object: templates take nothing else."""
     try:
-        arguments = json.loads(call.arguments or "{}")
+        arguments = read_json(call.arguments or "{}")
         # JSON can escape half a surrogate pair, which UTF-8 text cannot hold.
         json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        return None
-    return arguments if isinstance(arguments, dict) else None
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

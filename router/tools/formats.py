@@ -191,12 +191,16 @@ class AnswerFormat:
 
     `tools` None: it makes no calls. `reasoning` None: it has no reasoning. `in_reasoning`: the prompt opened the
     reasoning. `texts`: the parameters of each function that are text, which the layout `parameters` does not show.
+    `must_call`: an answer without a call is not complete. `is_constrained`: the content has a form that the request
+    asked for.
     """
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     in_reasoning: bool = False
     texts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    must_call: bool = False
+    is_constrained: bool = False
 
     def to_json(self) -> str:
         """Returns the format as routers store it with the request."""
@@ -213,15 +217,18 @@ def answer_format(text: str) -> AnswerFormat:
     if not isinstance(stored, dict) or not stored.keys() >= {"tools", "reasoning", "in_reasoning", "texts"}:
         raise FormatError("has not the members of a format")
     tools, reasoning, texts = stored["tools"], stored["reasoning"], stored["texts"]
-    if not isinstance(stored["in_reasoning"], bool):
-        raise FormatError("in_reasoning: must be true or false")
+    # Earlier versions of a router do not store the last two.
+    flags = {name: stored.get(name, False) for name in ("in_reasoning", "must_call", "is_constrained")}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise FormatError(f"{name}: must be true or false")
     if not isinstance(texts, dict) or not all(_are_texts(parameters) for parameters in texts.values()):
         raise FormatError("texts: must be lists of texts")
     return AnswerFormat(
         None if tools is None else _stored_tools(tools),
         None if reasoning is None else _stored_reasoning(reasoning),
-        stored["in_reasoning"],
-        {name: tuple(parameters) for name, parameters in texts.items()},
+        texts={name: tuple(parameters) for name, parameters in texts.items()},
+        **flags,
     )
 
 

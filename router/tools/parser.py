@@ -113,6 +113,24 @@ class AnswerParser:
         return self._state in (self._reasoning, self._reasoning_lead)
 
     @property
+    def is_in_content(self) -> bool:
+        """Whether the text so far ends within content."""
+        return self._state == self._content
+
+    @property
+    def num_held(self) -> int:
+        """The number of characters that are not yet part of anything: what follows decides about them."""
+        return len(self._text) - self._at
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the answer is not complete if the text ends here, or may be incomplete: within a call, before a call
+        that it must have, or in content whose form only the executor knows."""
+        is_in_call = self._names_call or (self._is_tentative and not self._is_between_calls)
+        lacks_call = self._answer.must_call and not self.num_calls
+        return is_in_call or lacks_call or self._answer.is_constrained
+
+    @property
     def may_reason(self) -> bool:
         """Whether reasoning may still begin."""
         return self._may_reason and self._state == self._lead
@@ -134,7 +152,7 @@ class AnswerParser:
 
     def finish(self) -> list[Part]:
         """Ends the answer and returns what was held back."""
-        if self._is_tentative and not (self._state == self._item and self.num_calls):
+        if self._is_tentative and not self._is_between_calls:
             if self._format is not None and self._text.startswith("{", self._mark):
                 self._say(self._text[self._mark :])
         elif self._names_call:
@@ -260,6 +278,11 @@ class AnswerParser:
     def _is_tentative(self) -> bool:
         """Whether a call has begun whose name is not complete."""
         return self._mark >= 0 and self._in_call and not self._names_call
+
+    @property
+    def _is_between_calls(self) -> bool:
+        """Whether a call of a list has ended and no other has begun."""
+        return self._state == self._item and self.num_calls > 0
 
     _in_call = False
 

@@ -99,9 +99,9 @@ def _shows_tools(render_tools: Callable[[list[Message], list[Any]], str]) -> boo
         return False  # a template is a program: it can raise anything
 
 
-def template_function(name: str, description: str, parameters: str) -> dict[str, Any]:
-    """Returns a function in the form that templates take, which is OpenAI's. The parameters must be JSON."""
-    schema = json.loads(parameters) if parameters else {"type": "object", "properties": {}}
+def template_function(name: str, description: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a function in the form that templates take, which is OpenAI's. `parameters` is a JSON schema."""
+    schema = {"type": "object", "properties": {}} if parameters is None else parameters
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 

@@ -35,7 +35,7 @@ from router.store.codec import report_args
 from router.store.settings import StoreSettings
 from router.store.types import Adopted, Demand, Snapshot
 from router.stream.relay import Relay
-from router.stream.request_stream import RequestStream
+from router.stream.request_stream import Reader, RequestStream
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_router, start_executor, token_request, until_ready
 from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.mutation import Mutator
@@ -202,8 +202,9 @@ class Target:
         with suppress(RequestError):
             stream = await self._pool.dispatcher.resume("r", restore)
             self._stream = stream
-            stream.attend()
-            await Relay(stream, write).run()
+            reader = Reader(1)
+            stream.attend(reader)
+            await Relay(stream, write, reader=reader).run()
 
     async def _end(self, reader: asyncio.Task[None] | None) -> None:
         """The link breaks and the client leaves: nothing is left of the request."""

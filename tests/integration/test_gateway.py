@@ -412,7 +412,7 @@ async def test_drain_lets_streams_end_and_refuses_new_requests(
         gateway.openai() as client,
         httpx2.AsyncClient(timeout=60) as http,
     ):
-        draining = asyncio.create_task(gateway.app.drain(WAIT_S))
+        draining = asyncio.create_task(gateway.drain(WAIT_S))
         await asyncio.sleep(0)
         with pytest.raises(openai.InternalServerError) as refused:
             await client.completions.create(model=pool, prompt="t1")
@@ -455,6 +455,21 @@ async def test_bodies_have_limits_and_answers_an_id() -> None:
         headers = {"origin": "https://a.test", "access-control-request-method": "POST"}
         options = await http.options(f"{gateway.url}/v1/completions", headers=headers)
         assert options.headers["access-control-allow-origin"] == "https://a.test"
+        exposed = "x-request-id, retry-after, retry-after-ms, x-should-retry"
+        for method, path, status in (
+            ("GET", "/health", 200),
+            ("POST", "/v1/completions", 400),
+            ("GET", "/v1/completions", 405),
+            ("GET", "/v2", 404),
+            ("GET", "/v1/models", 503),
+        ):
+            answer = await http.request(method, f"{gateway.url}{path}", headers={"origin": "https://a.test"})
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "https://a.test"
+            assert answer.headers["access-control-expose-headers"] == exposed
+            assert answer.headers["x-request-id"]
+            other = await http.request(method, f"{gateway.url}{path}", headers={"origin": "https://b.test"})
+            assert "access-control-allow-origin" not in other.headers
 
 
 async def test_path_or_method_that_is_not_served_is_answered_with_what_is() -> None:

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from inflight import AsyncClient, Completion, ToolCall
-from inflight.v1 import inference_pb2
+from inflight.v1 import inference_pb2, types_pb2
 from router.stream.parts import wire_parts
 from router.tools.formats import FORMATS, THINK, AnswerFormat
 from router.tools.parser import AnswerParser
@@ -90,6 +90,31 @@ async def test_scripted_answers_of_every_format_come_as_calls() -> None:
             assert streamed == expected
             assert (final.message.content or "") == content
             assert final.finish_reason == whole.finish_reason
+
+
+async def test_call_that_a_stop_text_cuts_is_reported_as_incomplete() -> None:
+    text = TEXT[: TEXT.index(CALLS[0][1]) + 9]
+
+    def script(request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.StreamEvent]:
+        for event in spoken(HERMES, text):
+            if event.HasField("finished"):
+                event.finished.reason = types_pb2.FINISH_REASON_STOP_STRING
+                event.finished.stop, event.finished.constraint_unfinished = "STOP", True
+            yield event
+
+    async with gateway_of(ScriptedRouter(script)) as gateway, gateway.openai() as client:
+        whole = (await client.chat.completions.create(**CHAT)).choices[0]
+        assert [call.function.name for call in whole.message.tool_calls or []] == ["f"]
+        assert whole.finish_reason == "length"
+        chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **CHAT)]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        completion = await client.completions.create(model="smol", prompt="hi")
+        assert completion.choices[0].finish_reason == "length"
+        asked: dict[str, Any] = {"model": "smol", "input": "hi"}
+        response = await client.responses.create(**asked)
+        assert (response.status, response.output[-1].status) == ("incomplete", "incomplete")
+        events = [event async for event in await client.responses.create(stream=True, **asked)]
+        assert events[-1].type == "response.incomplete"
 
 
 async def test_first_delta_of_a_call_has_its_name_and_later_ones_only_arguments() -> None:

@@ -15,7 +15,7 @@ from executor.logits.grammar import GrammarCompiler
 from tests.cluster import run_cluster, start_executor
 from tests.fuzz.served import check_unharmed
 from tests.fuzz.test_gateway_bodies import KnownGrammars
-from tests.gateways import run_gateway
+from tests.gateways import events_of, run_gateway
 from tests.integration.test_open_webui_calls import chatting_tokenizer
 
 ASKED = {"role": "user", "content": "t1 t2"}
@@ -61,8 +61,8 @@ REFUSED_TURNS: list[tuple[list[dict[str, Any]], str]] = [
     ([ASKED, RESULT], "messages[1].tool_call_id"),
     ([ASKED, {"role": "assistant", "tool_calls": [CALL]}, {**RESULT, "tool_call_id": "d"}], "messages[2].tool_call_id"),
     (
-        [ASKED, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}],
-        "messages[1].tool_calls[0].function.arguments",
+        [ASKED, {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "", "arguments": "{}"}}]}],
+        "messages[1].tool_calls[0].function.name",
     ),
 ]
 
@@ -75,12 +75,63 @@ def tool_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(
-    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _with_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters have a model with tools, whose device ignores grammars."""
     monkeypatch.setattr("tests.cluster.tiny_tokenizer", tool_tokenizer)
     grammars = cast("GrammarCompiler", cast("Any", KnownGrammars()))
     monkeypatch.setattr("tests.cluster.start_executor", functools.partial(start_executor, grammars=grammars))
+
+
+# What a schema may have that does not matter, and what cannot be enforced.
+HUGE: list[Any] = [2**53 + 1, -(2**70), 1e300, 10**400]
+HARMLESS = {"default": HUGE, "examples": HUGE, "title": "t", "x-order": HUGE, "deprecated": True, "$comment": "c"}
+LARGE_BOUND = {"type": "integer", "maximum": 2**64}
+
+
+@pytest.mark.usefixtures("_with_tools")
+async def test_tool_that_is_not_strict_is_never_refused_and_the_answer_names_it(redis_url: str, pool: str) -> None:
+    functions = [
+        function("sound", parameters=an_object(a={"type": "integer"})),
+        function("annotated", parameters={**an_object(a={"type": "integer", **HARMLESS}), **HARMLESS}),
+        function("bounded", parameters=an_object(a=LARGE_BOUND)),
+        function("negated", parameters=an_object(a={"not": {}})),
+    ]
+    unenforced = {
+        "bounded": f'the schema has the number "{2**64}" in `maximum` at "/properties/a"; numbers beyond ±2^53 are not '
+        "supported",
+        "negated": 'the schema has the keyword `not` at "/properties/a", which is not supported',
+    }
+    expected = [{"name": name, "reason": reason} for name, reason in unenforced.items()]
+    flat = [{"type": "function", **one} for one in functions]
+    tools = [{"type": "function", "function": one} for one in functions]
+    async with run_cluster(redis_url, pool) as cluster, run_gateway(cluster.routers[0].address) as gateway:
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            ("chat/completions", {"messages": [ASKED], "tools": tools, "max_tokens": 3}),
+            ("responses", {"input": "t1", "tools": flat, "max_output_tokens": 3}),
+        ]
+        async with httpx2.AsyncClient(base_url=f"{gateway.url}/v1", timeout=100) as http:
+            for route, body in bodies:
+                # Beyond any double, which a client's own JSON encoder may write.
+                text = json.dumps({"model": pool, **body}).replace("1e+300", "1e999")
+                answer = await http.post(f"/{route}", content=text)
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["unenforced_tools"] == expected
+            sound = {**bodies[0][1], "tools": tools[:2]}
+            answer = await http.post("/chat/completions", json={"model": pool, **sound})
+            assert "unenforced_tools" not in answer.json()
+        seen = []
+        for route, body in bodies:
+            async with events_of(f"{gateway.url}/v1/{route}", {"model": pool, **body}) as events:
+                values = [event.value async for event in events if event.text.startswith("{")]
+            seen.append([value.get("response", value).get("unenforced_tools") for value in values])
+        chunks, events_seen = seen
+        assert [chunks[0], *set(map(str, chunks[1:]))] == [expected, "None"]
+        assert (events_seen[0], events_seen[-1]) == (expected, expected)
+
+
+@pytest.mark.usefixtures("_with_tools")
+async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(redis_url: str, pool: str) -> None:
     async with (
         run_cluster(redis_url, pool) as cluster,
         run_gateway(cluster.routers[0].address) as gateway,
@@ -106,6 +157,8 @@ async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(
             assert await refusal("chat/completions", messages=turns) == (400, field)
         result = {"type": "function_call_output", "call_id": "c", "output": "t1"}
         assert await refusal("responses", input=[ASKED, result]) == (400, "input[1].call_id")
+        calls = [{"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"} for name in ("f", "")]
+        assert await refusal("responses", input=[ASKED, *calls]) == (400, "input[2].name")
         assert await refusal("chat/completions", messages=[ASKED], thinking_token_budget=-2) == (
             400,
             "thinking_token_budget",
@@ -117,4 +170,11 @@ async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(
             tool = {"type": "function", "function": function(parameters=an_object(a=schema))}
             body = {"messages": [ASKED], "tools": [tool], "max_tokens": 3}
             assert await refusal("chat/completions", **body) == (200, None)
+        # Earlier arguments that are no JSON object, such as those of an answer that was cut off, are an empty one.
+        for arguments in ('{"a": "t', "[1]", "", '{"a": NaN}'):
+            called = {**CALL, "function": {"name": "f", "arguments": arguments}}
+            turns = [ASKED, {"role": "assistant", "tool_calls": [called]}, RESULT, ASKED]
+            assert await refusal("chat/completions", messages=turns, max_tokens=3) == (200, None)
+            items = [ASKED, {**calls[0], "arguments": arguments}, result, ASKED]
+            assert await refusal("responses", input=items, max_output_tokens=3) == (200, None)
         await check_unharmed(cluster)

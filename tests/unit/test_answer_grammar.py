@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import llguidance
 import pytest
@@ -71,18 +72,16 @@ def test_markers_that_are_special_tokens_are_written_by_id() -> None:
     assert '"[TOOL_CALLS]' not in json.loads(grammar)["grammars"][0]["lark_grammar"]
 
 
-def test_parameters_that_cannot_be_enforced_are_any_object_or_refused() -> None:
+def test_parameters_that_cannot_be_enforced_are_refused_and_any_object_if_relaxed() -> None:
     unsupported = '{"type": "object", "properties": {"x": {"type": "array", "uniqueItems": true}}}'
     answer = AnswerFormat(BY_NAME["hermes"])
-    rules = AnswerRules(answer, (ToolSchema("f", unsupported), TOOL), must_call=True)
-    assert accepts(rules, written(BY_NAME["hermes"], [("f", '{"y": 1}')]))
-    assert not accepts(rules, written(BY_NAME["hermes"], [("weather.get", '{"y": 1}')]))
-    simplified = rules.simplified
-    assert simplified is not None
-    assert accepts(simplified, written(BY_NAME["hermes"], [("weather.get", '{"y": 1}')]))
-    assert simplified.simplified is None
+    rules = AnswerRules(answer, (ToolSchema("f", unsupported), replace(TOOL, is_strict=True)), must_call=True)
     with pytest.raises(ConstraintError, match=r"f: parameters .*uniqueItems"):
-        accepts(AnswerRules(answer, (ToolSchema("f", unsupported, is_strict=True), TOOL)), "")
+        accepts(rules, "")
+    assert rules.loose == ("f",)
+    relaxed = rules.relaxed(rules.loose)
+    assert accepts(relaxed, written(BY_NAME["hermes"], [("f", '{"y": 1}')]))
+    assert not accepts(relaxed, written(BY_NAME["hermes"], [("weather.get", '{"y": 1}')]))
 
 
 def test_call_has_only_listed_parameters_unless_the_schema_allows_others() -> None:

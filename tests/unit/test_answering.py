@@ -32,7 +32,7 @@ def test_plain_request_has_no_form() -> None:
 def test_parts_of_a_model_without_reasoning_are_content_only() -> None:
     spec = validated(chat=CHAT, output={"parts": True}, constraint={"json_object": True})
     answer = answer_format_of(spec, smollm2(), [])
-    assert answer == AnswerFormat()
+    assert answer == AnswerFormat(is_constrained=True)
     assert answer_constraint_of(spec, smollm2(), answer) == spec.constraint
 
 

@@ -15,13 +15,16 @@ from common.errors import Reason, RequestError
 from common.grammar import grammar_hash
 from common.protocol import PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.api.constraining import Constraining
+from router.api import constraining
+from router.api.constraining import NOT_TRIED, Constraining
 from router.constraint.answer_grammar import AnswerRules, ToolSchema
 from router.constraint.process import TOO_LARGE, TOO_LONG, CompilerTimeoutError, CompilingProcess
 from router.constraint.source import TOOLS, ConstraintError, ConstraintSource
-from router.tools.formats import FORMATS, AnswerFormat
+from router.tools.formats import FORMATS, AnswerFormat, ToolFormat
 from tests.cluster import token_request
+from tests.grammars import accepts as accepts_text
 from tests.scripted_store import CallContext, ScriptedRouter, accepts, placement, settled, steps
+from tests.unit.test_tool_parser import written
 
 # Takes seconds of processor time in the compiler.
 COSTLY = json.dumps({"type": "integer", "multipleOf": 1_000_003})
@@ -60,7 +63,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[CountedProcess]:
 
 async def refusal(constraining: Constraining, source: ConstraintSource) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        await constraining.grammar(source, "t")
+        await constraining.compiled(source, "t")
     return caught.value
 
 
@@ -70,7 +73,7 @@ async def test_processes_start_with_the_first_constraint_and_answers_are_remembe
     constraining = Constraining(CountedProcess)
     assert processes == []
     for _ in range(3):
-        assert "json_schema" in await constraining.grammar(ConstraintSource("json_object", ()), "t")
+        assert "json_schema" in (await constraining.compiled(ConstraintSource("json_object", ()), "t")).grammar
         error = await refusal(constraining, schema({"not": {}}))
         assert error.reason is Reason.INVALID_FIELD
         assert [violation.field for violation in error.violations] == ["constraint.json_schema"]
@@ -82,23 +85,23 @@ async def test_process_started_before_the_first_constraint_compiles_it(processes
     constraining = Constraining(CountedProcess)
     await constraining.start_process()
     assert len(processes) == 1
-    assert await constraining.grammar(schema({"type": "null"}), "t")
+    assert await constraining.compiled(schema({"type": "null"}), "t")
     assert len(processes) == 1
 
 
 async def test_equal_constraints_that_come_together_are_compiled_once(processes: list[CountedProcess]) -> None:
     constraining, source = Constraining(CountedProcess), schema({"type": "object"})
-    grammars = await asyncio.gather(*(constraining.grammar(source, f"t{i}") for i in range(20)))
-    assert len(set(grammars)) == 1
+    compiled = await asyncio.gather(*(constraining.compiled(source, f"t{i}") for i in range(20)))
+    assert len({one.grammar for one in compiled}) == 1
     assert len(CountedProcess.asked) == 1
 
 
 async def test_cancelled_request_leaves_the_result_for_the_next(processes: list[CountedProcess]) -> None:
     constraining, source = Constraining(CountedProcess), schema({"type": "array"})
-    first = asyncio.create_task(constraining.grammar(source, "t"))
+    first = asyncio.create_task(constraining.compiled(source, "t"))
     await asyncio.sleep(0)
     first.cancel()
-    assert await constraining.grammar(source, "t")
+    assert await constraining.compiled(source, "t")
     assert first.cancelled()
     assert len(CountedProcess.asked) == 1
 
@@ -113,35 +116,100 @@ async def test_costly_constraint_is_refused_once_and_others_go_on(processes: lis
 
     constraining = Constraining(HeldProcess)
     costly = asyncio.create_task(refusal(constraining, source))
-    assert await constraining.grammar(schema({"type": "null"}), "other tenant")
+    assert await constraining.compiled(schema({"type": "null"}), "other tenant")
     assert not costly.done()
     others_went_on.set()
     refused = str(await costly)
     assert is_too_costly(refused)
     assert str(await refusal(constraining, source)) == refused
     assert len(CountedProcess.asked) == 2
-    assert await constraining.grammar(schema({"type": "boolean"}), "t")
+    assert await constraining.compiled(schema({"type": "boolean"}), "t")
+
+
+def tools_of(*tools: ToolSchema, tools_format: ToolFormat = FORMATS[0]) -> ConstraintSource:
+    return ConstraintSource(TOOLS, (AnswerRules(AnswerFormat(tools_format), tools, must_call=True).to_json(),))
+
+
+def parameters(**properties: Any) -> str:
+    return json.dumps({"properties": properties, "required": list(properties)})
 
 
 async def test_costly_parameters_of_a_tool_are_any_object_unless_it_is_strict(processes: list[CountedProcess]) -> None:
-    def tools(is_strict: bool) -> ConstraintSource:
-        parameters = json.dumps({"properties": {"x": json.loads(COSTLY)}})
-        rules = AnswerRules(AnswerFormat(FORMATS[0]), (ToolSchema("f", parameters, is_strict),))
-        return ConstraintSource(TOOLS, (rules.to_json(),))
-
+    costly = parameters(x=json.loads(COSTLY))
     constraining = Constraining(CountedProcess)
-    grammar = json.loads(await constraining.grammar(tools(False), "t"))["grammars"][0]["lark_grammar"]
-    assert "multipleOf" not in grammar
-    refused = await refusal(constraining, tools(True))
+    compiled = await constraining.compiled(tools_of(ToolSchema("f", costly)), "t")
+    assert "multipleOf" not in compiled.grammar
+    assert is_too_costly(compiled.unenforced["f"])
+    refused = await refusal(constraining, tools_of(ToolSchema("f", costly, is_strict=True)))
     assert [violation.field for violation in refused.violations] == ["chat.functions"]
     assert is_too_costly(str(refused))
 
 
+def pattern(text: str) -> str:
+    return parameters(x={"type": "array", "items": {"type": "string", "pattern": text}, "minItems": 1})
+
+
+SOUND = parameters(n={"type": "integer"})
+# Parameters that cannot be enforced, and why.
+UNENFORCEABLE = {
+    "keyword": (parameters(x={"not": {}}), "the schema has the keyword `not`"),
+    "dialect": (pattern("(?=a)b"), "the schema has the pattern"),
+    "compiled": (pattern("[z-a]"), "the schema has the pattern"),
+    "number": (parameters(x={"const": 2**60}), f'the schema has the number "{2**60}"'),
+    "reference": (parameters(x={"$ref": "#/$defs/gone"}), "the schema has `$ref`"),
+    "nothing": (parameters(x={"minimum": 5, "maximum": 4, "type": "integer"}), ""),
+}
+
+
+@pytest.mark.parametrize("tools_format", FORMATS, ids=lambda one: one.name)
+async def test_tool_whose_parameters_cannot_be_enforced_loses_only_its_own(
+    tools_format: ToolFormat, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = [ToolSchema(name, unenforceable) for name, (unenforceable, _) in UNENFORCEABLE.items()]
+    tools = (ToolSchema("good", SOUND), *bad, ToolSchema("strict", SOUND, is_strict=True))
+    compiled = await Constraining().compiled(tools_of(*tools, tools_format=tools_format), "t")
+    assert list(compiled.unenforced) == list(UNENFORCEABLE)
+    for name, (_, reason) in UNENFORCEABLE.items():
+        assert compiled.unenforced[name].startswith(reason)
+        line = f"the parameters of the function {name} of tenant t are not enforced: {reason}"
+        assert any(record.getMessage().startswith(line) for record in caplog.records)
+    for name in ("good", "strict", *UNENFORCEABLE):
+        assert accepts_text(compiled.grammar, written(tools_format, [(name, '{"n": 1}')]))
+        is_any = accepts_text(compiled.grammar, written(tools_format, [(name, '{"n": "x y", "m": "z"}')]))
+        assert is_any == (name in UNENFORCEABLE)
+
+
+async def test_strict_tool_whose_parameters_cannot_be_enforced_is_refused_beside_others() -> None:
+    bad, _ = UNENFORCEABLE["keyword"]
+    tools = (ToolSchema("good", SOUND), ToolSchema("loose", bad), ToolSchema("f", bad, is_strict=True))
+    refused = str(await refusal(Constraining(), tools_of(*tools)))
+    assert "f: parameters" in refused
+    assert "loose" not in refused
+
+
+async def test_parameters_that_cannot_be_enforced_together_are_all_any_object() -> None:
+    large = parameters(x={"enum": ["x" * 90 + str(i) for i in range(400)]})
+    tools = tuple(ToolSchema(f"f{number}", large) for number in range(40))
+    compiled = await Constraining().compiled(tools_of(*tools), "t")
+    assert set(compiled.unenforced) == {tool.name for tool in tools}
+    assert all("together with those of the other functions" in reason for reason in compiled.unenforced.values())
+
+
+@pytest.mark.slow
+async def test_number_of_costly_tools_that_are_compiled_alone_is_bounded(
+    processes: list[CountedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraining, "MAX_COSTLY_FUNCTIONS", 1)
+    tools = tuple(ToolSchema(f"f{number}", parameters(x=json.loads(COSTLY))) for number in range(9))
+    compiled = await Constraining(CountedProcess).compiled(tools_of(*tools, ToolSchema("g", SOUND)), "t")
+    assert [reason == NOT_TRIED for reason in compiled.unenforced.values()] == [False] + [True] * 9
+
+
 async def test_killed_process_is_replaced(processes: list[CountedProcess]) -> None:
     constraining = Constraining(CountedProcess)
-    assert await constraining.grammar(schema({"type": "null"}), "t")
+    assert await constraining.compiled(schema({"type": "null"}), "t")
     os.kill(processes[0].pid, signal.SIGKILL)
-    assert await constraining.grammar(schema({"type": "boolean"}), "t")
+    assert await constraining.compiled(schema({"type": "boolean"}), "t")
     assert len(processes) == 2
 
 

@@ -45,6 +45,13 @@ def test_canonical_schema_has_no_annotations_and_keeps_the_order_of_properties()
     assert schema_grammar(POINT).index('"x"') < schema_grammar(POINT).index('"y"')
 
 
+def test_large_numbers_in_annotations_have_no_effect() -> None:
+    large = {"default": 2**60, "examples": [1e300, -(2**70)], "x-more": {"a": 10**400}}
+    described = {**POINT, **large, "properties": {name: {"type": "integer", **large} for name in ("x", "y")}}
+    text = json.dumps(described).replace("1e+300", "1e999")
+    assert grammar_of("json_schema", text) == schema_grammar(POINT)
+
+
 def test_hash_is_that_of_the_text() -> None:
     grammar = schema_grammar(POINT)
     assert grammar_violation(grammar, grammar_hash(grammar)) is None
@@ -154,7 +161,8 @@ def test_regex_matches_the_whole_output(regex: str, text: str, other: str) -> No
         ({"pattern": "(?i)a"}, "group (?i)"),
         ({"pattern": "a" * 5000}, "`pattern`"),
         ({"patternProperties": {r"\Z": {}}}, r"escape \Z"),
-        ({"minimum": 2**60}, "integers beyond"),
+        ({"minimum": 2**60}, "numbers beyond"),
+        ({"enum": [1, {"a": [-(2**60)]}]}, "numbers beyond"),
         ({"maximum": 1e300}, "numbers beyond"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf constraints are not supported"),
         ({"enum": ["\ud800"]}, "unpaired surrogate"),
@@ -179,7 +187,8 @@ def test_all_unsupported_keywords_are_named_up_to_a_bound() -> None:
         ("{", "is not JSON: Expecting property name enclosed in double quotes at line 1, column 2"),
         ('{"minimum": NaN}', "NaN is no JSON number"),
         ('{"type": "object", "type": "array"}', 'the name "type" twice'),
-        ('{"minimum": 1' + "0" * 5000 + "}", "integers beyond"),
+        ('{"minimum": 1' + "0" * 5000 + "}", "numbers beyond"),
+        ('{"maximum": -1e400}', "numbers beyond"),
         ("[" * 60_000, "nested more than 100 levels"),
         ('{"items":' * 1000 + "{}" + "}" * 1000, "nested more than 100 levels"),
         ('{"enum":[' + "[" * 1000 + "]" * 1000 + "]}", "nested more than 100 levels"),

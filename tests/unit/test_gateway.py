@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from common.errors import Reason
 from common.settings import SettingError
+from gateway.answers import OwnForm
 from gateway.bodies import (
     MAX_PROMPT_VALUES,
     MAX_VALUES,
@@ -170,9 +171,9 @@ def test_refused_form_is_named_as_the_client_named_it(fields: dict[str, Any], fi
             "messages: the model has no chat template; use /v1/completions",
         ),
         (
-            "chat.messages[1].tool_calls[0].arguments",
-            "must be a JSON object as text",
-            "messages[1].tool_calls[0].function.arguments: must be a JSON object as text",
+            "chat.messages[1].tool_calls[0].name",
+            "is empty",
+            "messages[1].tool_calls[0].function.name: is empty",
         ),
         ("chat.template_kwargs.messages", "is reserved", "chat_template_kwargs.messages: is reserved"),
         ("chat.functions[0].name", 'is "a\\" chat.functions"', 'tools[0].function.name: is "a\\" chat.functions"'),
@@ -269,7 +270,7 @@ def test_messages_keep_roles_parts_and_calls() -> None:
         {"role": "developer", "content": parts}, answered, {"role": "tool", "content": "4", "tool_call_id": "1"},
     ]  # fmt: skip
     developer, assistant, tool = chat(messages=messages).requests[0].chat.messages
-    assert (developer.role, [part.text for part in developer.content]) == ("system", ["a", "b"])
+    assert (developer.role, [part.text for part in developer.content]) == ("system", ["a\nb"])
     assert (assistant.tool_calls[0].name, len(assistant.content)) == ("f", 0)
     assert tool.tool_call_id == "1"
 
@@ -611,3 +612,60 @@ def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> N
     nothing.write_text("nothing")
     with pytest.raises(SettingError, match="tls_cert_file"):
         open_certificates(GatewaySettings(tls_cert_file=nothing, tls_key_file=nothing))
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"\xef\xbb\xbf{}", "the body begins with a byte order mark; send it without"),
+        ("{}".encode("utf-16"), "the body begins with a byte order mark of UTF-16 or UTF-32; it must be UTF-8"),
+        ("{}".encode("utf-32-be"), None),
+        (b'{"a": "\xff"}', "the body is not UTF-8: byte 7 is 0xff"),
+        (b'{"a": "x\\ud83c"}', "the body has the unpaired surrogate \\ud83c, which is half a character"),
+        (b'{"a": "\\uD83C\\u0041"}', "the body has the unpaired surrogate \\uD83C, which is half a character"),
+        (b'{"a": "\\\\ud83c\\udc00"}', "the body has the unpaired surrogate \\udc00, which is half a character"),
+        (b'{"a": "\\ud83c\\udf89 \\ud83c\\ud83c\\udf89"}', "the body has the unpaired surrogate \\ud83c"),
+        (b'{"a": "\xed\xa0\x80"}', "the body has the unpaired surrogate \\ud800, which is half a character"),
+        (b'{"a": "\\ud83c\\udf89" ', "the body is not JSON: "),
+        (b'{"a": "\\u12"}', "the body is not JSON: "),
+    ],
+)  # fmt: skip
+def test_error_of_a_body_names_what_is_wrong_with_its_characters(raw: bytes, text: str | None) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_chat(raw)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+    assert text is None or refused.value.text.startswith(text)
+
+
+def test_integers_may_be_written_with_a_fraction_of_zero() -> None:
+    request = chat(
+        max_tokens=4.0, n=2.0, top_k=-1.0, seed=5.0, stop_token_ids=[7.0], priority=1.0, top_logprobs=2.0, logprobs=True
+    )
+    (made,) = request.requests
+    assert (made.stopping.max_tokens, made.n, made.sampling.seed) == (4, 2, 5)
+    assert (list(made.stopping.stop_token_ids), made.output.top_logprobs) == ([7], 2)
+    for prompt in ([1.0, 2], [[1, 2.0]]):
+        (made,) = completion(prompt=prompt, best_of=1.0, logprobs=0.0).requests
+        assert list(made.token_ids.ids) == [1, 2]
+    for wrong in (4.5, "4.0", True):
+        with pytest.raises(ApiError, match="max_tokens: must be an integer"):
+            chat(max_tokens=wrong)
+    with pytest.raises(ApiError, match="max_tokens"):
+        chat(max_tokens=1e30)
+
+
+def test_top_p_of_zero_is_the_likeliest_token_alone() -> None:
+    for top_k in (None, 40, -1):
+        (made,) = chat(top_p=0, temperature=1.5, top_k=top_k).requests
+        assert (made.sampling.HasField("top_p"), made.sampling.top_k) == (False, 1)
+    (made,) = chat(top_p=0.1).requests
+    assert made.sampling.top_p == pytest.approx(0.1)
+    assert not made.sampling.HasField("top_k")
+
+
+def test_event_is_one_line_for_every_client() -> None:
+    text = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n"
+    event = OwnForm().event({"text": text}, "").decode()
+    assert event.endswith("\n\n")
+    (line,) = event[:-2].splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": text}

@@ -62,7 +62,7 @@ def test_items_are_messages_of_a_chat() -> None:
         {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [said]},
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     ]  # fmt: skip
-    assert messages_of(input=items) == [("system", "D"), ("user", "ab"), ("assistant", "A"), ("assistant", "no")]
+    assert messages_of(input=items) == [("system", "D"), ("user", "a\nb"), ("assistant", "A"), ("assistant", "no")]
 
 
 def test_calls_belong_to_the_message_before_them() -> None:
@@ -84,6 +84,8 @@ def test_calls_belong_to_the_message_before_them() -> None:
     assert [(each.tool_call_id, each.content[0].text) for each in (one, two)] == [("f", "1"), ("g", "2")]
     assert [each.name for each in second.tool_calls] == ["h"]
     assert names.of_messages == ("input[0]", "input[1]", "input[4]", "input[5]", "input[6]")
+    assert names.of_calls == ((), ("input[2]", "input[3]"), (), (), ("input[6]",))
+    assert names.have_no_role == {2, 3, 4}
 
 
 def test_parameters_are_those_of_a_chat() -> None:
@@ -166,7 +168,7 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
 
 
 def test_errors_about_a_chat_name_the_parameters_of_this_api() -> None:
-    names = FieldNames(("instructions", "input[0]", "input[3]"))
+    names = FieldNames(("instructions", "input[0]", "input[3]"), ((), (), ("input[4]", "input[5]")), frozenset({0}))
 
     def restored(param: str) -> tuple[str | None, str]:
         error = names.restored(ApiError(400, f"{param}: is wrong", param=param))
@@ -175,7 +177,8 @@ def test_errors_about_a_chat_name_the_parameters_of_this_api() -> None:
     assert restored("messages[2].role") == ("input[3].role", "input[3].role: is wrong")
     assert restored("messages") == ("input", "input: is wrong")
     several = ApiError(400, "messages: have 9 messages; messages[0].role: is wrong", param="messages")
-    assert names.restored(several).text == "input: have 9 messages; instructions.role: is wrong"
+    assert names.restored(several).text == "input: have 9 messages; instructions: is wrong"
+    assert restored("messages[2].tool_calls[1].function.name") == ("input[5].name", "input[5].name: is wrong")
     assert restored("max_completion_tokens")[0] == "max_output_tokens"
     assert restored("response_format.json_schema.schema")[0] == "text.format.schema"
     assert restored("reasoning_effort")[0] == "reasoning.effort"

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from common.http.connection import HttpLimits, address_of
+from common.http.connection import OPENED_IN_DRAIN, HttpLimits, address_of
 from common.http.port import HttpPort
 from tests.http_pages import page
 
@@ -27,14 +27,37 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class App:
-    """Answers at `/` and streams without an end at `/stream`."""
+    """Answers at `/`, at `/late` when `may_answer` is set, and streams without an end at `/stream`."""
 
     def __init__(self) -> None:
         self.has_ended = asyncio.Event()
-        self.routes = Router(routes=[Route("/", self._answer, methods=["GET", "POST"]), Route("/stream", self._stream)])
+        self.is_asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        self.routes = Router(
+            routes=[
+                Route("/", self._answer, methods=["GET", "POST"]),
+                Route("/late", self._answer_late),
+                Route("/parts", self._answer_in_parts),
+                Route("/stream", self._stream),
+            ]
+        )
 
     async def _answer(self, request: Request) -> Response:
-        return PlainTextResponse("served")
+        is_new = request.scope["state"].get(OPENED_IN_DRAIN, False)
+        return PlainTextResponse("served" + " on a new connection" * is_new)
+
+    async def _answer_late(self, request: Request) -> Response:
+        self.is_asked.set()
+        await self.may_answer.wait()
+        return PlainTextResponse("served late")
+
+    async def _answer_in_parts(self, request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"begun"
+            await self.may_answer.wait()
+            yield b"ended"
+
+        return StreamingResponse(parts())
 
     async def _stream(self, request: Request) -> Response:
         return StreamingResponse(self._parts())
@@ -49,14 +72,20 @@ class App:
 
 
 @asynccontextmanager
-async def serving(limits: HttpLimits, app: App | None = None) -> AsyncIterator[str]:
-    port = HttpPort((app or App()).routes, limits=limits)
+async def serving_port(limits: HttpLimits, app: App) -> AsyncIterator[tuple[HttpPort, str]]:
+    port = HttpPort(app.routes, limits=limits)
     address = await port.start("127.0.0.1:0")
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            yield address
+            yield port, address
     finally:
         await port.stop()
+
+
+@asynccontextmanager
+async def serving(limits: HttpLimits, app: App | None = None) -> AsyncIterator[str]:
+    async with serving_port(limits, app or App()) as (_, address):
+        yield address
 
 
 @asynccontextmanager
@@ -89,6 +118,21 @@ async def test_connection_that_never_asks_is_closed(said: bytes) -> None:
         assert await rest(reader) == b""
         async with connected(address, said=b"GET / HTTP/1.0\r\n\r\n") as (asking, _):
             assert (await rest(asking)).endswith(b"served")
+
+
+async def test_connection_is_kept_after_a_response_for_the_idle_time_alone() -> None:
+    limits = HttpLimits(idle_s=TIMEOUT_S, request_s=AT_ONCE_S)
+    async with serving(limits) as address, connected(address) as (reader, writer), connected(address) as (silent, _):
+        for _ in range(2):
+            writer.write(request())
+            assert await reader.readuntil(b"served")
+            assert await rest(silent) == b""
+    async with (
+        serving(HttpLimits(idle_s=AT_ONCE_S, request_s=TIMEOUT_S)) as address,
+        connected(address) as (reader, writer),
+    ):
+        writer.write(request())
+        assert (await rest(reader)).endswith(b"served")
 
 
 async def test_connection_that_goes_on_with_a_body_behind_its_answer_is_closed() -> None:
@@ -247,3 +291,95 @@ async def test_client_that_reads_nothing_is_cut_off() -> None:
         writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
         await app.has_ended.wait()
         assert not reader.at_eof()
+
+
+def request(path: str = "/") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+
+
+async def test_drain_closes_idle_connections_at_once() -> None:
+    async with serving_port(HttpLimits(), App()) as (port, address), connected(address) as (reader, writer):
+        writer.write(request())
+        assert await reader.readuntil(b"served")
+        assert await port.drain(TIMEOUT_S) == 0
+        assert await rest(reader) == b""
+
+
+async def test_drain_serves_a_request_that_has_arrived_at_an_idle_connection() -> None:
+    async with serving_port(HttpLimits(), App()) as (port, address), connected(address) as (reader, writer):
+        writer.write(request())
+        assert await reader.readuntil(b"served")
+        writer.write(request())  # written to the socket at once; the port has not read it
+        assert await port.drain(TIMEOUT_S) == 0
+        response = await rest(reader)
+        assert response.endswith(b"served")
+        assert b"connection: close\r\n" in response
+
+
+@pytest.mark.parametrize("begun", [b"", request()[:20]], ids=["nothing", "half a head"])
+async def test_drain_waits_for_the_first_request_of_an_open_connection(begun: bytes) -> None:
+    async with serving_port(HttpLimits(), App()) as (port, address), connected(address, said=begun) as (reader, writer):
+        async with connected(address) as (other, asks):
+            # The port has accepted the first one, too.
+            asks.write(request())
+            assert await other.readuntil(b"served")
+        draining = asyncio.create_task(port.drain(TIMEOUT_S))
+        await asyncio.sleep(0)
+        writer.write(request()[len(begun) :])
+        response = await rest(reader)
+        assert response.endswith(b"served")
+        assert b"connection: close\r\n" in response
+        assert await draining == 0
+
+
+@pytest.mark.parametrize("said", [b"", request()[:20]], ids=["nothing", "half a head"])
+async def test_drain_ends_although_a_connection_never_asks(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.http.connection.DRAIN_REQUEST_S", AT_ONCE_S)
+    async with serving_port(HttpLimits(), App()) as (port, address), connected(address) as (reader, writer):
+        writer.write(request() + said)
+        assert await reader.readuntil(b"served")
+        async with connected(address) as (silent, _):
+            assert await port.drain(TIMEOUT_S) == 0
+            assert await rest(silent) == b""
+        assert await rest(reader) == b""
+
+
+async def test_last_response_of_a_drain_announces_that_the_connection_is_closed() -> None:
+    app = App()
+    async with serving_port(HttpLimits(), app) as (port, address), connected(address) as (reader, writer):
+        writer.write(request("/late"))
+        await app.is_asked.wait()
+        draining = asyncio.create_task(port.drain(TIMEOUT_S))
+        async with connected(address) as (new, asks):
+            asks.write(request())
+            response = await rest(new)
+            assert response.endswith(b"served on a new connection")
+            assert b"connection: close\r\n" in response
+        assert not draining.done()
+        app.may_answer.set()
+        response = await rest(reader)
+        assert response.endswith(b"served late")
+        assert b"connection: close\r\n" in response
+        assert await draining == 0
+
+
+async def test_stream_that_began_before_a_drain_ends_and_then_its_connection() -> None:
+    app = App()
+    async with serving_port(HttpLimits(), app) as (port, address), connected(address) as (reader, writer):
+        writer.write(request("/parts"))
+        assert await reader.readuntil(b"begun")
+        draining = asyncio.create_task(port.drain(TIMEOUT_S))
+        await asyncio.sleep(0)
+        app.may_answer.set()
+        assert b"ended" in await rest(reader)
+        assert await draining == 0
+
+
+async def test_drain_that_takes_too_long_counts_the_connections_in_use() -> None:
+    app = App()
+    async with serving_port(HttpLimits(), app) as (port, address), connected(address) as (reader, writer):
+        writer.write(request("/late"))
+        await app.is_asked.wait()
+        assert await port.drain(AT_ONCE_S) == 1
+        app.may_answer.set()
+        assert (await rest(reader)).endswith(b"served late")

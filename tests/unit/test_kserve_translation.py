@@ -290,6 +290,14 @@ async def test_streamed_answer_comes_in_pieces_and_ends_with_a_final_response() 
     assert told[0]["num_input_tokens"] == [3]
 
 
+@pytest.mark.parametrize(("is_unfinished", "reason"), [(False, b"stop"), (True, b"length")])
+async def test_form_that_a_stop_cuts_is_reported_as_incomplete(is_unfinished: bool, reason: bytes) -> None:
+    stopped = inference_pb2.Finished(reason=types_pb2.FINISH_REASON_STOP_STRING, constraint_unfinished=is_unfinished)
+    events = (*EVENTS[:3], inference_pb2.StreamEvent(finished=stopped), EVENTS[4])
+    (told,) = await responses_of(translated(one("return_finish_reason", "BOOL", True)), *events)
+    assert told["finish_reason"] == [reason]
+
+
 async def test_whole_answer_is_one_response_with_the_prompt_where_it_is_wanted() -> None:
     inference = translated(one("exclude_input_in_output", "BOOL", False))
     assert await responses_of(inference, *EVENTS) == [{"text_output": [b"helloabc"], "final": True}]

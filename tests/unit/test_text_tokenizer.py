@@ -130,6 +130,33 @@ def test_template_sees_every_field_of_a_message() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("", "{}"),
+        ('{"a": 1.0, "b": [null]}', '{"a": 1.0, "b": [null]}'),
+        ('{"city": "Par', "{}"),
+        ("not JSON", "{}"),
+        ("null", "{}"),
+        ("[1]", "{}"),
+        ('"text"', "{}"),
+        ("7", "{}"),
+        ('{"a": NaN}', "{}"),
+        ('{"a": -Infinity}', "{}"),
+        ('{"a": "\\ud800"}', "{}"),
+        ("[" * 9_000, "{}"),
+        ('{"a": 1e999}', '{"a": 1.7976931348623157e+308}'),
+        ('{"a": 1' + "0" * 5000 + "}", '{"a": 1.7976931348623157e+308}'),
+        ('{"a": 1180591620717411303424}', '{"a": 1180591620717411303424}'),
+    ],
+)
+def test_arguments_that_are_no_json_object_are_an_empty_one(arguments: str, shown: str) -> None:
+    chat = inference_pb2.Chat()
+    chat.messages.add(role="assistant").tool_calls.add(id="c1", name="add", arguments=arguments)
+    with model_with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}") as model:
+        assert model.render_chat(chat) == shown
+
+
 def test_template_sees_tools_and_variables_with_whole_numbers() -> None:
     chat = chat_of(("user", "hi"))
     chat.tools.add().update({"name": "add", "limits": [1, 2.5, None, True, {"deep": 3}]})

@@ -17,8 +17,11 @@ from router.stream.relay import Relay, TimedWriter
 from router.stream.request_stream import RequestStream
 from router.text.output import OutputText
 from router.text.tokenizer import TextModel
+from router.tools.formats import HERMES, THINK, AnswerFormat
+from router.tools.parser import AnswerParser
 from tests.cluster import tiny_tokenizer
 from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, place, placement, settled, steps
+from tests.unit.test_text_output import Spelled
 
 LENGTH = types_pb2.FINISH_REASON_LENGTH
 NUM_STREAMS = 32
@@ -320,3 +323,33 @@ async def test_call_that_is_cancelled_does_not_wait_for_its_write() -> None:
     link.receive(steps(4, offset=2))
     assert client.sizes == [1, 1]
     assert stream.output_ids == [4, 4, 4]
+
+
+CALL = ("<tool_call>", '{"name": "f", "arguments": {"a": "', "STOP", '"}}', "</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "is_unfinished"),
+    [
+        (CALL, AnswerFormat(HERMES), True),
+        (("text ", "STOP"), AnswerFormat(HERMES), False),
+        ((*CALL[:2], *CALL[3:], "STOP"), AnswerFormat(HERMES, must_call=True), False),
+        (("<tool", "STOP"), AnswerFormat(HERMES, must_call=True), True),
+        (('{"a": ', "STOP"), AnswerFormat(None, THINK, is_constrained=True), True),
+        (("text", "STOP"), AnswerFormat(None, THINK), False),
+        (('{"a": ', "STOP"), None, True),
+    ],
+)
+async def test_output_that_a_stop_cuts_is_unfinished_where_a_call_or_a_form_is_cut(
+    words: tuple[str, ...], answer: AnswerFormat | None, is_unfinished: bool
+) -> None:
+    reading = new_reading(is_constrained=True, new_parser=answer and (lambda: AnswerParser(answer)))
+    reading = dataclasses.replace(reading, new_text=lambda: OutputText(Spelled(words), stops=["STOP"]))
+    link, client = ScriptedRouter("m").link("e0", "m"), Client()
+    stream = new_stream(reading=reading)
+    link.submit(stream, place(stream, placement()))
+    link.receive(accepts(1))
+    link.receive(steps(*range(len(words))))
+    await Relay(stream, client.write).run()
+    (finished,) = [event.finished for event in client.events if event.HasField("finished")]
+    assert (finished.stop, finished.constraint_unfinished) == ("STOP", is_unfinished)

@@ -281,6 +281,40 @@ def test_call_that_is_cut_off_before_its_arguments_has_none() -> None:
         assert read(AnswerFormat(BY_NAME["hermes"]), list(text)) == ("", "", [("f", "")])
 
 
+@pytest.mark.parametrize("tools", FORMATS, ids=lambda one: one.name)
+def test_answer_is_unfinished_from_the_marker_of_a_call_to_its_end(tools: ToolFormat) -> None:
+    text = written(tools, [("f", '{"a": "x"}')])
+    begin = 1 if tools.is_bare else len(tools.begin)
+    end = max(text.rindex(mark) for mark in ("}", "</function>") if mark in text)
+    for size in range(begin, end + 1):
+        parser = AnswerParser(AnswerFormat(tools))
+        parser.feed(text[:size])
+        assert parser.is_unfinished, text[:size]
+    for more in ("", "\n"):
+        parser = AnswerParser(AnswerFormat(tools))
+        parser.feed(text + more)
+        assert not parser.is_unfinished
+
+
+def test_answer_that_must_call_is_unfinished_before_its_first_call() -> None:
+    text = written(BY_NAME["hermes"], [("f", "{}")])
+    for must_call in (False, True):
+        parser = AnswerParser(AnswerFormat(BY_NAME["hermes"], must_call=must_call))
+        assert parser.is_unfinished == must_call
+        parser.feed(text[:5])
+        assert parser.is_unfinished == must_call
+        parser.feed(text[5:])
+        assert not parser.is_unfinished
+
+
+def test_free_content_is_never_unfinished_and_content_with_a_form_always() -> None:
+    for text in ("", "text", "<tool_c", "<think>hm", "<think>hm</think>\n{"):
+        for is_constrained in (False, True):
+            parser = AnswerParser(AnswerFormat(BY_NAME["hermes"], THINK, is_constrained=is_constrained))
+            parser.feed(text)
+            assert parser.is_unfinished == is_constrained
+
+
 def test_bare_object_that_is_no_call_is_content() -> None:
     answer = AnswerFormat(BY_NAME["llama3_json"])
     for text in ('{"answer": 42}', "{x}", 'Say {"name": "f", "parameters": {}}'):
@@ -291,7 +325,8 @@ def test_bare_object_that_is_no_call_is_content() -> None:
 
 def test_format_survives_being_stored() -> None:
     for tools in FORMATS:
-        answer = AnswerFormat(tools, reasoning_of(tools), True, {"f": ("a", "b")})
+        answer = AnswerFormat(tools, reasoning_of(tools), True, {"f": ("a", "b")}, must_call=True, is_constrained=True)
+        assert answer_format(answer.to_json()) == answer
         text = written(tools, [("f", '{"a": "x"}')]) + reasoning_of(tools).end + written(tools, [("f", '{"a": "x"}')])
         assert read(answer_format(answer.to_json()), [text]) == read(answer, [text])
 

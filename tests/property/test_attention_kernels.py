@@ -17,7 +17,7 @@ from executor.attention.reference import ReferenceAttention
 from executor.native.library import NativeLibrary
 from executor.native.pool import NativePool
 from tests.examples import examples
-from tests.native_builds import INSTRUCTION_SETS, library_of
+from tests.native_builds import INSTRUCTION_SETS, emulation_of_amx, library_of
 from tests.paged_cases import PagedCase, Spec, make_case
 
 # The first test of a build may have to wait for the compiler.
@@ -44,9 +44,14 @@ scorings = st.builds(
 shapes = st.builds(KvShape, st.integers(1, 3), st.sampled_from([2, 10, 16, 64, 72, 80, 96, 128, 256]))
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+# On a processor without AMX its tiles are emulated.
+EMULATION = "amx, emulated"
+BUILDS = [*INSTRUCTION_SETS, pytest.param(EMULATION, marks=pytest.mark.slow if "amx" in INSTRUCTION_SETS else ())]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return library_of(request.param)
+    return emulation_of_amx() if request.param == EMULATION else library_of(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,22 @@
-// Products by AMX whose tiles are emulated in scalar code, for processors without AMX (test_emulated_tiles.py).
+// The products and the attention of AMX with tiles that are emulated in scalar code, for processors without AMX
+// (test_emulated_tiles.py, test_attention_kernels.py). Sums have the order of the instructions' own.
 
 #include "vectors.h"
 
+#ifdef INFLIGHT_AMX
+// Computes `sums[16, 16] += rows[16, 32] · columns[16, 16, 2]` by the processor.
+extern "C" void add_by_processor(const void* configuration, float* sums, const void* rows, const void* columns) {
+    _tile_loadconfig(configuration);
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, rows, 64);
+    _tile_loadd(2, columns, 64);
+    _tile_dpbf16ps(0, 1, 2);
+    _tile_stored(0, sums, 64);
+    _tile_release();
+}
+#else
 #define INFLIGHT_AMX 1
+#endif
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_zero
@@ -13,33 +27,51 @@
 
 namespace {
 
-uint32_t tiles[8][16][16];
+// What a thread's tiles are configured to; the operand of LDTILECFG.
+struct Configuration {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
 
-void tile_loadconfig(const void*) {}
-void tile_release() {}
+thread_local Configuration configuration;
+thread_local uint32_t tiles[8][16][16];
+
 void tile_zero(int tile) { std::memset(tiles[tile], 0, sizeof tiles[tile]); }
+void tile_loadconfig(const void* from) {
+    std::memcpy(&configuration, from, sizeof configuration);
+    std::memset(tiles, 0, sizeof tiles);
+}
+void tile_release() {}
 void tile_loadd(int tile, const void* from, int64_t stride) {
-    for (int row = 0; row < 16; ++row) std::memcpy(tiles[tile][row], static_cast<const char*>(from) + row * stride, 64);
+    tile_zero(tile);
+    for (int row = 0; row < configuration.rows[tile]; ++row)
+        std::memcpy(tiles[tile][row], static_cast<const char*>(from) + row * stride, configuration.row_bytes[tile]);
 }
 void tile_stored(int tile, void* to, int64_t stride) {
-    for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(to) + row * stride, tiles[tile][row], 64);
+    for (int row = 0; row < configuration.rows[tile]; ++row)
+        std::memcpy(static_cast<char*>(to) + row * stride, tiles[tile][row], configuration.row_bytes[tile]);
 }
+// The even and the odd numbers of the depth are summed apart, from zero, and both sums are added to the tile. A product
+// of two bfloat16 is exact in float32.
 void tile_dpbf16ps(int to, int left, int right) {
-    for (int row = 0; row < 16; ++row)
-        for (int unit = 0; unit < 16; ++unit)
+    for (int row = 0; row < configuration.rows[to]; ++row) {
+        float even[16] = {}, odd[16] = {}, sums[16];
+        for (int unit = 0; unit < configuration.row_bytes[left] / 4; ++unit)
             for (int column = 0; column < 16; ++column) {
                 const uint32_t a = tiles[left][row][unit], b = tiles[right][unit][column];
-                float sum;
-                std::memcpy(&sum, &tiles[to][row][column], sizeof sum);
-                sum += inflight::as_float(a << 16) * inflight::as_float(b << 16);
-                sum += inflight::as_float(a & 0xffff0000u) * inflight::as_float(b & 0xffff0000u);
-                std::memcpy(&tiles[to][row][column], &sum, sizeof sum);
+                even[column] += inflight::as_float(a << 16) * inflight::as_float(b << 16);
+                odd[column] += inflight::as_float(a & 0xffff0000u) * inflight::as_float(b & 0xffff0000u);
             }
+        std::memcpy(sums, tiles[to][row], sizeof sums);
+        for (int column = 0; column < 16; ++column) sums[column] += even[column] + odd[column];
+        std::memcpy(tiles[to][row], sums, sizeof sums);
+    }
 }
 
 void tile_dpbsud(int to, int left, int right) {
-    for (int row = 0; row < 16; ++row)
-        for (int unit = 0; unit < 16; ++unit)
+    for (int row = 0; row < configuration.rows[to]; ++row)
+        for (int unit = 0; unit < configuration.row_bytes[left] / 4; ++unit)
             for (int column = 0; column < 16; ++column)
                 for (int byte = 0; byte < 32; byte += 8)
                     tiles[to][row][column] += (uint32_t)(int8_t)(tiles[left][row][unit] >> byte) *
@@ -59,6 +91,8 @@ void tile_dpbsud(int to, int left, int right) {
 #include <vector>
 
 #include "arena.h"
+#include "attention.cpp"
+#include "pool.cpp"
 #include "product.h"
 
 using namespace inflight;
@@ -86,6 +120,7 @@ void compute(const uint16_t* weights, const uint16_t* numbers, int64_t num_rows,
         for (int64_t i = 0; i < depth; ++i) floats[i] = BFloat16::get(numbers[row * depth + i]);
         rows.put(row, 0, floats.data(), depth);
     }
+    const TilesInUse in_use;
     const auto scratch = std::make_unique<ProductScratch>();
     const Product<Factor> product(matrix, rows, num_rows, 1, stream, nullptr);
     const auto finish = [&](int64_t block, int64_t first_row, int count, const float* tile) {
@@ -107,4 +142,14 @@ extern "C" void emulated_product(const uint16_t* weights, const uint16_t* number
     const WeightStream stream{is_interleaved != 0, prefetch_from_rows};
     const auto product = is_int8 ? compute<Int8> : compute<BFloat16>;
     product(weights, numbers, num_rows, columns, depth, stream, out);
+}
+
+// Computes what `add_by_processor` does in the emulation.
+extern "C" void add_by_emulation(const void* of_tiles, float* sums, const void* rows, const void* columns) {
+    _tile_loadconfig(of_tiles);
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, rows, 64);
+    _tile_loadd(2, columns, 64);
+    _tile_dpbf16ps(0, 1, 2);
+    _tile_stored(0, sums, 64);
 }

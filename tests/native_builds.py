@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from executor.native.library import NativeLibrary, load_native, usable_instruction_sets
+from executor.native.build import BuildFailure, load_library
+from executor.native.library import (
+    FOLDER,
+    NativeLibrary,
+    load_native,
+    usable_instruction_sets,
+)
 
 INSTRUCTION_SETS = [instructions.name for instructions in usable_instruction_sets()]
 # For tests of a whole model: the fast tier has only the best build.
@@ -16,3 +24,13 @@ def library_of(instructions: str) -> NativeLibrary:
     library = load_native(instructions)
     assert isinstance(library, NativeLibrary), library
     return library
+
+
+def emulation_of_amx(*flags: str) -> NativeLibrary:
+    """Products and attention of the build for AMX with emulated tiles, for any processor of x86-64, or for one with the
+    instructions of `flags`."""
+    headers = sorted((*FOLDER.glob("*.h"), FOLDER / "attention.cpp", FOLDER / "pool.cpp"))
+    flags = ("-march=x86-64", f"-I{FOLDER}", *flags)
+    calls = load_library("emulated_tiles", (Path(__file__).parent / "emulated_tiles.cpp",), headers, flags)
+    assert not isinstance(calls, BuildFailure), calls
+    return NativeLibrary(calls, "amx, emulated")

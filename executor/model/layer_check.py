@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
 from executor.model.self_check import (
     BLOCK_SIZE,
     CHUNK_TOKENS,
     LONG_TOKENS,
     SHORT_TOKENS,
     Expectation,
+    SelfCheckError,
     sequences,
 )
 from executor.scheduler.sequence import PlanRow, StepPlan
@@ -65,7 +65,7 @@ def compare_layers(
     separate_layers: Callable[[Tensor, StepBatch], tuple[Tensor, Tensor]],
     forward: Callable[[StepBatch], Tensor],
 ) -> None:
-    """Raises `ModelError` if a layer, or all together, yield something else than those of transformers.
+    """Raises `SelfCheckError` if a layer, or all together, yield something else than those of transformers.
 
     `separate_layers` is that of `GpuDecoder`; it and `forward` have blocks as for `self_check.compare`.
     """
@@ -73,15 +73,17 @@ def compare_layers(
     for kind, of_kind in (("prompts", distances.chunks), ("decodes", distances.decodes)):
         largest, layer = of_kind.max(0)
         if not largest <= TOLERANCE:
-            raise ModelError(
-                f"its layer {int(layer)} in FP8 does not yield in {kind} what that of transformers does (relative "
-                f"distance {float(largest):.2g})"
+            raise SelfCheckError(
+                f"the self-check failed: layer {int(layer)} in FP8 does not yield in {kind} what that of transformers "
+                f"does (relative distance {float(largest):.2g})"
             )
     batch = _batch(expectation, [Row(1, 0, SHORT_TOKENS)])
     logits = forward(replace(batch, logit_rows=torch.arange(SHORT_TOKENS)))
     distance = float(_logit_distances(logits, expectation.logits[1]).mean())
     if not distance <= TOLERANCE_OF_LOGITS:
-        raise ModelError(f"its logits in FP8 are not those of transformers (relative distance {distance:.2g})")
+        raise SelfCheckError(
+            f"the self-check failed: logits in FP8 are not those of transformers (relative distance {distance:.2g})"
+        )
 
 
 def layer_distances(

@@ -44,7 +44,7 @@ from executor.cpu.streams import WeightStream
 from executor.formats.loading import load_network
 from executor.model.end_tokens import find_end_tokens
 from executor.model.layer_check import compare_layers
-from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, compare, expect
+from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, SelfCheckError, compare, expect
 from executor.parallel.decoder import ParallelDecoder
 from executor.parallel.leader import WorkerGroup
 from executor.parallel.member import Hello
@@ -542,11 +542,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def _unsupported(config: PretrainedConfig) -> Iterator[None]:
-    """Adds the architecture to the errors raised in the context."""
+    """Adds the architecture to the errors raised in the context, except those of the self-check."""
     what = f"model architecture {config.model_type!r} is not supported"
     try:
         with model_errors("it fails under paged attention"):
             yield
+    except SelfCheckError:
+        raise
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from error
 

@@ -19,8 +19,8 @@
 // with vectors, or with AMX where available (attention_tiles.h).
 //
 // Invariants: groups are filled from their first token on. V, or its scales, is cleared at that point, so that a NaN
-// left in a group is never multiplied by a weight of zero. Masked scores are a large finite number: their contribution
-// before the first real score is rescaled to 0.
+// left in a group is never multiplied by a weight of zero. Masked scores are a large finite number, and maximums begin
+// at half of it, so that a chunk of which a row sees nothing has weights of zero.
 
 #pragma once
 
@@ -43,6 +43,7 @@ constexpr float MASKED = -1e30f;  // stays finite when scaled
 constexpr float MIN_SCALE = 1e-30f;  // smaller numbers do not matter, and denormal ones are zero
 #ifdef INFLIGHT_AMX
 constexpr int MAX_ROWS = 128;
+constexpr int VALUE_COLUMNS = 32;  // numbers of a token's value that are computed at once
 #else
 constexpr int MAX_ROWS = 24;
 #endif
@@ -202,7 +203,7 @@ struct Buffers {
     alignas(64) float score[MAX_ROWS][CHUNK];
     alignas(64) float output[MAX_ROWS][ROW_STRIDE];
 #ifdef INFLIGHT_AMX
-    alignas(64) Number values[CHUNK * MAX_DIM];
+    alignas(64) Number values[CHUNK * VALUE_COLUMNS];  // of a chunk's tokens
     TileConfiguration tiles;
 #endif
     alignas(64) float key_scale[CHUNK], value_scale[CHUNK];  // of int8 KV, for one KV head
@@ -290,8 +291,8 @@ ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const Stored* c
             if constexpr (ADDS_TO_OUTPUT)
                 store(output, sums[r][v]);
             else
-                store(output,
-                      load(output) * work.rescale[row + r] + as_floats(sums[r][v]) * work.weight_scale[row + r]);
+                store(output, fused_add(as_floats(sums[r][v]) * work.weight_scale[row + r], load(output),
+                                        all(work.rescale[row + r])));
         }
 }
 
@@ -481,6 +482,12 @@ inline GroupRange groups_of(const Attention& call, const Item& item) {
     return {call.sliding_window ? std::max(0, first + 1 - (int)call.sliding_window) / LANES : 0, last / LANES + 1};
 }
 
+// Returns the end of the chunk that contains `group`. Chunks lie on one grid, so that a row's chunks do not depend on
+// where the window of its item's first row begins.
+inline int end_of_chunk(int group, const GroupRange& range) {
+    return std::min((group / CHUNK_GROUPS + 1) * CHUNK_GROUPS, range.end);
+}
+
 // Prefetches the queries of an item. Those of a token are contiguous for the heads of a KV head.
 template <class Number>
 void prefetch_queries(const Attention& call, const Item& item) {
@@ -510,6 +517,7 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
     auto head_of = [&](int row) {
         return (item.kv_head + row / num_rows) * group_heads + (item.first_row + row % num_rows) % group_heads;
     };
+    const float factor = (call.softcap > 0 ? 1.0f : call.scale) * LOG2_E;
     for (int row = 0; row < all_rows; ++row) {
         const int token = token_of(row), position = first_position + token;
         const Number* query = static_cast<const Number*>(call.queries) +
@@ -517,7 +525,7 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
         std::memset(work.query[row], 0, round_up(dim, 2 * LANES) * sizeof(Number));
         take_query<Element>(work, row, query, kv.head_dim);
         std::memset(work.output[row], 0, dim * sizeof(float));
-        work.maximum[row] = MASKED;
+        work.maximum[row] = MASKED * factor / 2;
         work.sum[row] = 0;
         work.first_key[row] = call.sliding_window ? std::max(0, position + 1 - (int)call.sliding_window) : 0;
         work.last_key[row] = position;
@@ -525,11 +533,11 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
 
     const Context<Stored> context(call, item);
     const GroupRange range = groups_of(call, item);
-    const float factor = (call.softcap > 0 ? 1.0f : call.scale) * LOG2_E;
     const bool by_tiles = HAS_TILES && can_use_tiles<Element>(dim);
     if (by_tiles) set_up_tiles<Element>(work, num_rows);
-    for (int start = range.first; start < range.end; start += CHUNK_GROUPS) {
-        const int num_groups = std::min(CHUNK_GROUPS, range.end - start);
+    for (int start = range.first, end; start < range.end; start = end) {
+        end = end_of_chunk(start, range);
+        const int num_groups = end - start;
         const Stored *keys[CHUNK_GROUPS], *values[CHUNK_GROUPS];
         for (int i = 0; i < num_groups; ++i) {
             keys[i] = context.keys(start + i);
@@ -562,18 +570,19 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
         }
         for (int row = 0; row < all_rows; row += WIDTH)
             store(work.sum + row, load(work.sum + row) * load(work.rescale + row) + load(work.added + row));
-        if (start + num_groups < range.end) {
-            context.prefetch_keys(start + num_groups, std::min(start + 2 * CHUNK_GROUPS, range.end));
+        if (end < range.end) {
+            context.prefetch_keys(end, end_of_chunk(end, range));
         } else if (next != nullptr) {
             const GroupRange after = groups_of(call, *next);
-            Context<Stored>(call, *next).prefetch_keys(after.first, std::min(after.first + CHUNK_GROUPS, after.end));
+            Context<Stored>(call, *next).prefetch_keys(after.first, end_of_chunk(after.first, after));
             prefetch_queries<Number>(call, *next);
         }
         for (int head = 0; head < item.num_kv_heads; ++head) {
             const int64_t offset = head * head_stride;
             if constexpr (HAS_TILES)
                 if (by_tiles) {
-                    weigh_values_by_tiles<Element>(work, head * num_rows, num_rows, values, offset, num_groups, dim);
+                    weigh_values_by_tiles<Element>(work, head * num_rows, num_rows, values, offset, start, num_groups,
+                                                   dim);
                     continue;
                 }
             some_at_a_time(num_rows, [&](int row, auto count) {

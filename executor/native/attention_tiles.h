@@ -1,9 +1,12 @@
 // The two products of attention by AMX. Included by attention.h.
 //
-// For the few rows of a decode, values are read in place, a group of 16 tokens at a time: tile 2 holds its weights,
-// tile 3 its values, both half full; tiles 0 and 1 hold sums, 4 queries, 6 keys; and the tiles have only as many rows
-// as needed. For the many rows of a prompt all tiles are full, and the groups of a chunk are first made contiguous:
-// tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 keys or values.
+// A tile has 32 tokens of values: two groups of the context, the first of which has an even index. TDPBF16PS sums its
+// even and its odd tokens apart, from zero, and adds both sums to the tile of sums. A row's result therefore depends on
+// which tokens share a tile: they are the same for few rows and for many, and wherever a sliding window begins. A group
+// whose neighbour no row of the item sees has zeros in its place.
+//
+// For the few rows of a decode tiles 0 and 1 hold sums, 4 rows, 6 and 7 keys or values; those of rows have only as many
+// as needed. For the many rows of a prompt tiles 0 to 3 hold sums and 5 more rows.
 
 #pragma once
 
@@ -19,11 +22,8 @@ void set_up_tiles(Workspace<Element>& work, int num_rows) {
     if (work.tile_rows == wanted) return;
     work.tile_rows = wanted;
     work.tiles = TileConfiguration();
-    if (num_rows <= FEW_ROWS) {
-        for (const int tile : {0, 1, 2, 4}) work.tiles.rows[tile] = (uint8_t)num_rows;
-        work.tiles.row_bytes[2] = 32;
-        work.tiles.rows[3] = 8;
-    }
+    if (num_rows <= FEW_ROWS)
+        for (const int tile : {0, 1, 4}) work.tiles.rows[tile] = (uint8_t)num_rows;
     asm volatile("" ::: "memory");  // GCC treats only the first bytes of a tile load as read
     _tile_loadconfig(&work.tiles);
 }
@@ -76,74 +76,81 @@ void score_by_tiles(Workspace<Element>& work, int first, int num_rows, const typ
         }
 }
 
+// Copies 32 numbers of the values of a chunk's tokens, from `d` on, to tiles. Returns the number of pairs of tiles.
 template <class Element>
-void add_groups(Workspace<Element>& work, int first, const typename Element::Number* const* values, int64_t offset,
-                int num_groups, int dim) {
-    for (int d = 0; d < dim; d += 32) {
-        _tile_loadd(0, &work.output[first][d], sizeof work.output[0]);
-        _tile_loadd(1, &work.output[first][d + 16], sizeof work.output[0]);
-        for (int group = 0; group < num_groups; ++group) {
-            const auto* tokens = values[group] + offset + d * 2;
-            _tile_loadd(2, &work.weight[first][group * LANES], sizeof work.weight[0]);
-            _tile_loadd(3, tokens, dim * 4);
-            _tile_dpbf16ps(0, 2, 3);
-            _tile_loadd(3, tokens + 32, dim * 4);
-            _tile_dpbf16ps(1, 2, 3);
-        }
-        _tile_stored(0, &work.output[first][d], sizeof work.output[0]);
-        _tile_stored(1, &work.output[first][d + 16], sizeof work.output[0]);
+int gather_values(Workspace<Element>& work, const typename Element::Number* const* values, int64_t offset,
+                  int first_group, int num_groups, int d, int dim) {
+    constexpr int HALF_UNITS = LANES / 2;
+    auto* to = reinterpret_cast<float*>(work.values);
+    for (int group = 0; group < num_groups; ++group) {
+        const auto* from = reinterpret_cast<const float*>(values[group] + offset) + d;
+#pragma GCC unroll 8
+        for (int unit = 0; unit < HALF_UNITS; ++unit, from += dim, to += VALUE_COLUMNS)
+            for (int i = 0; i < VALUE_COLUMNS; i += WIDTH) store(to + i, load(from + i));
+        const bool is_alone = (first_group + group) % 2 ? group == 0 : group + 1 == num_groups;
+        if (!is_alone) continue;
+        std::memset(to, 0, HALF_UNITS * VALUE_COLUMNS * sizeof *to);
+        to += HALF_UNITS * VALUE_COLUMNS;
     }
+    return (int)(to - reinterpret_cast<float*>(work.values)) / (2 * HALF_UNITS * VALUE_COLUMNS);
 }
 
-template <class Element>
-void add_gathered(Workspace<Element>& work, int first, int num_rows, const typename Element::Number* const* values,
-                  int64_t offset, int num_groups, int dim) {
+// Adds the products of gathered values to 32 numbers of the output of up to 16 rows, or of up to 32.
+template <class Element, bool HAS_SECOND_ROWS>
+void add_values(Workspace<Element>& work, int row, int first_group, int num_pairs, int d) {
     constexpr size_t WEIGHT_BYTES = sizeof work.weight[0], OUTPUT_BYTES = sizeof work.output[0];
-    const size_t group_numbers = (size_t)LANES * dim;
-    for (int group = 0; group < num_groups; ++group)
-        std::memcpy(work.values + group * group_numbers, values[group] + offset, group_numbers * sizeof *work.values);
-    if (num_groups % 2) {
-        std::memset(work.values + num_groups * group_numbers, 0, group_numbers * sizeof *work.values);
-        for (int row = first; row < first + num_rows; ++row)
-            std::memset(&work.weight[row][num_groups * LANES], 0, LANES * sizeof work.weight[0][0]);
+    float *const upper = &work.output[row][d], *const lower = upper + 16 * ROW_STRIDE;
+    _tile_loadd(0, upper, OUTPUT_BYTES);
+    _tile_loadd(1, upper + 16, OUTPUT_BYTES);
+    if constexpr (HAS_SECOND_ROWS) {
+        _tile_loadd(2, lower, OUTPUT_BYTES);
+        _tile_loadd(3, lower + 16, OUTPUT_BYTES);
     }
-    for (int row = first; row < first + num_rows; row += 32)
-        for (int d = 0; d < dim; d += 32) {
-            float *upper = &work.output[row][d], *lower = &work.output[row + 16][d];
-            _tile_loadd(0, upper, OUTPUT_BYTES);
-            _tile_loadd(1, upper + 16, OUTPUT_BYTES);
-            _tile_loadd(2, lower, OUTPUT_BYTES);
-            _tile_loadd(3, lower + 16, OUTPUT_BYTES);
-            for (int step = 0; step < (num_groups + 1) / 2; ++step) {
-                const auto* tokens = work.values + step * 2 * group_numbers + d * 2;
-                _tile_loadd(6, tokens, dim * 4);
-                _tile_loadd(7, tokens + 32, dim * 4);
-                _tile_loadd(4, &work.weight[row][step * 32], WEIGHT_BYTES);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, &work.weight[row + 16][step * 32], WEIGHT_BYTES);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, upper, OUTPUT_BYTES);
-            _tile_stored(1, upper + 16, OUTPUT_BYTES);
-            _tile_stored(2, lower, OUTPUT_BYTES);
-            _tile_stored(3, lower + 16, OUTPUT_BYTES);
+    const auto* tokens = work.values;
+    for (int pair = 0; pair < num_pairs; ++pair, tokens += 2 * LANES * VALUE_COLUMNS) {
+        // A first group without the one before it is followed by zeros, and its tile ends a group earlier.
+        const auto* weights = &work.weight[row][std::max(0, pair * 2 - first_group % 2) * LANES];
+        _tile_loadd(6, tokens, VALUE_COLUMNS * 4);
+        _tile_loadd(7, tokens + 32, VALUE_COLUMNS * 4);
+        _tile_loadd(4, weights, WEIGHT_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (HAS_SECOND_ROWS) {
+            _tile_loadd(5, weights + 16 * CHUNK, WEIGHT_BYTES);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
         }
+    }
+    _tile_stored(0, upper, OUTPUT_BYTES);
+    _tile_stored(1, upper + 16, OUTPUT_BYTES);
+    if constexpr (HAS_SECOND_ROWS) {
+        _tile_stored(2, lower, OUTPUT_BYTES);
+        _tile_stored(3, lower + 16, OUTPUT_BYTES);
+    }
 }
 
-// Adds the weighted values of a chunk to the output.
+// Adds the weighted values of a chunk to the output. `first_group` is the index of its first group in the context.
 template <class Element>
 void weigh_values_by_tiles(Workspace<Element>& work, int first, int num_rows,
-                           const typename Element::Number* const* values, int64_t offset, int num_groups, int dim) {
-    for (int row = first; row < first + num_rows; ++row)
+                           const typename Element::Number* const* values, int64_t offset, int first_group,
+                           int num_groups, int dim) {
+    for (int row = first; row < first + num_rows; ++row) {
         if (work.rescale[row] != 1.0f)
             for (int d = 0; d < dim; d += WIDTH)
                 store(&work.output[row][d], load(&work.output[row][d]) * work.rescale[row]);
-    if (num_rows <= FEW_ROWS)
-        add_groups<Element>(work, first, values, offset, num_groups, dim);
-    else
-        add_gathered<Element>(work, first, num_rows, values, offset, num_groups, dim);
+        // The values of these weights are zeros, which a NaN left there would not keep so.
+        if (num_groups < CHUNK_GROUPS)
+            std::memset(&work.weight[row][num_groups * LANES], 0, LANES * sizeof work.weight[0][0]);
+    }
+    for (int d = 0; d < dim; d += VALUE_COLUMNS) {
+        const int num_pairs = gather_values<Element>(work, values, offset, first_group, num_groups, d, dim);
+        if (num_rows <= FEW_ROWS) {
+            add_values<Element, false>(work, first, first_group, num_pairs, d);
+            continue;
+        }
+        for (int row = first; row < first + num_rows; row += 32)
+            add_values<Element, true>(work, row, first_group, num_pairs, d);
+    }
 }
 
 #else
@@ -157,7 +164,8 @@ bool can_use_tiles(int) {
 template <class Element>
 void score_by_tiles(Workspace<Element>&, int, int, const typename Element::Number* const*, int64_t, int, int) {}
 template <class Element>
-void weigh_values_by_tiles(Workspace<Element>&, int, int, const typename Element::Number* const*, int64_t, int, int) {}
+void weigh_values_by_tiles(Workspace<Element>&, int, int, const typename Element::Number* const*, int64_t, int, int,
+                           int) {}
 
 #endif
 

@@ -359,10 +359,13 @@ void multiply_codes(const CodeFormat& format, const char* block, const char* nex
                 shift = load_scales(format, scales + format.scale_bytes(), column_of[v]);
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; ++r)
-                    sum[r][v] += shift * row_sums[r * format.num_groups + group];
+                    sum[r][v] = fused_add(sum[r][v], shift, all(row_sums[r * format.num_groups + group]));
             }
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) sums[r][pass * PASS_VECTORS + v] += scale * sum[r][v];
+            for (int r = 0; r < ROWS; ++r) {
+                Floats& out = sums[r][pass * PASS_VECTORS + v];
+                out = fused_add(out, scale, sum[r][v]);
+            }
         }
     }
 }

@@ -386,7 +386,7 @@ class DecoderOf final : public Decoder {
             if (delta_norm_ == nullptr) return;
             norm_row(activations_.delta + row * activations_.width, delta_norm_, shape_.hidden_size,
                      shape_.norm_epsilon, [&](int64_t i, Floats x) {
-                         store(residual + i, load(residual + i) + x * shape_.residual_scale);
+                         store(residual + i, fused_add(load(residual + i), x, all(shape_.residual_scale)));
                      });
         }
 
@@ -397,7 +397,7 @@ class DecoderOf final : public Decoder {
                 const float* delta = activations_.delta + routing.places[i] * activations_.width + first;
                 const float weight = routing.weights[i] * shape_.residual_scale;
                 for (int64_t c = 0; c < count; c += WIDTH)
-                    store(residual + c, load(residual + c) + load(delta + c) * weight);
+                    store(residual + c, fused_add(load(residual + c), load(delta + c), all(weight)));
             }
         }
 
@@ -588,7 +588,7 @@ class DecoderOf final : public Decoder {
         void add_product(Part part, const Matrix<Factor>& matrix, const Rows<Factor>& rows, const float* bias,
                          const float* norm, const Change& change, AdaptedMatrix adapted, const Blocks* after) {
             const int64_t num_tokens = num_rows_;
-            const float scale = norm == nullptr ? shape_.residual_scale : 1.0f;
+            const Floats scale = all(norm == nullptr ? shape_.residual_scale : 1.0f);
             delta_norm_ = norm;
             has_expert_rows_ = false;
             if (!decoder_.weights_.views(matrix).empty())
@@ -597,9 +597,8 @@ class DecoderOf final : public Decoder {
                 float* to = (norm == nullptr ? activations_.residual : activations_.delta) + row * activations_.width +
                             first;
                 for (int64_t c = 0; c < columns; c += WIDTH) {
-                    Floats sum = load(sums + c) * scale;
-                    if (norm == nullptr) sum += load(to + c);
-                    if (bias != nullptr) sum += load(bias + first + c) * scale;
+                    Floats sum = norm == nullptr ? fused_add(load(to + c), load(sums + c), scale) : load(sums + c);
+                    if (bias != nullptr) sum = fused_add(sum, load(bias + first + c), scale);
                     store(to + c, sum);
                 }
             };

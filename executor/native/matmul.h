@@ -183,7 +183,7 @@ ALWAYS_INLINE void prefetch_line(const char* from) { __builtin_prefetch(from, 0,
 
 // Adds a step's products, scaled, to `sums`: in one order of operations wherever it is computed.
 ALWAYS_INLINE Floats add_scaled(Floats sums, Ints products, Floats column_scales, float row_scale) {
-    return sums + as_floats(products) * (column_scales * row_scale);
+    return fused_add(sums, as_floats(products), column_scales * row_scale);
 }
 
 #ifdef INFLIGHT_AMX

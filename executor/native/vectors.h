@@ -47,6 +47,22 @@ typedef uint32_t UnalignedWords __attribute__((vector_size(4 * WIDTH), aligned(2
 ALWAYS_INLINE Floats load(const float* from) { return *reinterpret_cast<const UnalignedFloats*>(from); }
 ALWAYS_INLINE void store(float* to, Floats value) { *reinterpret_cast<UnalignedFloats*>(to) = value; }
 ALWAYS_INLINE Floats all(float value) { return value - Floats{}; }
+
+// sum + x * y, rounded once where the target can do so. The compiler decides about an expression in each place apart,
+// so that one row and several, or one rank and several, might get different bits.
+ALWAYS_INLINE Floats fused_add(Floats sum, Floats x, Floats y) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__FP_FAST_FMAF)
+    for (int lane = 0; lane < WIDTH; ++lane) sum[lane] = __builtin_fmaf(x[lane], y[lane], sum[lane]);
+    return sum;
+#else
+    return sum + x * y;
+#endif
+}
+
 ALWAYS_INLINE float as_float(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -78,7 +94,9 @@ struct Float32 {
         std::memcpy(&bytes, from, sizeof bytes);
         return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
     }
-    static ALWAYS_INLINE Floats multiply_add(Floats sum, Unit unit, Vector units) { return sum + unit * units; }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Unit unit, Vector units) {
+        return fused_add(sum, all(unit), units);
+    }
     static ALWAYS_INLINE void put(Number* to, Floats value) { store(to, value); }
     static ALWAYS_INLINE float get(Number number) { return number; }
 };
@@ -97,7 +115,7 @@ struct BFloat16 {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)unit), (__m512bh)units);
 #else
         const Floats low = (Floats)(units << 16), high = (Floats)(units & 0xffff0000u);
-        return sum + as_float(unit << 16) * low + as_float(unit & 0xffff0000u) * high;
+        return fused_add(fused_add(sum, all(as_float(unit << 16)), low), all(as_float(unit & 0xffff0000u)), high);
 #endif
     }
     static ALWAYS_INLINE void put(Number* to, Floats value) {

@@ -107,6 +107,8 @@ class SharedMemory:
         pass  # the memory goes with the process
 
     def _result(self, rank: int, like: Tensor) -> Tensor:
+        if like.numel() == 0:  # no row yields a token; torch has no empty view of a buffer
+            return torch.empty_like(like)
         offset = self._results_at + rank * self._result_bytes
         flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.view(like.shape)

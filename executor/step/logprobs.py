@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from executor.scheduler.sequence import TokenLogprobs
 from executor.step.sampling import numbers_of
+
+# torch sums so few numbers on one thread.
+SUMMED_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,13 +57,31 @@ def step_logprobs(
     if chosen_rows is None:
         chosen_rows = _on_device([row for row, _ in rows], logits.device)
     some = numbers_of(logits.index_select(0, chosen_rows).float())
-    total = torch.logsumexp(some, dim=1, keepdim=True)
+    total = _log_sums(some)
     # A row without a usable logit has no id; nothing is reported of it.
     ids = chosen_ids.index_select(0, chosen_rows).long().clamp(min=0)
     chosen = some.gather(1, ids[:, None])
     ranks = (some > chosen).sum(1) + 1
-    top = some.topk(min(max(num_top for _, num_top in rows), some.shape[1]), dim=1)
-    return StepLogprobs(rows, _bounded((chosen - total)[:, 0]), ranks, _bounded(top.values - total), top.indices)
+    top_ids = _likeliest(some, min(max(num_top for _, num_top in rows), some.shape[1]))
+    top = some.gather(1, top_ids)
+    return StepLogprobs(rows, _bounded((chosen - total)[:, 0]), ranks, _bounded(top - total), top_ids)
+
+
+def _log_sums(logits: Tensor) -> Tensor:
+    """Returns the logarithms `[N, 1]` of the sums of exponentials. torch divides the sum of one row among threads, but
+    not that of several, so a row is summed in parts that are too short to be divided."""
+    padded = pad(logits, (0, -logits.shape[1] % SUMMED_AT_ONCE), value=float("-inf"))
+    return torch.logsumexp(torch.logsumexp(padded.unflatten(1, (-1, SUMMED_AT_ONCE)), 2), 1, keepdim=True)
+
+
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """Returns the ids `[N, count]` of the largest logits, the largest first, the lowest id first among equals. The
+    order of equals that topk returns depends on `count`, which other rows decide about, too."""
+    bits = (logits + 0.0).view(torch.int32).long()  # that of -0 is 0
+    # Integers in the order of the numbers, and below them the ids in falling order.
+    keys = (torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits) << 32) + torch.arange(logits.shape[1], 0, -1).to(bits)
+    ids: Tensor = logits.shape[1] - (keys.topk(count, dim=1).values & 0xFFFF_FFFF)
+    return ids
 
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from executor.attention.reference import ReferenceAttention
 from executor.native.library import NativeLibrary
 from executor.native.pool import NativePool
 from tests.examples import examples
-from tests.native_builds import INSTRUCTION_SETS, library_of
+from tests.native_builds import INSTRUCTION_SETS, emulation_of_amx, library_of
 from tests.paged_cases import PagedCase, Spec, make_case
 
 # The first test of a build may have to wait for the compiler.
@@ -44,9 +44,14 @@ scorings = st.builds(
 shapes = st.builds(KvShape, st.integers(1, 3), st.sampled_from([2, 10, 16, 64, 72, 80, 96, 128, 256]))
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+# On a processor without AMX its tiles are emulated.
+EMULATION = "amx, emulated"
+BUILDS = [*INSTRUCTION_SETS, pytest.param(EMULATION, marks=pytest.mark.slow if "amx" in INSTRUCTION_SETS else ())]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return library_of(request.param)
+    return emulation_of_amx() if request.param == EMULATION else library_of(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -156,41 +161,51 @@ def test_scale_of_int8_is_the_127th_part_of_the_largest_number() -> None:
     assert scales.tolist() == [0.0, 2.0, pytest.approx(1 / 127)]
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["as it is", "int8 KV"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     num_context=st.integers(1, 400),
     cuts=st.sets(st.integers(1, 399), max_size=6),
     neighbours=st.integers(0, 9),
     group=st.sampled_from([1, 3, 7]),
-    head_dim=st.sampled_from([16, 64, 80]),
+    head_dim=st.sampled_from([16, 64, 80, 128]),
+    scoring=st.builds(
+        Scoring,
+        scale=st.just(0.2),
+        sliding_window=st.none() | st.sampled_from([5, 100, 150, 260]),
+        softcap=st.none() | st.just(30.0),
+    ),
+    block_size=st.sampled_from([16, 32]),
     seed=seeds,
 )
-def test_rows_of_int8_kv_do_not_depend_on_chunks_and_batch(
+def test_rows_do_not_depend_on_chunks_and_batch(
     cpu_attention: CpuAttention,
     dtype: torch.dtype,
+    is_int8: bool,
     num_context: int,
     cuts: set[int],
     neighbours: int,
     group: int,
     head_dim: int,
+    scoring: Scoring,
+    block_size: int,
     seed: int,
 ) -> None:
     """A token's attention is the same bit by bit in one chunk, in any chunks, and beside other sequences."""
     torch.manual_seed(seed)
-    shape = KvShape(2, head_dim)
+    shape, kv_dtype = KvShape(2, head_dim), torch.int8 if is_int8 else dtype
     keys, values = torch.randn(2, num_context, 2, head_dim).to(dtype)
     queries = torch.randn(num_context, 2 * group, head_dim).to(dtype)
-    scoring = Scoring(0.2)
-    alone = make_case([Spec(num_context, num_context)], 16)
-    kv = filled(cpu_attention, shape, alone, keys, values, 16, torch.int8)
+    alone = make_case([Spec(num_context, num_context)], block_size)
+    kv = filled(cpu_attention, shape, alone, keys, values, block_size, kv_dtype)
     expected = cpu_attention.attend(queries, kv, alone.batch, scoring)
 
     ends = [*sorted(cut for cut in cuts if cut < num_context), num_context]
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
         # Single tokens are decodes, which come before chunks.
         specs = [Spec(end - start, end), *[Spec(1, 1 + 37 * i) for i in range(neighbours)]]
-        case = make_case(specs, 16, seed=end)
+        case = make_case(specs, block_size, seed=end)
         place = 0 if end - start == 1 else neighbours
         length = case.batch.query_starts.tolist()
         rows = slice(length[place], length[place + 1])
@@ -200,7 +215,7 @@ def test_rows_of_int8_kv_do_not_depend_on_chunks_and_batch(
         all_keys[own], all_values[own] = keys[:end], values[:end]
         all_queries = torch.randn(case.batch.num_tokens, 2 * group, head_dim).to(dtype)
         all_queries[rows] = queries[start:end]
-        kv = filled(cpu_attention, shape, case, all_keys, all_values, 16, torch.int8)
+        kv = filled(cpu_attention, shape, case, all_keys, all_values, block_size, kv_dtype)
         found = cpu_attention.attend(all_queries, kv, case.batch, scoring)[rows]
         assert torch.equal(found, expected[start:end])
 

@@ -4,6 +4,7 @@ adapters or none, so that a token does not depend on how many others its step co
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from common.model_source import resolve_model
 from executor.adapters.peft_files import parse, read_files
@@ -34,6 +35,23 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"dtype_name": "float32", "weight_dtype": "int8", "kv_cache_dtype": "int8"},
     "int4": {"dtype_name": "bfloat16", "weight_dtype": "int4"},
 }
+# AMX multiplies bfloat16 KV with heads of a multiple of 32. A chunk of attention has 128 tokens.
+LONG = {"max_position_embeddings": 512}
+LONG_MODELS: dict[str, PretrainedConfig] = {
+    "heads of 64": LlamaConfig(**sizes(**LONG, head_dim=64)),
+    "heads of 128": LlamaConfig(**sizes(**LONG, head_dim=128, num_key_value_heads=1)),
+    "window of 150": Gemma2Config(**sizes(**LONG, head_dim=64), query_pre_attn_scalar=64, sliding_window=150),
+    "experts": Qwen3MoeConfig(
+        **sizes(**LONG, head_dim=32), num_experts=6, num_experts_per_tok=3, moe_intermediate_size=80
+    ),
+    "scaled residual": GraniteConfig(**sizes(**LONG), residual_multiplier=0.22),
+}
+LONG_CASES = [
+    *((name, "bfloat16") for name in LONG_MODELS),
+    *(("heads of 64", form) for form in ("float32", "int8", "int4")),
+    *(("window of 150", form) for form in ("float32", "int8")),
+    ("experts", "int8"),
+]
 
 
 @pytest.fixture(scope="module", params=sorted(FORMS))
@@ -118,3 +136,26 @@ def test_row_has_the_same_logits_alone_with_drafts_and_in_a_batch(
         expected = alone[int(row.sequence.request_id[1:])][row.start :]
         assert torch.equal(logits[first_row : first_row + row.num_tokens], expected)
         first_row += row.num_tokens
+
+
+@pytest.mark.parametrize(("name", "form"), LONG_CASES)
+def test_logits_do_not_depend_on_the_size_of_chunks(tmp_path: Path, name: str, form: str) -> None:
+    ids = torch.randint(VOCABULARY_SIZE, (330,), generator=torch.Generator().manual_seed(5)).tolist()
+    folder = save_model(LONG_MODELS[name], tmp_path / "tiny")
+    with torch_threads(2):
+        model = PagedModel.load(resolve_model(str(folder)), device_name="cpu", **FORMS[form])
+        assert model.native is not None
+        model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        alone = one_by_one(model, ids, 1)
+        for size in (2, 7, 8, 17, 32, 33, 100, 150, len(ids)):
+            found = torch.cat([all_logits(model, ids, start, size) for start in range(0, len(ids), size)])
+            assert torch.equal(found, alone), f"chunks of {size}"
+
+
+def all_logits(model: PagedModel, ids: Sequence[int], start: int, size: int) -> Tensor:
+    """Logits of every position of a chunk, as if all but the first were drafts."""
+    end = min(start + size, len(ids))
+    sequence = sequence_of(0, ids, 1)
+    sequence.token_ids = list(ids[: start + 1])
+    row = PlanRow(sequence, start, end - start, True, drafts=tuple(ids[start + 1 : end]))
+    return model.forward(pack(StepPlan.of([row]), BLOCK_SIZE))

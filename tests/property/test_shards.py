@@ -56,7 +56,7 @@ FAMILY: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**sizes(**FOUR)),
     "gemma2": Gemma2Config(**sizes(**FOUR), query_pre_attn_scalar=16, sliding_window=8),
     "gemma3": Gemma3TextConfig(**sizes(**FOUR), query_pre_attn_scalar=16, sliding_window=8),
-    "granite": GraniteConfig(**sizes(**FOUR), residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0),
+    "granite": GraniteConfig(**sizes(**FOUR), residual_multiplier=0.22, embedding_multiplier=3.0, logits_scaling=2.0),
     "phi3": Phi3Config(**sizes(**FOUR)),
     # Of four ranks two have the same KV head, or all.
     "llama-shared-kv": LlamaConfig(**sizes(**FOUR | {"num_key_value_heads": 2}, attention_bias=True)),

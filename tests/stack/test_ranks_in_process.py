@@ -134,6 +134,22 @@ def test_ranks_choose_the_tokens_of_one_rank(
         assert tokens_of(one) == expected
 
 
+def long_requests() -> list[list[Sequence]]:
+    """Requests whose prompts take several steps, the first of which yield no token of any row. Each is alone."""
+    return [[request(15, sampling)] for sampling in SAMPLINGS[:2]]
+
+
+@pytest.mark.timeout(600)
+def test_prompt_longer_than_a_step_yields_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    model = str(save_model(LlamaConfig(**sizes()), tmp_path / "tiny"))
+    with loaded(model, 1, dtype="float32") as one:
+        expected = [tokens_of(one, alone) for alone in long_requests()]
+    with loaded(model, 2, dtype="float32") as one:
+        assert [tokens_of(one, alone) for alone in long_requests()] == expected
+    with loaded_with_worker(model) as one:
+        assert [tokens_of(one, alone) for alone in long_requests()] == expected
+
+
 @pytest.mark.timeout(600)
 def test_ranks_with_a_host_tier_choose_the_tokens_of_one_rank(tmp_path: Path) -> None:
     model = str(save_model(LlamaConfig(**sizes()), tmp_path / "tiny"))

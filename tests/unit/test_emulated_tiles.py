@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,22 +12,42 @@ import torch
 from torch import Tensor
 
 from executor.cpu.streams import STREAMS, WeightStream
-from executor.native.build import BuildFailure, load_library
-from executor.native.library import FOLDER
+from executor.native.library import INSTRUCTION_SETS
+from tests.native_builds import INSTRUCTION_SETS as USABLE
+from tests.native_builds import emulation_of_amx, library_of
 
 # The first test may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
 
-SOURCE = Path(__file__).parents[1] / "emulated_tiles.cpp"
-
 
 @pytest.fixture(scope="module")
 def emulation() -> Any:
-    headers = sorted(FOLDER.glob("*.h"))
-    calls = load_library("emulated_tiles", (SOURCE,), headers, ("-march=x86-64", f"-I{FOLDER}"))
-    assert not isinstance(calls, BuildFailure), calls
+    calls = emulation_of_amx().calls
     calls.emulated_product.argtypes = (c_void_p, c_void_p, *(c_int64,) * 6, c_void_p)
     return calls
+
+
+@pytest.mark.skipif("amx" not in USABLE, reason="the processor has no AMX")
+@pytest.mark.parametrize("num_rows", [3, 16])
+@pytest.mark.parametrize("depth", [16, 32])
+def test_emulated_tiles_sum_as_the_processor_does(num_rows: int, depth: int) -> None:
+    library_of("amx")  # requests the system's permission
+    calls = emulation_of_amx(*INSTRUCTION_SETS[0].compiler_flags).calls
+    row_bytes = [64, 2 * depth, 64, *(0 for _ in range(13))]
+    rows_of_tiles = [num_rows, num_rows, depth // 2, *(0 for _ in range(13))]
+    configuration = struct.pack("<BB14x16H16B", 1, 0, *row_bytes, *rows_of_tiles)
+    generator = torch.Generator().manual_seed(4)
+    rows, columns = (torch.randn(16, 32, generator=generator).to(torch.bfloat16) for _ in range(2))
+    sums = torch.randn(16, 16, generator=generator)
+
+    found = []
+    for add in (calls.add_by_processor, calls.add_by_emulation):
+        found.append(sums.clone())
+        add(configuration, *(c_void_p(tensor.data_ptr()) for tensor in (found[-1], rows, columns)))
+
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0][num_rows:], sums[num_rows:])
+    assert not torch.equal(found[0][:num_rows], sums[:num_rows])
 
 
 def small_integers(*shape: int, seed: int) -> Tensor:
@@ -82,11 +102,11 @@ def test_products_of_int8_are_those_of_the_rounded_numbers(
     assert (found - plain).norm() / plain.norm() < 0.02
 
 
-def test_products_of_int8_are_the_same_for_every_number_of_rows(emulation: Any) -> None:
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
+def test_products_are_the_same_for_every_number_of_rows(emulation: Any, is_int8: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     weights, rows = (torch.randn(count, 1200, generator=generator).to(torch.bfloat16) for count in (96, 70))
-    together = product(emulation, weights, rows, STREAMS[0], True)
+    together = product(emulation, weights, rows, STREAMS[0], is_int8)
     for start, end in ((0, 1), (3, 19), (16, 49), (69, 70)):
-        assert torch.equal(
-            product(emulation, weights, rows[start:end].contiguous(), STREAMS[0], True), together[start:end]
-        )
+        some = rows[start:end].contiguous()
+        assert torch.equal(product(emulation, weights, some, STREAMS[0], is_int8), together[start:end])

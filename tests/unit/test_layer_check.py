@@ -59,7 +59,7 @@ def test_single_wrong_layer_is_named(layer: int, only_decodes: bool) -> None:
         Model(layer=layer, error=factor * TOLERANCE, only_decodes=only_decodes) for factor in (0.9, 1.1)
     )
     compare_layers(passing.expectation, passing.separate_layers, passing.forward)
-    with pytest.raises(ModelError, match=f"its layer {layer} in FP8 does not yield"):
+    with pytest.raises(ModelError, match=f"self-check failed: layer {layer} in FP8 does not yield"):
         compare_layers(failing.expectation, failing.separate_layers, failing.forward)
 
 
@@ -71,5 +71,5 @@ def test_layers_that_yield_no_number_are_refused() -> None:
 
 def test_right_layers_in_a_wrong_model_are_refused() -> None:
     model = Model()
-    with pytest.raises(ModelError, match="its logits in FP8 are not those of transformers"):
+    with pytest.raises(ModelError, match="self-check failed: logits in FP8 are not those of transformers"):
         compare_layers(model.expectation, model.separate_layers, lambda batch: model.forward(batch).roll(1, 0))

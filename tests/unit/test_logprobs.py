@@ -38,6 +38,24 @@ def test_values_are_those_of_a_log_softmax() -> None:
         assert read[row].top_logprobs == pytest.approx(expected.topk(num_top).values.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("vocabulary_size", [50, 4097, 151_937])
+def test_row_has_the_same_values_alone_and_beside_rows_that_report_more(vocabulary_size: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    # Rounded, so that many are equal
+    logits = (torch.randn(7, vocabulary_size, generator=generator) * 8).round() / 4
+    chosen_ids = torch.randint(vocabulary_size, (7,), generator=generator)
+    with torch_threads(3):
+        alone = [step_logprobs(logits[i : i + 1], chosen_ids[i : i + 1], [(0, 3)]).read()[0] for i in range(7)]
+        for rows in ([(2, 3), (5, 3)], [(i, 3 if i % 2 else 20) for i in range(7)]):
+            read = step_logprobs(logits, chosen_ids, rows).read()
+            for i, _ in rows:
+                assert (read[i].logprob, read[i].rank) == (alone[i].logprob, alone[i].rank)
+                assert read[i].top_ids[:3] == alone[i].top_ids
+                assert read[i].top_logprobs[:3] == alone[i].top_logprobs
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    assert [row.top_ids for row in alone] == [tuple(ids[:3].tolist()) for ids in order]
+
+
 def test_more_tokens_than_there_are_and_none_at_all() -> None:
     logits = torch.zeros(2, 3)
     read = step_logprobs(logits, torch.tensor([0, 1]), [(0, 20), (1, 0)]).read()

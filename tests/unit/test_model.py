@@ -31,7 +31,7 @@ from executor.attention.choice import choose_backend
 from executor.checkpoint.packed_linear import PackedLinear, pack_linears
 from executor.model import model as model_module
 from executor.model.model import PagedModel
-from executor.model.self_check import relative_distance
+from executor.model.self_check import TOLERANCE_OF_HALF, relative_distance
 from executor.native.build import BuildFailure
 from executor.scheduler.sequence import PlanRow, StepPlan
 from executor.step.batch import pack
@@ -232,8 +232,38 @@ def test_model_whose_logits_differ_is_refused(tmp_path: Path, monkeypatch: pytes
         return attend(self, queries, kv, batch, scoring)
 
     monkeypatch.setattr(type(backend), "attend", forgetful)
-    with pytest.raises(ModelError, match="its logits through paged attention are not those of transformers"):
+    with pytest.raises(ModelError, match=r"^the self-check failed: logits through paged attention are not those of"):
         load(save_model(SUPPORTED["llama"], tmp_path / "tiny"))
+
+
+def test_model_that_transformers_rounds_more_than_we_do_is_served_in_bfloat16(tmp_path: Path) -> None:
+    # Given embeddings with a large part that all tokens share, and an output layer that does not see it: transformers
+    # rounds the residual stream, so that the small part of each token is lost behind it
+    config = Gemma3TextConfig(
+        **sizes(num_hidden_layers=8, initializer_range=0.02, tie_word_embeddings=False),
+        query_pre_attn_scalar=16,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network: Any = AutoModelForCausalLM.from_config(config)
+        shared = torch.where(torch.rand(64) < 0.5, -1.0, 1.0)
+        network.model.embed_tokens.weight.data.normal_().add_(32 * shared)
+        head = torch.randn(network.lm_head.weight.shape)
+        network.lm_head.weight.data.copy_(head - (head @ shared / 64)[:, None] * shared)
+    network.to(torch.bfloat16).save_pretrained(str(tmp_path))
+    network.eval()
+
+    # When transformers computes a prompt in both types
+    ids = torch.arange(3, 24)[None]
+    with torch.inference_mode():
+        rounded = network(input_ids=ids).logits[0].float()
+        exact = network.float()(input_ids=ids).logits[0]
+
+    # Then its bfloat16 is beyond the tolerance, and the model is served natively as well as by transformers
+    assert relative_distance(rounded, exact) > TOLERANCE_OF_HALF
+    for forward_name in ("auto", "transformers"):
+        model = load(tmp_path, dtype_name="bfloat16", backend_name="auto", forward_name=forward_name)
+        assert (model.native is None) == (forward_name == "transformers")
 
 
 def test_without_a_compiler_the_reference_runs_and_says_why(

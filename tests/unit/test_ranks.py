@@ -227,6 +227,15 @@ def test_results_in_shared_memory_are_those_of_each_rank() -> None:
     assert found[1:] == [[], []]
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_step_without_tokens_has_empty_results_in_shared_memory(shape: tuple[int, int]) -> None:
+    ranks = shared(2, 60.0)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda rank: ranks[rank].gather(torch.empty(shape)), range(2)))
+    assert [part.shape for part in found[0]] == [shape, shape]
+    assert found[1] == []
+
+
 def test_missing_rank_ends_the_wait_when_it_is_given_up() -> None:
     ranks = shared(2, 60.0)
     with ThreadPoolExecutor(1) as threads:

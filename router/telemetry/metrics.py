@@ -6,7 +6,7 @@ token there is one count and one observation for each delivery.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -34,7 +34,7 @@ REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 class RouterMetrics:
     """The metrics of one router: a `router.telemetry.events.RequestObserver`. The store calls `store_called`."""
 
-    def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
+    def __init__(self, registry: CollectorRegistry, models: Collection[str]) -> None:
         self._registry = registry
         per_class = ("model", "class")
         self.first_token = self._histogram(
@@ -88,15 +88,9 @@ class RouterMetrics:
         self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
         self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}
-        for model in models:
-            for counter in (
-                self.prompt_tokens,
-                self.cached_tokens,
-                self.output_tokens,
-                self.extensions,
-                self.resumed,
-                self.incomplete,
-            ):
+        per_model = (self.prompt_tokens, self.cached_tokens, self.output_tokens)
+        for counter in (*per_model, self.extensions, self.resumed, self.incomplete):
+            for model in models:
                 counter.labels(model)  # is there from the beginning, at 0
 
     def _histogram(

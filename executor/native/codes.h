@@ -423,15 +423,13 @@ void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const 
             if (format.has_shifts) shift[v] = load_scales(format, scales + format.scale_bytes(), v * WIDTH);
         }
         const float* row_sum = row_sums + group;
-        if (format.has_shifts)
-            for (int r = 0; r < num_rows; ++r, from += BLOCK_COLUMNS, row_sum += format.num_groups)
+        for (int r = 0; r < num_rows; ++r, from += BLOCK_COLUMNS, row_sum += format.num_groups)
 #pragma GCC unroll 2
-                for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v)
-                    sums[r][v] += scale[v] * (load(from + v * WIDTH) + shift[v] * *row_sum);
-        else
-            for (int r = 0; r < num_rows; ++r, from += BLOCK_COLUMNS)
-#pragma GCC unroll 2
-                for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) sums[r][v] += scale[v] * load(from + v * WIDTH);
+            for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) {
+                Floats sum = load(from + v * WIDTH);
+                if (format.has_shifts) sum = fused_add(sum, shift[v], all(*row_sum));
+                sums[r][v] = fused_add(sums[r][v], scale[v], sum);
+            }
     };
     int64_t step = 0;
     for (int64_t group = 0; group < format.num_groups; ++group) {

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, from_json
 
 from common.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_DRAFTS, MAX_INTER_TOKEN_TARGET_MS
-from common.rpc.json_counts import has_more_values
+from common.rpc.json_counts import has_more_values, nests_deeper
 from gateway.errors import ApiError, refused, unsupported
 
 MAX_UINT32 = 2**32 - 1
@@ -37,6 +37,8 @@ MAX_INT32 = 2**31 - 1
 # Of all lists and objects of a body together, without lists of token ids that have limits of their own: parsing a body
 # blocks all streams.
 MAX_VALUES = 2**14
+# Levels of objects and lists in a body: those of a schema and of what holds it. The parser stops at 201.
+MAX_BODY_NESTING = 200
 ID_LISTS = frozenset({"prompt", "tokens", "allowed_token_ids"})
 # Of all lists of a prompt together; more than any model's context.
 MAX_PROMPT_VALUES = 2**20
@@ -436,6 +438,8 @@ def read_fields(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -
     # The time to parse depends on the number of values.
     if has_more_values(raw, MAX_VALUES, id_list_is_one=True):
         raise _too_many_values()
+    if nests_deeper(raw, MAX_BODY_NESTING):
+        raise ApiError(400, f"the body is nested more than {MAX_BODY_NESTING} levels deep", code="invalid_json")
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

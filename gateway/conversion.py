@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from google.protobuf.message import Error as MessageError
-
+from common.rpc.json_counts import nests_deeper
 from gateway.bodies import ChatBody, Common, CompletionBody, Message
 from gateway.errors import refused
 from inflight.functions.wire import function_of, set_tool_choice
@@ -23,6 +22,8 @@ UNSTREAMED_INTERVAL = 16
 # OpenAI's default for completions. A chat without a limit may use the rest of the model's context.
 DEFAULT_COMPLETION_TOKENS = 16
 UINT64 = 2**64
+# Levels of objects and lists in template variables. Protobuf reads messages of 100 levels, and an object takes three.
+MAX_VARIABLES_NESTING = 30
 MAX_KEY_CHARACTERS = 100
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
@@ -346,10 +347,11 @@ def _set_tools(request: inference_pb2.GenerateRequest, body: ChatBody) -> None:
 
 
 def _set_template_variables(request: inference_pb2.GenerateRequest, variables: dict[str, Any]) -> None:
+    if nests_deeper(json.dumps(variables).encode(), MAX_VARIABLES_NESTING):
+        raise refused("chat_template_kwargs", f"is nested more than {MAX_VARIABLES_NESTING} levels deep")
     try:
         request.chat.template_kwargs.update(variables)
-        inference_pb2.GenerateRequest.FromString(request.SerializeToString())  # protobuf refuses deep nesting
-    except (ValueError, OverflowError, TypeError, RecursionError, MessageError) as error:
+    except (ValueError, OverflowError, TypeError) as error:
         raise refused("chat_template_kwargs", f"cannot be passed on: {error}") from None
 
 

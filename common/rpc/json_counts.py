@@ -1,7 +1,8 @@
-"""Upper limit on the number of values in a JSON text, checked before it is parsed.
+"""Upper limits on the values and the nesting of a JSON text, checked before it is parsed.
 
 A parser takes some 100 ns per value and holds the interpreter lock until it is done: 4 MB of empty objects block an
-event loop for 200 ms. The count examines only brackets and commas outside of strings and stops at the limit.
+event loop for 200 ms. The nesting at which Python raises RecursionError depends on its version and on the caller. The
+counts examine only brackets and commas outside of strings and stop at the limit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import re
 _STRING = rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)'
 _TOKENS = re.compile(_STRING + rb"|[\[{,]", re.DOTALL)
 _TOKENS_AND_ID_LISTS = re.compile(_STRING + rb"|\[[0-9,\s]*+\]|[\[{,]", re.DOTALL)
+_BRACKETS = re.compile(_STRING + rb"|[\[\]{}]", re.DOTALL)
 _QUOTE = ord('"')
+_OPENING = frozenset(b"[{")
+
+# Levels of objects and lists in a schema, in arguments of a tool call and in other JSON text of a client. What works
+# on the values may recurse. serde_json, which reads the grammars of schemas, stops at 128.
+MAX_NESTING = 100
 
 
 def has_more_values(text: bytes, most: int, *, id_list_is_one: bool = False) -> bool:
@@ -29,5 +36,20 @@ def has_more_values(text: bytes, most: int, *, id_list_is_one: bool = False) -> 
     for num_tokens, token in enumerate(itertools.islice(pattern.finditer(text), 3 * most + 1), start=1):
         num_values += text[token.start()] != _QUOTE
         if num_values > most or num_tokens > 3 * most:
+            return True
+    return False
+
+
+def nests_deeper(text: bytes, most: int = MAX_NESTING) -> bool:
+    """Returns whether a JSON text has more than `most` levels of objects and lists. For a text that is not JSON the
+    result has no meaning."""
+    if text.count(b"[") + text.count(b"{") <= most:
+        return False
+    depth = 0
+    for token in _BRACKETS.finditer(text):
+        first = text[token.start()]
+        if first != _QUOTE:
+            depth += 1 if first in _OPENING else -1
+        if depth > most:
             return True
     return False

@@ -21,7 +21,9 @@ from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import rsa
+from jwt.utils import base64url_decode
 
+from common.rpc.json_counts import MAX_NESTING, nests_deeper
 from inflight.v1 import types_pb2
 from router.auth.api_keys import CLASSES
 from router.auth.caller import Caller
@@ -69,6 +71,8 @@ def verify_token(token: str, keys: Mapping[str, VerificationKey], rules: TokenRu
     if len(token) > MAX_TOKEN_CHARACTERS:
         raise TokenError("too long")
     try:
+        if any(nests_deeper(base64url_decode(part)) for part in token.split(".")[:2]):
+            raise TokenError(f"nested more than {MAX_NESTING} levels deep")
         header = jwt.get_unverified_header(token)
         key = keys.get(header.get("kid", ""))
         if key is None:
@@ -82,7 +86,8 @@ def verify_token(token: str, keys: Mapping[str, VerificationKey], rules: TokenRu
             leeway=LEEWAY_S,
             options={"require": ["iss", "aud", "exp", rules.tenant_claim]},
         )
-    except (jwt.PyJWTError, ValueError, ArithmeticError, RecursionError) as error:  # the last three: malformed JSON
+    # The last three: malformed JSON. PyJWT also reads UTF-16, in which levels are not counted.
+    except (jwt.PyJWTError, ValueError, ArithmeticError, RecursionError) as error:
         raise TokenError(type(error).__name__) from None
     return _caller(claims, rules)
 
@@ -115,9 +120,11 @@ def _names(claims: Mapping[str, Any], claim: str) -> frozenset[str] | None:
 
 def parse_jwks(source: str) -> dict[str, VerificationKey]:
     """Returns the keys of a JWKS file by id. Raises `ContentError`."""
+    if nests_deeper(source.encode()):
+        raise ContentError((Problem(None, f"is nested more than {MAX_NESTING} levels deep"),))
     try:
         content = json.loads(source)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ContentError((Problem(getattr(error, "lineno", None), f"is not JSON: {error}"),)) from None
     entries = content.get("keys") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:

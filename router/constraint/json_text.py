@@ -1,26 +1,21 @@
 """JSON text of a client, read with bounds.
 
-Python's parser raises RecursionError for deep nesting, takes the last of two equal names, reads numbers that JSON does
-not have, and fails or gives infinity for very large ones. Here each of these is an error with its reason, except large
-numbers, which are read: whether one matters depends on its place.
+Python's parser has no fixed limit on nesting, takes the last of two equal names, reads numbers that JSON does not have,
+and fails or gives infinity for very large ones. Here each of these is an error with its reason, except large numbers,
+which are read: whether one matters depends on its place.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from typing import Any
 
-# Compilers of schemas recurse, as does everything here. serde_json, which reads the grammar, stops at 128.
-MAX_NESTING = 100
+from common.rpc.json_counts import MAX_NESTING, nests_deeper
+
 # Longer ones are larger than any double.
 MAX_INTEGER_DIGITS = 309
-
-_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
-_OPENING = frozenset("[{")
-_CLOSING = frozenset("]}")
 
 
 class JsonTextError(ValueError):
@@ -44,20 +39,15 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """Returns the value of a JSON text without bounds, with numbers as they are written. Raises `ValueError` or
-    `RecursionError`."""
+    """Returns the value of a JSON text with the bound on nesting alone, with numbers as they are written. Raises
+    `ValueError`."""
+    _check_nesting(text)
     return json.loads(text, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_float)
 
 
 def _check_nesting(text: str) -> None:
-    depth = 0
-    for match in _BRACKET.finditer(text):
-        if match[0] in _OPENING:
-            depth += 1
-            if depth > MAX_NESTING:
-                raise JsonTextError(f"is nested more than {MAX_NESTING} levels deep")
-        elif match[0] in _CLOSING:
-            depth -= 1
+    if nests_deeper(text.encode("utf-8", "surrogatepass")):
+        raise JsonTextError(f"is nested more than {MAX_NESTING} levels deep")
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

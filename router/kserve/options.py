@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any, cast
 
 from common.errors import FieldViolation, RequestError, invalid
-from common.rpc.json_counts import has_more_values
+from common.rpc.json_counts import MAX_NESTING, has_more_values, nests_deeper
 from inflight.kserve import grpc_service_pb2
 from router.kserve.tensors import BYTES, Tensor
 
@@ -201,9 +201,11 @@ def _parsed(tensor: Tensor, called: str) -> Iterator[tuple[str, Any]]:
         raise wrong(called, f"has {len(text)} bytes; at most {MAX_JSON_BYTES} are allowed")
     if has_more_values(text, MAX_JSON_VALUES):
         raise wrong(called, f"has too many values; at most {MAX_JSON_VALUES} are allowed")
+    if nests_deeper(text):
+        raise wrong(called, f"is nested more than {MAX_NESTING} levels deep")
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        parsed = json.loads(text.decode())
+    except ValueError as error:
         raise wrong(called, "is no JSON") from error
     if not isinstance(parsed, dict):
         raise wrong(called, "must be a JSON object")

@@ -502,11 +502,11 @@ def _template_call(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 def _arguments(call: inference_pb2.ToolCall) -> dict[str, Any]:
     """Returns the parsed arguments, as templates expect. Text that is not a JSON object, such as arguments that were
-    cut off at `max_tokens`, is replaced by an empty object: templates take nothing else."""
+    cut off at `max_tokens`, or is nested too deeply, is replaced by an empty object: templates take nothing else."""
     try:
         arguments = read_json(call.arguments or "{}")
         # JSON can escape half a surrogate pair, which UTF-8 text cannot hold.
         json.dumps(arguments, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {}

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from common.rpc.json_counts import MAX_NESTING, nests_deeper
+
 Layout = Literal["object", "list", "named", "parameters"]
 LAYOUTS: tuple[Layout, ...] = ("object", "list", "named", "parameters")
 
@@ -210,9 +212,11 @@ class AnswerFormat:
 def answer_format(text: str) -> AnswerFormat:
     """Returns the format that `to_json` wrote, by this or another version of a router. Raises `FormatError` for any
     other text, because the text comes back from an executor."""
+    if nests_deeper(text.encode("utf-8", "surrogatepass")):
+        raise FormatError(f"is nested more than {MAX_NESTING} levels deep")
     try:
         stored = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         raise FormatError("is not JSON") from None
     if not isinstance(stored, dict) or not stored.keys() >= {"tools", "reasoning", "in_reasoning", "texts"}:
         raise FormatError("has not the members of a format")

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from common.rpc.json_counts import nests_deeper
 from router.tools.formats import AnswerFormat, ToolFormat
 
 # A longer name or key is none.
@@ -639,9 +640,11 @@ def _num_held(text: str, marker: str, start: int) -> int:
 
 
 def _is_json(text: str) -> bool:
+    if nests_deeper(text.encode()):
+        return False  # as arguments of the next turn it would be refused
     try:
         json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return True
 

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.errors import Reason, RequestError
+from common.rpc.json_counts import MAX_NESTING
 from inflight.v1 import inference_pb2
 from router.text.control_tokens import equivalents
 from router.text.marking import choose_delimiters, template_literals, writes_parts
@@ -226,13 +227,22 @@ def test_setting_takes_control_tokens_from_conversations() -> None:
     assert model.encode_chat(chat) == model.encode(model.render_chat(chat), add_special_tokens=False)
 
 
-def test_conversation_that_is_nested_too_deeply_is_refused() -> None:
+def nested_call(levels: int) -> inference_pb2.Chat:
     chat = user_says("hi")
-    nested = '{"a":' * 800 + '"<"' + "}" * 800
+    nested = '{"a":' * levels + '"<"' + "}" * levels
     chat.messages.add(role="assistant").tool_calls.add(name="f", arguments=nested)
-    with pytest.raises(RequestError) as caught:
-        chat_model(chat_models.smollm2).encode_chat(chat)
-    assert caught.value.reason is Reason.INVALID_FIELD
+    return chat
+
+
+@pytest.mark.parametrize("levels", [MAX_NESTING + 1, 800, 5_000])
+def test_arguments_that_are_nested_too_deeply_are_an_empty_object(levels: int) -> None:
+    model = showing_all()
+    assert "<" not in model.decode(model.encode_chat(nested_call(levels)))
+
+
+def test_conversation_of_the_most_levels_is_taken() -> None:
+    model = showing_all()
+    assert "<" in model.decode(model.encode_chat(nested_call(MAX_NESTING)))
 
 
 @pytest.mark.parametrize("kind", ["<|im_end|>", "<|im_", "|"])

@@ -295,6 +295,9 @@ def good_claims() -> dict[str, Any]:
     return jwt.decode(Signer(ec_key(), "ES256").token(), options={"verify_signature": False})
 
 
+# As UTF-8 it is a list and a text: the bytes of ≛ are a bracket and a quote.
+HIDDEN_NESTING = ('["\u225b",' + "[" * 2_000).encode("utf-16-le")
+
 BAD_TOKENS: dict[str, Any] = {
     "expired": lambda: Signer(rsa_key()).token(exp=int(time.time()) - LEEWAY_S - 1),
     "not yet": lambda: Signer(rsa_key()).token(nbf=int(time.time()) + LEEWAY_S + 60),
@@ -324,6 +327,9 @@ BAD_TOKENS: dict[str, Any] = {
     "too long": lambda: Signer(rsa_key()).token(filling="x" * 8192),
     "deep header": lambda: f"{base64.urlsafe_b64encode(b'[' * 3000).decode()}.e30.x",
     "no token": lambda: "a.b.c",
+    "nested": lambda: Signer(rsa_key()).token(filling=json.loads("[" * 200 + "]" * 200)),
+    "nested header": lambda: Signer(rsa_key()).token({"x": json.loads("[" * 200 + "]" * 200)}),
+    "nested header in UTF-16": lambda: f"{base64.urlsafe_b64encode(HIDDEN_NESTING).decode()}.e30.x",
     "an API key": lambda: KEY,
 }
 

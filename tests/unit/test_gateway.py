@@ -16,6 +16,7 @@ from common.errors import Reason
 from common.settings import SettingError
 from gateway.answers import OwnForm
 from gateway.bodies import (
+    MAX_BODY_NESTING,
     MAX_PROMPT_VALUES,
     MAX_VALUES,
     UNSUPPORTED_IN_CHAT,
@@ -23,7 +24,14 @@ from gateway.bodies import (
     parse_chat,
     parse_completion,
 )
-from gateway.conversion import UNSTREAMED_INTERVAL, ApiRequest, Defaults, convert_chat, convert_completion
+from gateway.conversion import (
+    MAX_VARIABLES_NESTING,
+    UNSTREAMED_INTERVAL,
+    ApiRequest,
+    Defaults,
+    convert_chat,
+    convert_completion,
+)
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
@@ -539,10 +547,23 @@ def test_what_nests_too_deep_is_refused() -> None:
     nested: Any = 1
     for _ in range(150):
         nested = {"a": nested}
-    with pytest.raises(ApiError, match="chat_template_kwargs"):
+    with pytest.raises(ApiError, match=r"chat_template_kwargs.* is nested more than 30 levels deep"):
         chat(chat_template_kwargs={"x": nested})
-    with pytest.raises(ApiError, match="JSON"):
+    with pytest.raises(ApiError, match="the body is nested more than 200 levels deep"):
         parse_chat(b"[" * 10_000)
+
+
+def test_what_nests_as_deep_as_is_allowed_is_taken() -> None:
+    levels = MAX_BODY_NESTING - 4  # of the body, the list of tools, the tool and its function
+    schema = json.loads('{"not":' * levels + "1" + "}" * levels)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    (request,) = chat(tools=tools).requests
+    assert json.loads(request.chat.functions[0].parameters) == schema
+    variables: Any = 1
+    for _ in range(MAX_VARIABLES_NESTING):
+        variables = {"a": variables}
+    (request,) = chat(chat_template_kwargs=variables).requests
+    assert type(request).FromString(request.SerializeToString()) == request
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The limit on the values of a JSON text."""
+"""The limits on the values and the nesting of a JSON text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.rpc.json_counts import has_more_values
+from common.rpc.json_counts import has_more_values, nests_deeper
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=6), inner))
@@ -46,3 +46,31 @@ def test_flood_is_found(text: bytes) -> None:
 @given(st.binary(max_size=50))
 def test_any_bytes_have_an_answer(text: bytes) -> None:
     assert has_more_values(text, 5) in (True, False)
+
+
+def nesting(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(nesting, value.values() if isinstance(value, dict) else value), default=0)
+
+
+@given(JSON)
+def test_nesting_is_that_of_the_value(value: Any) -> None:
+    text, levels = json.dumps(value).encode(), nesting(value)
+    assert not nests_deeper(text, levels)
+    if levels:
+        assert nests_deeper(text, levels - 1)
+
+
+@pytest.mark.parametrize("text", [b"[" * 10**6, b'{"":' * 10**6, b'"[",[' * 10**6])
+def test_depth_is_found(text: bytes) -> None:
+    assert nests_deeper(text)
+
+
+def test_string_without_an_end_is_read_once() -> None:
+    assert not nests_deeper(b'[{"' + b'\\"[' * 10**6, 3)
+
+
+@given(st.binary(max_size=50))
+def test_nesting_of_any_bytes_has_an_answer(text: bytes) -> None:
+    assert nests_deeper(text, 5) in (True, False)

@@ -20,6 +20,8 @@ from router.kserve.tensors import BYTES, Tensor, decode_inputs, encode_elements
 from router.kserve.translation import Inference, in_client_words, translate
 from tests.unit.test_kserve_tensors import tensors
 
+# As UTF-8 it is a list and a text: the bytes of ≛ are a bracket and a quote.
+HIDDEN_NESTING = ('["\u225b",' + "[" * 2_000).encode("utf-16-le")
 PROMPT = Tensor("text_input", BYTES, (1,), (b"hello",))
 VALUES: dict[Kind, Any] = {Kind.BOOL: True, Kind.INT: 1, Kind.FLOAT: 0.5, Kind.TEXTS: b"x", Kind.INTS: 1}
 
@@ -170,7 +172,12 @@ def test_log_probabilities_are_computed_where_a_tensor_of_the_answer_has_them() 
         ((PROMPT, vllm(prompt_logprobs=3)), {}, "inputs[sampling_parameters].prompt_logprobs: there is no such"),
         ((PROMPT, vllm(temperature=[])), {}, "inputs[sampling_parameters].temperature: must be a number"),
         ((PROMPT, vllm(skip_special_tokens=False)), {}, "text with special tokens is not implemented"),
-        ((PROMPT, one("sampling_parameters", BYTES, b"[" * 5_000)), {}, "is no JSON"),
+        ((PROMPT, one("sampling_parameters", BYTES, b"[" * 5_000)), {}, "is nested more than 100 levels deep"),
+        (
+            (PROMPT, one("sampling_parameters", BYTES, HIDDEN_NESTING)),
+            {},
+            "is no JSON",
+        ),
         ((PROMPT, one("sampling_parameters", BYTES, b"[" * 100_000)), {}, "has too many values; at most 10000"),
         ((PROMPT, one("sampling_parameters", BYTES, b"[]")), {}, "must be a JSON object"),
         ((PROMPT, one("sampling_parameters", BYTES, b" " * 2**21)), {}, "has 2097152 bytes"),

@@ -6,9 +6,11 @@ Run as a process it is what a peer is. Its variant says how it goes wrong: `abse
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 
 from bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
 
@@ -41,6 +43,8 @@ class ScriptedEngine:
     def advance(self, wait_s: float | None) -> list[TokenBatch]:
         """One step."""
         if self._variant == "dies" and self._num_steps == 2:
+            _end_output()
+            time.sleep(0.2)  # the interpreter's way to its end, on a busy machine
             sys.exit("the engine ran out of luck")
         while self._waiting and len(self._owed) < self._seats:
             request = self._waiting.popleft()
@@ -54,6 +58,14 @@ class ScriptedEngine:
         """Steps of the run."""
         num_steps, self._num_steps = self._num_steps, 0
         return {"num_steps": num_steps, "device_busy_fraction": 0.5}
+
+
+def _end_output() -> None:
+    """Closes the pipe of the protocol, as the end of the interpreter may do before it writes the last words."""
+    for descriptor in range(sys.stderr.fileno() + 1, 16):
+        with suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.dup2(sys.stderr.fileno(), descriptor)
 
 
 if __name__ == "__main__":

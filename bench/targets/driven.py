@@ -161,7 +161,7 @@ class DrivenTarget:
             self._process.stdin.write("".join(json.dumps(line) + "\n" for line in lines).encode())
             await self._process.stdin.drain()
         except ConnectionError:
-            raise self._died() from None
+            raise await self._died() from None
 
     async def _read(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -171,11 +171,15 @@ class DrivenTarget:
         except TimeoutError:
             raise TargetError(f"{self.mode} was silent for {timeout_s:.0f} s; see {self._driver.log_file}") from None
         if not line:
-            raise self._died()
+            raise await self._died()
         values: dict[str, Any] = json.loads(line)
         return values
 
-    def _died(self) -> TargetError:
+    async def _died(self) -> TargetError:
+        # Its output ends a little before its log does.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                await self._process.wait()
         last = last_words(self._driver.log_file)
         return TargetError(f"{self.mode} ended{f': {last}' if last else ''}; see {self._driver.log_file}")
 

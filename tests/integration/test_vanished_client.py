@@ -48,9 +48,11 @@ class Cable:
             listening = await asyncio.start_server(connect, "127.0.0.1", 0)
             async with listening:
                 host, port = listening.sockets[0].getsockname()
-                yield f"{host}:{port}"
-            for one in running:
-                one.cancel()
+                try:
+                    yield f"{host}:{port}"
+                finally:  # closing the server waits for its connections since Python 3.12
+                    for one in running:
+                        one.cancel()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

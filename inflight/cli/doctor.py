@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,6 +31,7 @@ CPUINFO = Path("/proc/cpuinfo")
 PROGRAM_TIMEOUT_S = 10.0
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 PACKAGES = ("torch", "transformers", "grpcio", "redis")
+PYTHON_CLASSIFIER = "Programming Language :: Python :: "
 INSTALL = "pip install 'inflight[serve]'"
 GIBIBYTE = 1 << 30
 
@@ -94,8 +95,17 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def python() -> Finding:
-    """Checks the interpreter."""
-    return Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    """Checks the interpreter against the versions that the tests pass with."""
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    tested = supported_versions(importlib.metadata.metadata("inflight").get_all("Classifier", ()))
+    if ".".join(platform.python_version_tuple()[:2]) not in tested:
+        text += f"; tested with {', '.join(tested)}"
+    return Finding("python", text)
+
+
+def supported_versions(classifiers: Iterable[str]) -> list[str]:
+    """Returns the versions of Python that a package's classifiers name."""
+    return [one.removeprefix(PYTHON_CLASSIFIER) for one in classifiers if one.startswith(PYTHON_CLASSIFIER)]
 
 
 def cores() -> Finding:

@@ -6,6 +6,7 @@ import argparse
 import functools
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from common.settings import words_of
 from docs.generate.commands import commands_below, parsers
 from docs.generate.settings_page import settings_classes
+from inflight.cli.doctor import supported_versions
 from inflight.cli.main import ALIASES
 from tests.contract.docs_text import PAGES, anchors_of, code_spans, commands, links, name_of
 from tests.contract.test_imports import PACKAGES, REPOSITORY, sources
@@ -152,3 +154,11 @@ def test_what_is_not_there_is_found() -> None:
     assert list(wrong_in(["make", "gone", "bench", "ARGS=--seats 8 --lost"])) == ["make gone", "inflight bench --lost"]
     assert not list(wrong_in(["inflight", "COMMAND", "--help"]))
     assert not is_flag_somewhere("--no-such-flag")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_versions_of_python_are_those_of_the_package(page: str) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    *versions, last = supported_versions(project["classifiers"])
+    assert project["requires-python"] == f">={versions[0]}"
+    assert f"Python {', '.join(versions)} or {last}" in (REPOSITORY / page).read_text(encoding="utf-8")

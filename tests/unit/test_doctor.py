@@ -23,6 +23,12 @@ def test_a_processor_that_the_system_says_nothing_of_is_no_error(tmp_path: Path)
     assert doctor.processor(tmp_path / "nothing").verdict is Verdict.GOOD
 
 
+def test_another_python_is_told_the_tested_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "tested" not in doctor.python().text
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "10", "13"))
+    assert "; tested with 3.11, 3.12" in doctor.python().text
+
+
 def test_no_compiler_is_slow_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from router.store.connection import connect
 from router.store.keys import PoolKeys
 from tests.redis_servers import WAYS, server_for
 from tests.store_pool import SETTINGS, START_MS, StorePool
+
+# The repository's root is a folder of modules for pytest. Under these names a module would be loaded a second time.
+for folder in ("bench", "common", "executor", "gateway", "router"):
+    sys.modules[folder] = None  # type: ignore[assignment]
 
 TESTS = Path(__file__).parent
 # Left to `make test-all`: systems of several processes, chaos, browsers, other programs, Triton's interpreter, fuzzing,

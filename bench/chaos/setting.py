@@ -78,8 +78,8 @@ def setting_of(options: ChaosOptions) -> Iterator[Setting]:
 
 
 def _stack(options: ChaosOptions, model: str, lengths: LengthRanges, adapters: AdapterFiles | None) -> StackOptions:
-    inflight = (sys.executable, "-m", "inflight.cli.main")
-    paced = (sys.executable, "-m", "bench.fleet.paced", str(TINY_STEP_MS))
+    inflight = (sys.executable, "-P", "-m", "inflight.cli.main")
+    paced = (sys.executable, "-P", "-m", "bench.fleet.paced", str(TINY_STEP_MS))
     return StackOptions(
         executors=options.executors,
         routers=options.routers,

@@ -40,7 +40,7 @@ def engine_driver(options: BenchOptions, variant: Variant = PLAIN) -> Driver:
     """Our engine alone, as an executor of a stack would have it."""
     return Driver(
         mode=variant.mode(ENGINE_MODE),
-        command=(sys.executable, "-m", "bench.targets.engine_driver"),
+        command=(sys.executable, "-P", "-m", "bench.targets.engine_driver"),
         environment={
             "GOMP_SPINCOUNT": SPIN_COUNT,
             **os.environ,

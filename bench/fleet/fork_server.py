@@ -62,7 +62,7 @@ class ForkServer:
 
     async def __aenter__(self) -> Self:
         ours, theirs = socket.socketpair()
-        command = guarded([sys.executable, "-m", "bench.fleet.fork_server", str(theirs.fileno())])
+        command = guarded([sys.executable, "-P", "-m", "bench.fleet.fork_server", str(theirs.fileno())])
         with self._log_file.open("wb") as log, theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -87,9 +87,10 @@ class ForkServer:
         await self._process.wait()
 
     async def start(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> Copy:
-        """Returns a copy that runs `python -m MODULE …`, its output going to `log_file`."""
-        interpreter, option, module, *arguments = command
-        assert (interpreter, option) == (sys.executable, "-m")
+        """Returns a copy that runs `python -P -m MODULE …`, its output going to `log_file`."""
+        interpreter, *options, module = command[:4]
+        assert (interpreter, options) == (sys.executable, ["-P", "-m"])
+        arguments = command[4:]
         number, copy = next(self._numbers), Copy()
         self._copies[number] = copy
         asked = [number, module, arguments, str(log_file), dict(environment)]

@@ -36,7 +36,7 @@ from bench.redis.wire import connect
 from inflight.local.redis_server import PrivateRedis
 from router.store.lua import load_scripts
 
-TREE = Path(__file__).parents[2]
+TREE = Path(__file__).parents[3]
 # A user who may not call functions: for it the routers' store uses EVALSHA.
 WITHOUT_FUNCTIONS = ("ACL", "SETUSER", "without", "on", ">functions", "~*", "&*", "+@all", "-fcall")
 KINDS = (

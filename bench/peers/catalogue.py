@@ -15,7 +15,7 @@ FOLDER = Path(".peers")
 INSTALLED_MARK = "installed"
 
 # The bench package must be found by interpreters in which inflight is not installed.
-SOURCES = Path(__file__).parents[2]
+SOURCES = Path(__file__).parents[3]
 
 # Both speed vLLM up on a CPU: its documentation asks for them.
 TCMALLOC = "libtcmalloc_minimal.so.4"
@@ -72,7 +72,7 @@ class PeerChoice:
         """Starts the driver with the interpreter of the peer's environment."""
         folder = self.environment_folder
         python = sys.executable if folder is None else str((folder / "bin" / "python").absolute())
-        return (python, "-m", f"bench.peers.{self.name}_driver")
+        return (python, "-P", "-m", f"bench.peers.{self.name}_driver")
 
 
 def parse_peer(text: str) -> tuple[PeerChoice, ...]:

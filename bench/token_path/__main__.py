@@ -119,7 +119,7 @@ async def running_stack(tree: Tree, folder: Path, load: Load) -> AsyncIterator[S
     options = StackOptions(
         model=str(write_tiny_model(folder)),
         run_dir=folder,
-        program=(sys.executable, "-m", "bench.fleet.paced", str(load.step_ms)),
+        program=(sys.executable, "-P", "-m", "bench.fleet.paced", str(load.step_ms)),
         executor_args=("--dtype", "float32", "--max-num-sequences", str(load.streams), "--num-threads", "1"),
     )
     environment = environment_of(tree.path)
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=250, help="of each stream, at most 900")
     parser.add_argument("--step-ms", type=float, default=30.0)
     options = parser.parse_args(argv)
-    trees = options.tree or [Tree(Path(__file__).parents[2])]
+    trees = options.tree or [Tree(Path(__file__).parents[3])]
     load = Load(options.streams, options.tokens, options.step_ms)
     results = asyncio.run(measure(trees, load, options.rounds))
     print(table_of(trees, results).text())

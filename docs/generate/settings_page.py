@@ -79,9 +79,9 @@ def settings_page() -> str:
 def settings_classes() -> Iterator[tuple[str, type[ProcessSettings]]]:
     """Each process's package with its class of settings."""
     for package in PACKAGES:
-        if importlib.util.find_spec(f"{package}.settings") is None:
+        if importlib.util.find_spec(f"inflight.{package}.settings") is None:
             continue
-        module = importlib.import_module(f"{package}.settings")
+        module = importlib.import_module(f"inflight.{package}.settings")
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, ProcessSettings) and value.__module__ == module.__name__:
                 yield package, value

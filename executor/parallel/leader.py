@@ -286,7 +286,7 @@ class WorkerGroup:
             own["INFLIGHT_DEVICE_INDEX"] = str(rank)
         assert self._memory_fd is not None
         return subprocess.Popen(
-            guarded([sys.executable, "-m", "inflight.cli.main", "executor"]),
+            guarded([sys.executable, "-P", "-m", "inflight.cli.main", "executor"]),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **environment, **own},
             pass_fds=(self._memory_fd,),

@@ -43,7 +43,7 @@ class StackOptions:
     run_dir: Path = DEFAULT_RUN_DIR
     start_timeout_s: float = 600.0
     tls: bool = False
-    program: tuple[str, ...] = (sys.executable, "-m", "inflight.cli.main")
+    program: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.cli.main")
 
     @property
     def certificates(self) -> CertificateFolder | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from router.constraint.source import ConstraintError, ConstraintSource
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Of the wall clock, which runs on while the machine is busy elsewhere. The process ends itself after much less
 # processor time.
 MAX_WAIT_S = 20.0
@@ -47,7 +47,7 @@ class CompilingProcess:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "router.constraint.worker"],
+            [sys.executable, "-P", "-m", "router.constraint.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

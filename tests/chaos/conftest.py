@@ -24,7 +24,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
     """The running system, whole and idle."""
     folder = tmp_path_factory.mktemp("chaos")
     brake = ProcessBrake(folder / "brake")
-    poisoned = (sys.executable, "-m", "tests.chaos.poisoned", str(brake.path))
+    poisoned = (sys.executable, "-P", "-m", "tests.chaos.poisoned", str(brake.path))
     options = StackOptions(
         executors=2,
         routers=2,

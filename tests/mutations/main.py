@@ -73,7 +73,7 @@ def copied_tree() -> Iterator[Path]:
     """A copy of the sources and tests, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(REPOSITORY, tree, ignore=LEFT_OUT)
+        shutil.copytree(REPOSITORY, tree, ignore=LEFT_OUT, symlinks=True)
         yield tree
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from inflight.v1 import inference_pb2, types_pb2
 from tests.cluster import run_cluster
 
-ROUTER = str(Path.cwd() / "router") + "/"
+# The folder, and the link to it by which the router is imported.
+ROUTER = (f"{Path.cwd() / 'router'}/", f"{Path.cwd() / 'inflight' / 'router'}/")
 BEGIN = "InferenceService.Generate"
 END = "ExecutorLink.submit"
 
@@ -41,7 +42,8 @@ class Trace:
             self._is_inside.set(True)
         if not self._is_inside.get():
             return
-        module = "router." + file.removeprefix(ROUTER).removesuffix(".py").replace("/", ".")
+        within = file.partition(f"{Path.cwd()}/")[2].removeprefix("inflight/")
+        module = within.removesuffix(".py").replace("/", ".")
         if module not in self.modules:
             self.modules.append(module)
         self._has_ended = name == END

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# `client` was renamed to `inflight`; a checkout has one of them.
+# `client` was renamed to `inflight`; a checkout has one of them. A module's name begins with its folder, although later
+# checkouts import `router.main` as `inflight.router.main`.
 PRODUCT = ("router", "executor", "common", "client", "inflight", "gateway")
 PACKAGES = (*PRODUCT, "bench")
 
@@ -57,7 +58,8 @@ class Tree:
 
     def imports(self, module: str) -> frozenset[str]:
         """The modules of this tree that a module imports."""
-        named = ((name, name.rpartition(".")[0]) for name in imported_names(self.modules[module]))
+        within = (_within_repository(name) for name in imported_names(self.modules[module]))
+        named = ((name, name.rpartition(".")[0]) for name in within)
         found = {name if name in self.modules else parent for name, parent in named}
         return frozenset(found & self.modules.keys()) - {module}
 
@@ -125,6 +127,11 @@ def _reach(graph: Graph, start: str) -> frozenset[str]:
             seen.add(node)
             waiting.extend(graph.get(node, ()))
     return frozenset(seen)
+
+
+def _within_repository(name: str) -> str:
+    short = name.removeprefix("inflight.")
+    return short if short.partition(".")[0] in PACKAGES else name
 
 
 def _module_name(path: Path) -> str:

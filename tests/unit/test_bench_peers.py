@@ -11,6 +11,7 @@ import pytest
 
 from bench.peers import catalogue, install
 from bench.peers.catalogue import SOURCES, missing_words, parse_peer, peer_environment, preloads, shortcomings
+from tests.contract.test_imports import PACKAGES, package_of
 
 DRIVERS = sorted((SOURCES / "bench" / "peers").glob("*.py"))
 
@@ -27,8 +28,8 @@ def test_bare_name_stands_for_the_ways_that_are_compared() -> None:
 
 def test_peer_runs_in_its_own_environment_and_transformers_in_ours() -> None:
     (vllm,), (static, *_) = parse_peer("vllm"), parse_peer("transformers")
-    assert vllm.command == (str(Path(".peers/vllm/bin/python").absolute()), "-m", "bench.peers.vllm_driver")
-    assert static.command == (sys.executable, "-m", "bench.peers.transformers_driver")
+    assert vllm.command == (str(Path(".peers/vllm/bin/python").absolute()), "-P", "-m", "bench.peers.vllm_driver")
+    assert static.command == (sys.executable, "-P", "-m", "bench.peers.transformers_driver")
 
 
 def test_peer_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,7 @@ def test_drivers_import_nothing_of_ours_but_the_protocol(path: Path) -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module is not None
     }
-    ours = {name for name in imported if name.split(".")[0] in {"bench", "inflight", "common", "executor", "router"}}
+    ours = {name for name in imported if package_of(name) in PACKAGES}
     assert ours <= {"bench.peers.driver"}
 
 

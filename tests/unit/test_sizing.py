@@ -344,7 +344,7 @@ def test_what_cannot_be_is_one_line(flags: list[str], said: str, capsys: pytest.
 
 
 def test_size_needs_no_torch() -> None:
-    from tests.contract.test_imports import imports_of, path_of, sources
+    from tests.contract.test_imports import imports_of, package_of, path_of, sources
 
     for path in (*sources("inflight/tools/sizing"), path_of("inflight.cli.size"), path_of("common.kv_size")):
-        assert not {name for name in imports_of(path) if name.split(".")[0] in ("torch", "transformers", "executor")}
+        assert not {name for name in imports_of(path) if package_of(name) in ("torch", "transformers", "executor")}

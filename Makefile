@@ -129,7 +129,7 @@ test: setup clients
 # All cases of BFCL instead of a sample: about half an hour on two cores. ARGS="--go-on" continues a run.
 bfcl: setup
 	BFCL_ALL=1 $(BIN)/python -m pytest -q tests/unit/test_bfcl.py
-	$(BIN)/python -m bench.bfcl.main $(ARGS)
+	$(BIN)/python -m inflight.bench.bfcl.main $(ARGS)
 
 test-all: setup clients
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not lint" $(PYTEST_ARGS)
@@ -173,10 +173,10 @@ docs-reference: setup
 	@PYTHONPATH=. $(BIN)/python -m docs.generate.main
 
 soak: setup
-	@$(BIN)/python -m bench.soak --seconds $(SECONDS) $(ARGS)
+	@$(BIN)/python -m inflight.bench.soak --seconds $(SECONDS) $(ARGS)
 
 chaos: setup
-	@$(BIN)/python -m bench.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	@$(BIN)/python -m inflight.bench.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 answers: setup
 	@$(BIN)/python -m tests.answers $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -185,11 +185,11 @@ bench: setup
 	@$(BIN)/inflight bench $(ARGS)
 
 bench-host: setup
-	@$(BIN)/python -m bench.engine.host_time $(ARGS)
-	@$(BIN)/python -m bench.engine.loop_time $(ARGS)
+	@$(BIN)/python -m inflight.bench.engine.host_time $(ARGS)
+	@$(BIN)/python -m inflight.bench.engine.loop_time $(ARGS)
 
 bench-quality: setup
-	@$(BIN)/python -m bench.engine.quality $(ARGS)
+	@$(BIN)/python -m inflight.bench.engine.quality $(ARGS)
 
 bench-peers: setup
 	@$(BIN)/python bench/peers/install.py $(PEERS)
@@ -240,19 +240,19 @@ $(LOADGEN) $(EVALUATOR): .clients/%/.installed: bench/clients/%.txt
 	@touch $@
 
 bench-openai: setup loadgen
-	@$(BIN)/python -m bench.openai_load $(ARGS)
+	@$(BIN)/python -m inflight.bench.openai_load $(ARGS)
 
 bench-admission: setup
-	@$(BIN)/python -m bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)
+	@$(BIN)/python -m inflight.bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)
 
 bench-scheduling: setup
-	@$(BIN)/python -m bench.scheduling.compare $(ARGS)
+	@$(BIN)/python -m inflight.bench.scheduling.compare $(ARGS)
 
 reports: setup
-	@$(BIN)/python -m bench.build_reports $(ARGS)
+	@$(BIN)/python -m inflight.bench.build_reports $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
-	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)
+	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m inflight.bench.gpu.main $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) .venv-audit .venv-locks .venv-sbom run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

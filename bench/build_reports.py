@@ -1,6 +1,6 @@
 """The Markdown and HTML pages of the committed reports, built from their JSON.
 
-    python -m bench.build_reports [FOLDER …]
+    python -m inflight.bench.build_reports [FOLDER …]
 
 The pages lie beside the JSON. Git ignores the HTML.
 """
@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.bfcl import main as bfcl
-from bench.chaos import report as chaos
-from bench.comparison import pages as comparison
-from bench.engine import quality
-from bench.gpu import prediction
-from bench.gpu import report as gpu
-from bench.ledger import report as ledger
-from bench.report.page import Page
-from bench.scheduling import report as scheduling
-from bench.soak import result as soak
+from inflight.bench.bfcl import main as bfcl
+from inflight.bench.chaos import report as chaos
+from inflight.bench.comparison import pages as comparison
+from inflight.bench.engine import quality
+from inflight.bench.gpu import prediction
+from inflight.bench.gpu import report as gpu
+from inflight.bench.ledger import report as ledger
+from inflight.bench.report.page import Page
+from inflight.bench.scheduling import report as scheduling
+from inflight.bench.soak import result as soak
 
 REPORTS = Path("bench/reports")
 PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {

@@ -1,6 +1,6 @@
 """The effect of costly requests on the streams of others: the time to their refusal, and the longest pause meanwhile.
 
-    python -m bench.costly_requests [--rounds 5]
+    python -m inflight.bench.costly_requests [--rounds 5]
 
 A local stack with SmolLM2 serves one stream and health checks, one after the other, while requests of 4 MB are sent
 that cost a client little to make. A pause is the time between two events of the stream, or a health
@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.report.table import UNKNOWN, Table
+from inflight.bench.report.table import UNKNOWN, Table
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.comparison.options import BenchOptions, parse_options
-from bench.comparison.pages import page, terminal_lines, values_of
-from bench.comparison.progress import Progress
-from bench.comparison.report import Report, Section, section_of
-from bench.comparison.stacks import planned_workload
-from bench.comparison.start import Field, circumstances, start_field
-from bench.measures.run import Run
-from bench.report.page import write_report
-from bench.soak.soak import SoakOptions, soak
-from bench.targets.command_errors import with_command_errors
-from bench.targets.target import Target, TargetError
-from bench.workloads.generate import build_workload
-from bench.workloads.plan import Workload
+from inflight.bench.comparison.options import BenchOptions, parse_options
+from inflight.bench.comparison.pages import page, terminal_lines, values_of
+from inflight.bench.comparison.progress import Progress
+from inflight.bench.comparison.report import Report, Section, section_of
+from inflight.bench.comparison.stacks import planned_workload
+from inflight.bench.comparison.start import Field, circumstances, start_field
+from inflight.bench.measures.run import Run
+from inflight.bench.report.page import write_report
+from inflight.bench.soak.soak import SoakOptions, soak
+from inflight.bench.targets.command_errors import with_command_errors
+from inflight.bench.targets.target import Target, TargetError
+from inflight.bench.workloads.generate import build_workload
+from inflight.bench.workloads.plan import Workload
 from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, run_in_foreground
 
 # The first steps of a process allocate, compile and fill caches. These requests bear that cost.

@@ -20,10 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.report.page import Page, Part
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import load_tokenizer, resolve_model
+from inflight.bench.report.page import Page, Part
+from inflight.bench.report.table import Table
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import load_tokenizer, resolve_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 

@@ -1,7 +1,7 @@
 """Errors that clients receive, and their gRPC status.
 
 This module has one exception, `RequestError`, and the table from reasons to status codes. It never logs or sends: the
-gRPC edge (`common.rpc.status`) turns an error into a status with details.
+gRPC edge (`inflight.common.rpc.status`) turns an error into a status with details.
 """
 
 from __future__ import annotations

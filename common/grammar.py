@@ -12,7 +12,7 @@ import hashlib
 import json
 from typing import Any, Final
 
-from common.protocol import MAX_GRAMMAR_BYTES
+from inflight.common.protocol import MAX_GRAMMAR_BYTES
 
 # Arguments of `llguidance.LLParserLimits`. Routers and executors compile with the same, so that a grammar that a
 # router accepts compiles on an executor. A lexer state takes 1 to 2 kB. Verbose errors would repeat the grammar and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.settings import SettingError
+from inflight.common.settings import SettingError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ is imported once into the disk cache, as a Hugging Face folder. The tokenizer ha
 router needs only that:
 
     <cache>/models/<name>-<revision>/tokenizer    made here
-    <cache>/models/<name>-<revision>/model        made by executor.checkpoint.gguf
+    <cache>/models/<name>-<revision>/model        made by inflight.executor.checkpoint.gguf
 
 Every problem with a model is a `ModelError` whose text is for the user.
 """
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.disk_cache import build_once, cache_folder
-from common.gguf_header import MAGIC, PART_NAME, GgufError, GgufHeader, parts_of, read_gguf_header
-from common.model_files.gguf_pre_tokenizer import set_pre_tokenizer
+from inflight.common.disk_cache import build_once, cache_folder
+from inflight.common.gguf_header import MAGIC, PART_NAME, GgufError, GgufHeader, parts_of, read_gguf_header
+from inflight.common.model_files.gguf_pre_tokenizer import set_pre_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

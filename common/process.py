@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from common.machine import raise_open_files_limit
-from common.model_source import ModelError
-from common.rpc.server import ListenError
-from common.settings import SettingError
+from inflight.common.machine import raise_open_files_limit
+from inflight.common.model_source import ModelError
+from inflight.common.rpc.server import ListenError
+from inflight.common.settings import SettingError
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2

@@ -1,5 +1,5 @@
 """Entry point of an executor process. It sets what must be set before torch is loaded, and checks settings and
-addresses. Then it runs `executor.main`, whose imports take some seconds.
+addresses. Then it runs `inflight.executor.main`, whose imports take some seconds.
 
 libgomp, torch's thread pool on a CPU, reads its environment when it is loaded. Its threads spin between operations,
 about a millisecond by default. If another process uses a core, the threads then wait for one another at each of some
@@ -20,12 +20,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from common.process import run_process
-from common.rpc.server import check_listen
-from common.settings import describe, load
-from common.telemetry.logs import start_logging
-from executor.serving.router_auth import load_server_tls
-from executor.settings import ExecutorSettings
+from inflight.common.process import run_process
+from inflight.common.rpc.server import check_listen
+from inflight.common.settings import describe, load
+from inflight.common.telemetry.logs import start_logging
+from inflight.executor.serving.router_auth import load_server_tls
+from inflight.executor.settings import ExecutorSettings
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def _run_with_settings(argv: Sequence[str]) -> int:
         os.environ[DEVICES] = devices_from(settings.device_index, os.environ.get(DEVICES))
     if settings.tensor_parallel_rank:
         with _without_garbage_collection():
-            from executor.ranks import check_parallel, run_worker
+            from inflight.executor.ranks import check_parallel, run_worker
         check_parallel(settings)
         return run_worker(settings)
     tls = load_server_tls(settings)
@@ -58,7 +58,7 @@ def _run_with_settings(argv: Sequence[str]) -> int:
         if listen:
             check_listen(listen)
     with _without_garbage_collection():
-        from executor.main import load_model, run_executor
+        from inflight.executor.main import load_model, run_executor
     return asyncio.run(run_executor(settings, load_model(settings), tls))
 
 

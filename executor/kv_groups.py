@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from common.kv_size import KvGroups, WindowSize, kv_groups
-from executor.model.model import PagedModel
-from executor.scheduler.limits import SchedulerLimits
-from executor.settings import ExecutorSettings
+from inflight.common.kv_size import KvGroups, WindowSize, kv_groups
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.settings import ExecutorSettings
 
 log = logging.getLogger(__name__)
 

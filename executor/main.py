@@ -21,54 +21,54 @@ from typing import TYPE_CHECKING, Any
 import torch
 from starlette.applications import Starlette
 
-from common.http.metrics_page import metrics_route
-from common.http.port import HttpPort
-from common.kv_size import KvBudget, KvGroups, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
-from common.machine import num_available_memory_bytes
-from common.model_source import ModelSource, load_tokenizer, resolve_model
-from common.process import EXIT_FAILED
-from common.protocol import PROTOCOL_VERSION
-from common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals
-from common.rpc.tls import TlsFiles
-from common.settings import SettingError
-from common.telemetry.tracing import Tracing, open_tracing
-from executor.adapters.folder import AdapterFolder
-from executor.adapters.store import AdapterStore
-from executor.adapters.weights import AdapterLimits
-from executor.attention.flashinfer import NAME as FLASHINFER
-from executor.attention.gpu_host_tier import staging_bytes
-from executor.checkpoint.files import GenerationDefaults
-from executor.checkpoint.shards import WHOLE
-from executor.engine.engine import Engine
-from executor.engine.gc import GarbageCollection
-from executor.engine.output import EngineOutput
-from executor.engine.prefill_budget import PrefillBudget
-from executor.engine.runner import StepRunner
-from executor.engine.watchdog import watch_engine
-from executor.kv_groups import choose_kv_groups
-from executor.logits.grammar import GrammarCompiler
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.parallel.decoder import ParallelDecoder
-from executor.parallel.leader import WorkerGroup
-from executor.ranks import check_devices, check_parallel, load_shard, open_group, threads_per_rank
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.limits import InterTokenTargets, KvWindow
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.serving.metrics import executor_metrics
-from executor.serving.placements import RetentionPolicy
-from executor.serving.report import policy_proto
-from executor.serving.router_auth import PeerNameCheck
-from executor.serving.service import ExecutorService, Identity
-from executor.serving.submission import SubmissionLimits
-from executor.settings import ExecutorSettings
-from executor.speculation.budget import DraftBudget
-from executor.speculation.choice import choose_proposer
+from inflight.common.http.metrics_page import metrics_route
+from inflight.common.http.port import HttpPort
+from inflight.common.kv_size import KvBudget, KvGroups, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
+from inflight.common.machine import num_available_memory_bytes
+from inflight.common.model_source import ModelSource, load_tokenizer, resolve_model
+from inflight.common.process import EXIT_FAILED
+from inflight.common.protocol import PROTOCOL_VERSION
+from inflight.common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals
+from inflight.common.rpc.tls import TlsFiles
+from inflight.common.settings import SettingError
+from inflight.common.telemetry.tracing import Tracing, open_tracing
+from inflight.executor.adapters.folder import AdapterFolder
+from inflight.executor.adapters.store import AdapterStore
+from inflight.executor.adapters.weights import AdapterLimits
+from inflight.executor.attention.flashinfer import NAME as FLASHINFER
+from inflight.executor.attention.gpu_host_tier import staging_bytes
+from inflight.executor.checkpoint.files import GenerationDefaults
+from inflight.executor.checkpoint.shards import WHOLE
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.gc import GarbageCollection
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.engine.runner import StepRunner
+from inflight.executor.engine.watchdog import watch_engine
+from inflight.executor.kv_groups import choose_kv_groups
+from inflight.executor.logits.grammar import GrammarCompiler
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.parallel.decoder import ParallelDecoder
+from inflight.executor.parallel.leader import WorkerGroup
+from inflight.executor.ranks import check_devices, check_parallel, load_shard, open_group, threads_per_rank
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.limits import InterTokenTargets, KvWindow
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.serving.metrics import executor_metrics
+from inflight.executor.serving.placements import RetentionPolicy
+from inflight.executor.serving.report import policy_proto
+from inflight.executor.serving.router_auth import PeerNameCheck
+from inflight.executor.serving.service import ExecutorService, Identity
+from inflight.executor.serving.submission import SubmissionLimits
+from inflight.executor.settings import ExecutorSettings
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.choice import choose_proposer
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 if TYPE_CHECKING:
-    from executor.parallel.device_messages import RunnerSizes
+    from inflight.executor.parallel.device_messages import RunnerSizes
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: Schedu
     free."""
     if model.gpu_decoder is None:
         return 0
-    from executor.model.gpu_memory import working_bytes  # imports triton, which only this needs
+    from inflight.executor.model.gpu_memory import working_bytes  # imports triton, which only this needs
 
     return working_bytes(
         model,
@@ -249,7 +249,7 @@ def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: Schedu
 
 def _runner_sizes(settings: ExecutorSettings, limits: SchedulerLimits) -> RunnerSizes:
     """Returns what the runners of all ranks are made with."""
-    from executor.parallel.device_messages import RunnerSizes  # imports triton, which only this needs
+    from inflight.executor.parallel.device_messages import RunnerSizes  # imports triton, which only this needs
 
     return RunnerSizes.of(
         limits,
@@ -464,7 +464,7 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
     model = loaded.model
     if model.gpu_decoder is None:
         return ModelRunner(model, loaded.limits, settings.tokens_per_block)
-    from executor.gpu.runner import GpuRunner  # imports triton, which only this needs
+    from inflight.executor.gpu.runner import GpuRunner  # imports triton, which only this needs
 
     if model.gpu_ranks is not None:
         model.gpu_ranks.start_runners(_runner_sizes(settings, loaded.limits))

@@ -12,16 +12,16 @@ from functools import partial
 
 import torch
 
-from common.machine import num_usable_cores
-from common.model_source import ModelSource, resolve_model
-from common.settings import ENV_PREFIX, SettingError
-from executor.attention.cpu import CpuAttention
-from executor.checkpoint.shards import Shard
-from executor.model.model import PagedModel, choose_device
-from executor.parallel.cpu_shard import CpuShard
-from executor.parallel.leader import GroupSettings, WorkerGroup
-from executor.parallel.member import Executes, Member, Welcome
-from executor.settings import ExecutorSettings
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import ModelSource, resolve_model
+from inflight.common.settings import ENV_PREFIX, SettingError
+from inflight.executor.attention.cpu import CpuAttention
+from inflight.executor.checkpoint.shards import Shard
+from inflight.executor.model.model import PagedModel, choose_device
+from inflight.executor.parallel.cpu_shard import CpuShard
+from inflight.executor.parallel.leader import GroupSettings, WorkerGroup
+from inflight.executor.parallel.member import Executes, Member, Welcome
+from inflight.executor.settings import ExecutorSettings
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +138,8 @@ def run_worker(settings: ExecutorSettings) -> int:
 def _start_shard(settings: ExecutorSettings, model: PagedModel, member: Member, welcome: Welcome) -> Executes:
     """Connects a worker's part of the model with the other ranks."""
     if model.gpu_decoder is not None:
-        from executor.model.gpu_memory import free_bytes_beside_steps  # imports triton, which only this needs
-        from executor.parallel.gpu_shard import GpuShard
+        from inflight.executor.model.gpu_memory import free_bytes_beside_steps  # imports triton, which only this needs
+        from inflight.executor.parallel.gpu_shard import GpuShard
 
         ranks = member.open_device_exchange(welcome, model.device)
         return GpuShard(model, model.gpu_decoder, ranks, partial(free_bytes_beside_steps, model))

@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
-from common.protocol import MAX_DRAFTS
-from common.settings import ProcessSettings
-from executor.scheduler.limits import InterTokenTargets
+from inflight.common.protocol import MAX_DRAFTS
+from inflight.common.settings import ProcessSettings
+from inflight.executor.scheduler.limits import InterTokenTargets
 
 TARGETS = InterTokenTargets()
 

@@ -7,10 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from gateway import logprobs as openai_logprobs
-from gateway.conversion import ApiRequest
-from gateway.errors import ApiError, from_end
-from gateway.event_ids import AnswerId
 from inflight.catalogue import Model
 from inflight.events import (
     ContentPart,
@@ -24,6 +20,10 @@ from inflight.events import (
     UnenforcedFunction,
     Usage,
 )
+from inflight.gateway import logprobs as openai_logprobs
+from inflight.gateway.conversion import ApiRequest
+from inflight.gateway.errors import ApiError, from_end
+from inflight.gateway.event_ids import AnswerId
 
 DONE = b"data: [DONE]\n\n"
 UNENFORCED_TOOLS = "unenforced_tools"

@@ -13,13 +13,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.http.connection import OPENED_IN_DRAIN
-from common.http.metrics_page import metrics_route
-from gateway.errors import ApiError
-from gateway.exchange import REQUEST_ID_HEADER, Exchange
-from gateway.metrics import Metrics
-from gateway.service import GatewayService
-from gateway.settings import GatewaySettings
+from inflight.common.http.connection import OPENED_IN_DRAIN
+from inflight.common.http.metrics_page import metrics_route
+from inflight.gateway.errors import ApiError
+from inflight.gateway.exchange import REQUEST_ID_HEADER, Exchange
+from inflight.gateway.metrics import Metrics
+from inflight.gateway.service import GatewayService
+from inflight.gateway.settings import GatewaySettings
 
 # Time for the body of a request that is refused while the gateway drains.
 REFUSED_BODY_S = 1.0

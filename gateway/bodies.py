@@ -26,9 +26,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, from_json
 
-from common.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_DRAFTS, MAX_INTER_TOKEN_TARGET_MS
-from common.rpc.json_counts import has_more_values, nests_deeper
-from gateway.errors import ApiError, refused, unsupported
+from inflight.common.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_DRAFTS, MAX_INTER_TOKEN_TARGET_MS
+from inflight.common.rpc.json_counts import has_more_values, nests_deeper
+from inflight.gateway.errors import ApiError, refused, unsupported
 
 MAX_UINT32 = 2**32 - 1
 MAX_UINT32_DIGITS = len(str(MAX_UINT32))

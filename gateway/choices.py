@@ -11,11 +11,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from gateway.answers import FinishedChoice, shown_usage
-from gateway.conversion import ApiRequest
-from gateway.event_ids import Place
-from gateway.logprobs import prompt_positions
-from gateway.metrics import Metrics
 from inflight import AsyncClient, AsyncStream
 from inflight.events import (
     Accepted,
@@ -30,6 +25,11 @@ from inflight.events import (
     UnenforcedFunction,
     Usage,
 )
+from inflight.gateway.answers import FinishedChoice, shown_usage
+from inflight.gateway.conversion import ApiRequest
+from inflight.gateway.event_ids import Place
+from inflight.gateway.logprobs import prompt_positions
+from inflight.gateway.metrics import Metrics
 from inflight.v1 import inference_pb2
 
 MAX_KEYS = 4

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from common.rpc.json_counts import nests_deeper
-from gateway.bodies import ChatBody, Common, CompletionBody, Message
-from gateway.errors import refused
+from inflight.common.rpc.json_counts import nests_deeper
 from inflight.functions.wire import function_of, set_tool_choice
+from inflight.gateway.bodies import ChatBody, Common, CompletionBody, Message
+from inflight.gateway.errors import refused
 from inflight.requests import PRIORITIES, Priority
 from inflight.v1 import inference_pb2, types_pb2
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from common.errors import Reason
+from inflight.common.errors import Reason
 from inflight.errors import InflightError, unresolved_target
 from inflight.events import FinishReason
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gateway.errors import ApiError
+from inflight.gateway.errors import ApiError
 
 VERSION = "1"
 HEADER = "Last-Event-ID"

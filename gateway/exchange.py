@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.answers import encoded
-from gateway.disconnects import ClientGone
-from gateway.errors import ApiError
-from gateway.metrics import Metrics
+from inflight.gateway.answers import encoded
+from inflight.gateway.disconnects import ClientGone
+from inflight.gateway.errors import ApiError
+from inflight.gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import grpc
 
-from common.http.connection import HttpLimits
-from common.http.port import HttpPort
-from common.machine import RESERVED_FILES, max_client_connections
-from common.process import run_process
-from common.rpc.addresses import host_of
-from common.rpc.server import Signals, check_listen
-from common.rpc.tls import TlsFiles, TlsPaths
-from common.settings import SettingError, describe, load
-from common.telemetry.logs import start_logging
-from gateway.app import GatewayApp
-from gateway.metrics import Metrics
-from gateway.service import GatewayService
-from gateway.settings import GatewaySettings
 from inflight import AsyncClient
 from inflight.access import is_this_machine
+from inflight.common.http.connection import HttpLimits
+from inflight.common.http.port import HttpPort
+from inflight.common.machine import RESERVED_FILES, max_client_connections
+from inflight.common.process import run_process
+from inflight.common.rpc.addresses import host_of
+from inflight.common.rpc.server import Signals, check_listen
+from inflight.common.rpc.tls import TlsFiles, TlsPaths
+from inflight.common.settings import SettingError, describe, load
+from inflight.common.telemetry.logs import start_logging
+from inflight.gateway.app import GatewayApp
+from inflight.gateway.metrics import Metrics
+from inflight.gateway.service import GatewayService
+from inflight.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from common.http.metrics_page import new_registry
+from inflight.common.http.metrics_page import new_registry
 
 # From an answer of one token to a long one on a slow machine.
 BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)

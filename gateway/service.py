@@ -12,23 +12,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from common.version import installed_version
-from gateway.answers import Chunks, Form, OwnForm, encoded, model_objects, whole_answer
-from gateway.bodies import parse_chat, parse_completion
-from gateway.choices import Source
-from gateway.conversion import ApiRequest, Defaults, convert_chat, convert_completion
-from gateway.disconnects import ClientGone, while_connected
-from gateway.errors import ApiError, from_router, refused
-from gateway.event_ids import HEADER as LAST_EVENT_ID
-from gateway.event_ids import AnswerId, Place, read_event_id
-from gateway.metrics import Metrics
-from gateway.responses.bodies import chat_body, parse_responses
-from gateway.responses.form import ResponseForm
-from gateway.settings import GatewaySettings
-from gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
-from gateway.tokens.tokenize import parse_detokenize, parse_tokenize, tokenized
 from inflight import AsyncClient
+from inflight.common.version import installed_version
 from inflight.errors import InflightError
+from inflight.gateway.answers import Chunks, Form, OwnForm, encoded, model_objects, whole_answer
+from inflight.gateway.bodies import parse_chat, parse_completion
+from inflight.gateway.choices import Source
+from inflight.gateway.conversion import ApiRequest, Defaults, convert_chat, convert_completion
+from inflight.gateway.disconnects import ClientGone, while_connected
+from inflight.gateway.errors import ApiError, from_router, refused
+from inflight.gateway.event_ids import HEADER as LAST_EVENT_ID
+from inflight.gateway.event_ids import AnswerId, Place, read_event_id
+from inflight.gateway.metrics import Metrics
+from inflight.gateway.responses.bodies import chat_body, parse_responses
+from inflight.gateway.responses.form import ResponseForm
+from inflight.gateway.settings import GatewaySettings
+from inflight.gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
+from inflight.gateway.tokens.tokenize import parse_detokenize, parse_tokenize, tokenized
 
 KEY_HEADER = "Idempotency-Key"
 READY_TIMEOUT_S = 2.0

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.settings import ProcessSettings
+from inflight.common.settings import ProcessSettings
 
 
 class GatewaySettings(ProcessSettings):

@@ -16,14 +16,14 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import Chunks, Form, logprobs_of, shown_usage
-from gateway.disconnects import while_connected
-from gateway.errors import ApiError, from_router
-from gateway.event_ids import Place, event_id
-from gateway.logprobs import num_characters, prompt_positions
-from gateway.metrics import Metrics
 from inflight.errors import InflightError
 from inflight.events import Accepted, Delta, Done, Event, Finished, Prompt, Queued, Usage
+from inflight.gateway.answers import Chunks, Form, logprobs_of, shown_usage
+from inflight.gateway.disconnects import while_connected
+from inflight.gateway.errors import ApiError, from_router
+from inflight.gateway.event_ids import Place, event_id
+from inflight.gateway.logprobs import num_characters, prompt_positions
+from inflight.gateway.metrics import Metrics
 
 # Of all choices together. A full queue blocks the readers of its choices, which the router's flow control notices.
 MAX_WAITING_EVENTS = 64

@@ -23,8 +23,8 @@ from typing import TypedDict
 
 import grpc
 
-from common.rpc.addresses import is_loopback
-from common.rpc.options import NO_PROXY, channel_options
+from inflight.common.rpc.addresses import is_loopback
+from inflight.common.rpc.options import NO_PROXY, channel_options
 
 # The default timeout of unary calls, which a router answers without an executor. `Generate` has only the caller's
 # timeout.
@@ -187,7 +187,7 @@ def _trace_metadata() -> Metadata:
     """Returns the current trace context; empty if the program has not loaded OpenTelemetry's API."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
-    from common.telemetry.trace_context import trace_metadata
+    from inflight.common.telemetry.trace_context import trace_metadata
 
     return trace_metadata()
 

@@ -17,9 +17,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from common.cancellation import task_is_cancelled
 from inflight.access import Access, Metadata
 from inflight.aio_many import SharedCalls, StreamFailed
+from inflight.common.cancellation import task_is_cancelled
 from inflight.errors import RESOLVE_AGAIN_S, InflightError, client_closed, from_rpc_error, unresolved_target
 from inflight.recovery import Call
 from inflight.v1 import inference_pb2_grpc

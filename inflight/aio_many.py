@@ -22,8 +22,8 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from common.cancellation import task_is_cancelled
 from inflight.access import Metadata
+from inflight.common.cancellation import task_is_cancelled
 from inflight.errors import InflightError, client_closed, from_rpc_error, from_status
 from inflight.recovery import Call
 from inflight.v1 import inference_pb2

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from common.errors import DETAILS_KEY, Reason
+from inflight.common.errors import DETAILS_KEY, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,9 @@ class FieldError:
 class InflightError(Exception):
     """The error of a call that the server refused or that failed, or whose connection broke.
 
-    `reason` is a value of `common.errors.Reason`. It is empty for an error that did not come from an inflight server,
-    such as a broken connection. `retry_after_s` is set if the server says that a retry may succeed after this time.
+    `reason` is a value of `inflight.common.errors.Reason`. It is empty for an error that did not come from an inflight
+    server, such as a broken connection. `retry_after_s` is set if the server says that a retry may succeed after this
+    time.
     """
 
     code: grpc.StatusCode

@@ -28,8 +28,8 @@ from typing import Literal
 
 import grpc
 
-from common.errors import Reason
-from common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
+from inflight.common.errors import Reason
+from inflight.common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 from inflight.errors import InflightError, names_no_host
 from inflight.events import Choice, Delta, Event, Resumed, Transcript, decode_event, decode_parts, decode_positions
 from inflight.v1 import inference_pb2, types_pb2

@@ -12,42 +12,42 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from common.http.metrics_page import Refresh, metrics_route
-from common.http.port import HttpPort
-from common.rpc.server import GrpcServer
-from common.rpc.tls import TlsFiles
-from common.telemetry.tracing import Tracing, open_tracing
+from inflight.common.http.metrics_page import Refresh, metrics_route
+from inflight.common.http.port import HttpPort
+from inflight.common.rpc.server import GrpcServer
+from inflight.common.rpc.tls import TlsFiles
+from inflight.common.telemetry.tracing import Tracing, open_tracing
 from inflight.kserve import grpc_service_pb2_grpc
+from inflight.router.api.service import InferenceService
+from inflight.router.auth.authenticator import Authentication
+from inflight.router.auth.client_tls import connection_limits_of, open_tls
+from inflight.router.auth.resume_token import Learn, ResumeTokens
+from inflight.router.config.tenants import TenantConfigFile
+from inflight.router.dashboard.feed import Feeds
+from inflight.router.dashboard.history import SAMPLE_S, History
+from inflight.router.dashboard.requests import RequestLog
+from inflight.router.dashboard.routes import board_routes
+from inflight.router.dashboard.sampling import Sampler
+from inflight.router.dashboard.watching import Watching
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.executors.channel import ExecutorChannels
+from inflight.router.kserve import service as kserve
+from inflight.router.settings import RouterSettings
+from inflight.router.stats.gauges import ScrapeGauges
+from inflight.router.stats.source import StatsSource
+from inflight.router.store.ledgers import Ledgers, OnCall
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import StoreCall
+from inflight.router.subpools.ledgers import SubPoolLedgers
+from inflight.router.telemetry.event_log import EventLog
+from inflight.router.telemetry.events import RequestObserver, RequestObservers
+from inflight.router.telemetry.latencies import Latencies
+from inflight.router.telemetry.metrics import RouterMetrics
+from inflight.router.telemetry.tracing import RequestTracer, trace_store_calls
+from inflight.router.text.count_limits import REQUEST_WIRE_LIMITS
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2_grpc
-from router.api.service import InferenceService
-from router.auth.authenticator import Authentication
-from router.auth.client_tls import connection_limits_of, open_tls
-from router.auth.resume_token import Learn, ResumeTokens
-from router.config.tenants import TenantConfigFile
-from router.dashboard.feed import Feeds
-from router.dashboard.history import SAMPLE_S, History
-from router.dashboard.requests import RequestLog
-from router.dashboard.routes import board_routes
-from router.dashboard.sampling import Sampler
-from router.dashboard.watching import Watching
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.pools import ModelBackend, ModelRegistry
-from router.executors.channel import ExecutorChannels
-from router.kserve import service as kserve
-from router.settings import RouterSettings
-from router.stats.gauges import ScrapeGauges
-from router.stats.source import StatsSource
-from router.store.ledgers import Ledgers, OnCall
-from router.store.settings import StoreSettings
-from router.store.types import StoreCall
-from router.subpools.ledgers import SubPoolLedgers
-from router.telemetry.event_log import EventLog
-from router.telemetry.events import RequestObserver, RequestObservers
-from router.telemetry.latencies import Latencies
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.tracing import RequestTracer, trace_store_calls
-from router.text.count_limits import REQUEST_WIRE_LIMITS
-from router.text.tokenizer import TextModel
 
 
 def http_app(

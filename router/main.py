@@ -12,19 +12,19 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from common.errors import RequestError
-from common.http.metrics_page import new_registry
-from common.model_source import ModelSource, is_path, load_tokenizer, resolve_model
-from common.process import EXIT_FAILED, run_process
-from common.rpc.server import GrpcServer, Signals, check_listen
-from common.settings import SettingError, describe, load
-from common.telemetry.logs import start_logging
-from router.app import RouterApp, build_router
-from router.dispatch.pools import ModelRegistry
-from router.settings import RouterSettings
-from router.text.tokenizer import TextModel
-from router.tools.formats import FormatError, read_formats, with_added
-from router.tools.support import DETECTED, ToolSettings
+from inflight.common.errors import RequestError
+from inflight.common.http.metrics_page import new_registry
+from inflight.common.model_source import ModelSource, is_path, load_tokenizer, resolve_model
+from inflight.common.process import EXIT_FAILED, run_process
+from inflight.common.rpc.server import GrpcServer, Signals, check_listen
+from inflight.common.settings import SettingError, describe, load
+from inflight.common.telemetry.logs import start_logging
+from inflight.router.app import RouterApp, build_router
+from inflight.router.dispatch.pools import ModelRegistry
+from inflight.router.settings import RouterSettings
+from inflight.router.text.tokenizer import TextModel
+from inflight.router.tools.formats import FormatError, read_formats, with_added
+from inflight.router.tools.support import DETECTED, ToolSettings
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from common.model_source import is_path
-from common.settings import ProcessSettings
-from router.discovery import check_address
-from router.store.redis_url import parse_redis_url
+from inflight.common.model_source import is_path
+from inflight.common.settings import ProcessSettings
+from inflight.router.discovery import check_address
+from inflight.router.store.redis_url import parse_redis_url
 
 # A token can be tried against guessed secrets without asking a router.
 MIN_SECRET_CHARACTERS = 32

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from executor.adapters.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from executor.adapters.weights import AdapterLimits
-from executor.checkpoint.decoder_weights import DecoderShape, Rope
+from inflight.executor.adapters.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from inflight.executor.adapters.weights import AdapterLimits
+from inflight.executor.checkpoint.decoder_weights import DecoderShape, Rope
 from tests.tiny_models import VOCABULARY_SIZE, sizes
 
 TINY = sizes()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench.comparison.report import Report, Section, section_of
-from bench.measures.run import NO_SLO, Outcome, Run, SeatSample, Slo, distributions, measure
-from bench.workloads.generate import build_workload
+from inflight.bench.comparison.report import Report, Section, section_of
+from inflight.bench.measures.run import NO_SLO, Outcome, Run, SeatSample, Slo, distributions, measure
+from inflight.bench.workloads.generate import build_workload
 
 WORKLOAD = build_workload("mixed", vocabulary_size=1000, scale=0.1, num_requests=3)
 SECONDS = {

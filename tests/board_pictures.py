@@ -21,15 +21,15 @@ from typing import Literal
 from playwright.async_api import Browser, Page, expect
 from starlette.applications import Starlette
 
-from common.http.port import HttpPort
 from inflight import AsyncClient
+from inflight.common.http.port import HttpPort
 from inflight.local.options import StackOptions
 from inflight.local.ports import free_ports
 from inflight.local.stack import LocalStack
 from inflight.requests import Priority
-from router.auth.caller import AnonymousAuthenticator
-from router.dashboard.feed import Feeds
-from router.dashboard.routes import board_routes
+from inflight.router.auth.caller import AnonymousAuthenticator
+from inflight.router.dashboard.feed import Feeds
+from inflight.router.dashboard.routes import board_routes
 from tests.board_browser import PATIENCE_MS, chromium
 from tests.board_scenes import ScriptedStatistics, full_fleet, watching_of
 

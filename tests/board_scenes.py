@@ -14,9 +14,8 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from inflight.v1 import inference_pb2, stats_pb2, types_pb2
-from router.auth.caller import Caller
-from router.dashboard.history import (
+from inflight.router.auth.caller import Caller
+from inflight.router.dashboard.history import (
     EXECUTOR_FIELDS,
     MODEL_FIELDS,
     NUM_SAMPLES,
@@ -26,10 +25,11 @@ from router.dashboard.history import (
     ModelSample,
     row_of,
 )
-from router.dashboard.requests import RequestLog, Timeline
-from router.dashboard.watching import Watching
-from router.telemetry.event_log import EventLog
-from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.router.dashboard.requests import RequestLog, Timeline
+from inflight.router.dashboard.watching import Watching
+from inflight.router.telemetry.event_log import EventLog
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 START_MS = 1_790_000_000_000
 BLOCK_SIZE = 16

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from inflight.cli.main import main as run_inflight
 
 if TYPE_CHECKING:  # a router, too, is started this way, and needs none of this
-    from executor.engine.runner import PendingStep, StepRunner
-    from executor.main import Loaded
-    from executor.scheduler.sequence import StepPlan
-    from executor.settings import ExecutorSettings
+    from inflight.executor.engine.runner import PendingStep, StepRunner
+    from inflight.executor.main import Loaded
+    from inflight.executor.scheduler.sequence import StepPlan
+    from inflight.executor.settings import ExecutorSettings
 
 
 class ProcessBrake:
@@ -91,14 +91,14 @@ def main(argv: Sequence[str]) -> int:
 
 def brake(path: str, num_tokens: int) -> None:
     """Puts the brake into each runner that this process starts."""
-    import executor.main
+    import inflight.executor.main
 
-    start_runner = executor.main.start_runner
+    start_runner = inflight.executor.main.start_runner
 
     def start_braked(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
         return BrakedRunner(start_runner(settings, loaded), path, num_tokens)
 
-    executor.main.start_runner = start_braked
+    inflight.executor.main.start_runner = start_braked
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2
-from router.text.tokenizer import TextModel
 from tests import text_models
 
 LLAMA_3 = (

@@ -20,25 +20,35 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from common.protocol import PROTOCOL_VERSION
-from common.rpc.options import NO_PROXY
-from common.rpc.server import GrpcServer
-from common.telemetry.tracing import NO_TRACING, Tracing
-from executor.adapters.store import AdapterStore
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.engine.runner import PendingStep
-from executor.engine.watchdog import watch_engine
-from executor.logits.grammar import GrammarCompiler
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import KvWindow
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import StepPlan, TokenLogprobs
-from executor.serving.placements import RetentionPolicy
-from executor.serving.report import policy_proto
-from executor.serving.service import ExecutorService, Identity
-from executor.serving.submission import SubmissionLimits
-from executor.speculation.proposer import Proposer
+from inflight.common.protocol import PROTOCOL_VERSION
+from inflight.common.rpc.options import NO_PROXY
+from inflight.common.rpc.server import GrpcServer
+from inflight.common.telemetry.tracing import NO_TRACING, Tracing
+from inflight.executor.adapters.store import AdapterStore
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.engine.watchdog import watch_engine
+from inflight.executor.logits.grammar import GrammarCompiler
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import KvWindow
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.sequence import StepPlan, TokenLogprobs
+from inflight.executor.serving.placements import RetentionPolicy
+from inflight.executor.serving.report import policy_proto
+from inflight.executor.serving.service import ExecutorService, Identity
+from inflight.executor.serving.submission import SubmissionLimits
+from inflight.executor.speculation.proposer import Proposer
+from inflight.router import app
+from inflight.router.api.service import InferenceService
+from inflight.router.app import RouterApp, build_router, store_settings_of
+from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.dispatch import dispatcher
+from inflight.router.dispatch.pools import ModelRegistry
+from inflight.router.settings import RouterSettings
+from inflight.router.stats.source import StatsSource
+from inflight.router.store.settings import StoreSettings
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import (
     executor_pb2,
     executor_pb2_grpc,
@@ -46,16 +56,6 @@ from inflight.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
-from router import app
-from router.api.service import InferenceService
-from router.app import RouterApp, build_router, store_settings_of
-from router.auth.resume_token import ResumeTokens
-from router.dispatch import dispatcher
-from router.dispatch.pools import ModelRegistry
-from router.settings import RouterSettings
-from router.stats.source import StatsSource
-from router.store.settings import StoreSettings
-from router.text.tokenizer import TextModel
 from tests.drafting import eager
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
 

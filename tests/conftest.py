@@ -21,8 +21,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from inflight.local.redis_server import PrivateRedis
-from router.store.connection import connect
-from router.store.keys import PoolKeys
+from inflight.router.store.connection import connect
+from inflight.router.store.keys import PoolKeys
 from tests.redis_servers import WAYS, server_for
 from tests.store_pool import SETTINGS, START_MS, StorePool
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.step_constraint import DraftTerms
-from executor.speculation.budget import DraftBudget
-from executor.speculation.forced import GrammarProposer
-from executor.speculation.proposer import Draft, NgramProposer, Proposer
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.step_constraint import DraftTerms
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.forced import GrammarProposer
+from inflight.executor.speculation.proposer import Draft, NgramProposer, Proposer
 from tests.fake_device import VOCABULARY_SIZE, next_content
 
 CHEAP = DraftTerms(lambda num_tokens: 1.0 + 1e-6 * num_tokens)

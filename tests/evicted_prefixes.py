@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from executor.engine.runner import StepRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
-from executor.scheduler.step_record import HostPrefixCounts
+from inflight.executor.engine.runner import StepRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.executor.scheduler.step_record import HostPrefixCounts
 from tests.scheduling import run_overlapped
 from tests.swapping import BLOCK_SIZE
 from tests.swapping import LIMITS as SWAPPING_LIMITS

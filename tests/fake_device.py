@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
-from executor.engine.runner import PendingStep
-from executor.scheduler.blocks import BlockPool, WindowPool
-from executor.scheduler.prefix_cache import chain_hashes
-from executor.scheduler.sequence import (
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.scheduler.blocks import BlockPool, WindowPool
+from inflight.executor.scheduler.prefix_cache import chain_hashes
+from inflight.executor.scheduler.sequence import (
     NO_LOGPROBS,
     FinishReason,
     PlanRow,

@@ -11,13 +11,13 @@ from typing import Any
 import httpx2
 import openai
 
-from common.http.port import HttpPort
-from common.rpc.tls import TlsFiles
-from gateway.app import GatewayApp
-from gateway.main import open_certificates, open_client, open_port
-from gateway.metrics import Metrics
-from gateway.service import GatewayService
-from gateway.settings import GatewaySettings
+from inflight.common.http.port import HttpPort
+from inflight.common.rpc.tls import TlsFiles
+from inflight.gateway.app import GatewayApp
+from inflight.gateway.main import open_certificates, open_client, open_port
+from inflight.gateway.metrics import Metrics
+from inflight.gateway.service import GatewayService
+from inflight.gateway.settings import GatewaySettings
 
 ANY_KEY = "no key"
 

@@ -6,7 +6,7 @@ import functools
 
 import llguidance
 
-from common.grammar import PARSER_LIMITS
+from inflight.common.grammar import PARSER_LIMITS
 
 TOKENIZER = llguidance.LLTokenizer("byte")
 

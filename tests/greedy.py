@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, Sequence, StepPlan
-from executor.step.batch import pack
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
+from inflight.executor.step.batch import pack
 from tests.paged_cases import make_sequence
 
 NEAR_TIE = 1e-3

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.errors import Reason, RequestError
-from inflight.v1 import types_pb2
-from router.lifecycle.events import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.lifecycle.events import (
     DEADLINE_END,
     AdoptedElsewhere,
     AttachAnswered,
@@ -45,9 +44,9 @@ from router.lifecycle.events import (
     WithdrawDue,
     Withdrawn,
 )
-from router.lifecycle.lifecycle import CHANGING, CHANGING_FIELDS, Lifecycle
-from router.lifecycle.transitions import UNSERVED
-from router.store.types import (
+from inflight.router.lifecycle.lifecycle import CHANGING, CHANGING_FIELDS, Lifecycle
+from inflight.router.lifecycle.transitions import UNSERVED
+from inflight.router.store.types import (
     Adopted,
     Cancelled,
     CancelOutcome,
@@ -65,6 +64,7 @@ from router.store.types import (
     Refused,
     TakenOver,
 )
+from inflight.v1 import types_pb2
 
 Transition = tuple[RequestState, type, RequestState]
 

@@ -15,9 +15,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
-from common.errors import Reason, RequestError
-from inflight.v1 import types_pb2
-from router.lifecycle.events import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.lifecycle.events import (
     AdoptedElsewhere,
     AttachAnswered,
     AttachResult,
@@ -37,7 +36,7 @@ from router.lifecycle.events import (
     Unlinked,
     WithdrawAnswered,
 )
-from router.lifecycle.lifecycle import (
+from inflight.router.lifecycle.lifecycle import (
     CHANGING,
     CHANGING_FIELDS,
     Answer,
@@ -58,7 +57,7 @@ from router.lifecycle.lifecycle import (
     SettleUnused,
     SubmitToLedger,
 )
-from router.store.types import (
+from inflight.router.store.types import (
     Adopted,
     Cancelled,
     CancelOutcome,
@@ -74,6 +73,7 @@ from router.store.types import (
     StoreEvent,
     TakenOver,
 )
+from inflight.v1 import types_pb2
 
 EXECUTOR = "x"
 MAX_ATTEMPTS = 2
@@ -461,7 +461,7 @@ class World:
                 yield "finish", name, attempt
 
     def _is_held_back(self, router: Router, event: StoreEvent) -> bool:
-        """See `router.store.ownership`."""
+        """See `inflight.router.store.ownership`."""
         return isinstance(event, TakenOver | Cancelled) and any(
             call.kind in ("submit", "resubmit", "adopt") and call.request_id == event.request_id
             for call in router.calls

@@ -6,14 +6,14 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.engine.prefill_budget import PrefillBudget
-from executor.engine.runner import PendingStep
-from executor.engine.step_time import StepLoad
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler, SchedulerLimits
-from executor.scheduler.sequence import NO_LOGPROBS, Sequence, StepPlan, TokenLogprobs
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.engine.step_time import StepLoad
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, Sequence, StepPlan, TokenLogprobs
 
 BLOCK_SIZE = 16
 

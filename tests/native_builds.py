@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.native.build import BuildFailure, load_library
-from executor.native.library import (
+from inflight.executor.native.build import BuildFailure, load_library
+from inflight.executor.native.library import (
     FOLDER,
     NativeLibrary,
     load_native,

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
-from executor.step.batch import StepBatch, pack
+from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
+from inflight.executor.step.batch import StepBatch, pack
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from executor.engine.runner import StepRunner
-from executor.main import Loaded, load_model, start_runner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
-from executor.settings import ExecutorSettings
+from inflight.executor.engine.runner import StepRunner
+from inflight.executor.main import Loaded, load_model, start_runner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.settings import ExecutorSettings
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from executor.engine.gc import GarbageCollection
-from executor.main import Parts, build_executor, load_model
-from executor.settings import ExecutorSettings
+from inflight.executor.engine.gc import GarbageCollection
+from inflight.executor.main import Parts, build_executor, load_model
+from inflight.executor.settings import ExecutorSettings
 from tests.torch_threads import torch_threads
 
 

@@ -19,7 +19,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from common.guard import HAS_KERNEL_GUARD, guarded
+from inflight.common.guard import HAS_KERNEL_GUARD, guarded
 from inflight.local.ports import free_ports
 from inflight.local.redis_server import ACL_RULES, ACL_RULES_BEFORE_7, find_redis_binary, has_functions
 

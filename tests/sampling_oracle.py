@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor.scheduler.sequence import Sampling
-from executor.step.philox import philox_words
-from executor.step.sampling import LARGEST_UNIFORM, SampleRow, keep_likeliest
+from inflight.executor.scheduler.sequence import Sampling
+from inflight.executor.step.philox import philox_words
+from inflight.executor.step.sampling import LARGEST_UNIFORM, SampleRow, keep_likeliest
 
 TOP_P_TOLERANCE = 1e-6
 # Counter, key and words: the known answers for 10 rounds that the authors ship with Random123 (kat_vectors).

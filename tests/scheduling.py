@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from executor.engine.runner import PendingStep, StepRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
-from executor.scheduler.sequence import (
+from inflight.executor.engine.runner import PendingStep, StepRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
     Sampling,
@@ -18,7 +18,7 @@ from executor.scheduler.sequence import (
     StepResult,
     Stopping,
 )
-from executor.scheduler.step_constraint import DraftTerms
+from inflight.executor.scheduler.step_constraint import DraftTerms
 
 BLOCK_SIZE = 4
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)

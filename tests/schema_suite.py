@@ -20,8 +20,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from router.constraint.source import ConstraintError, ConstraintSource
-from router.constraint.worker import Compiler
+from inflight.router.constraint.source import ConstraintError, ConstraintSource
+from inflight.router.constraint.worker import Compiler
 from tests.grammars import accepts
 
 FOLDER = Path(__file__).parents[1] / ".clients" / "json-schema-suite"

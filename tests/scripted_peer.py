@@ -12,7 +12,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
+from inflight.bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
 
 
 class ScriptedEngine:

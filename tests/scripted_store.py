@@ -11,21 +11,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
-from common.errors import RequestError
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.api.service import InferenceService
-from router.auth.caller import AnonymousAuthenticator
-from router.auth.resume_token import ResumeTokens
-from router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.pools import ModelBackend, ModelRegistry
-from router.executors.link import ExecutorLink
-from router.lifecycle.events import RequestState, Submit
-from router.request.spec import Deadlines, Delivery
-from router.settings import RouterSettings
-from router.stats.source import StatsSource
-from router.store.store import AdmissionStore
-from router.store.types import (
+from inflight.common.errors import RequestError
+from inflight.router.api.service import InferenceService
+from inflight.router.auth.caller import AnonymousAuthenticator
+from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.lifecycle.events import RequestState, Submit
+from inflight.router.request.spec import Deadlines, Delivery
+from inflight.router.settings import RouterSettings
+from inflight.router.stats.source import StatsSource
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import (
     Attempt,
     CancelOutcome,
     Demand,
@@ -39,10 +38,11 @@ from router.store.types import (
     Snapshot,
     StoreEvent,
 )
-from router.stream.request_stream import RequestStream
-from router.telemetry.latencies import Latencies
-from router.text.output import OutputText
-from router.text.tokenizer import TextModel
+from inflight.router.stream.request_stream import RequestStream
+from inflight.router.telemetry.latencies import Latencies
+from inflight.router.text.output import OutputText
+from inflight.router.text.tokenizer import TextModel
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.cluster import tiny_tokenizer
 from tests.fake_device import VOCABULARY_SIZE
 

@@ -13,8 +13,8 @@ from llguidance.hf import from_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from executor.logits.grammar import CompiledGrammar
-from executor.scheduler.sequence import Constraint
+from inflight.executor.logits.grammar import CompiledGrammar
+from inflight.executor.scheduler.sequence import Constraint
 
 PAD_ID, BOS_ID, EOS_ID, OTHER_EOS_ID = 0, 1, 2, 3
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<end>")

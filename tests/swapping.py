@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from executor.engine.runner import PendingStep, StepRunner
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.sequence import PlanRow, Sequence, StepPlan
+from inflight.executor.engine.runner import PendingStep, StepRunner
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
 from tests.paged_cases import make_sequence
 
 BLOCK_SIZE = 16

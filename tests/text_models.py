@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from router.text.tokenizer import TextModel
+from inflight.router.text.tokenizer import TextModel
 
 METASPACE = "▁"
 # The piece for each byte in a vocabulary with byte fallback: BYTE_FALLBACK_OFFSET + byte.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from inflight.router.api.validation import validate_generate
+from inflight.router.request.spec import GenerateSpec, ModelLimits
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.validation import validate_generate
-from router.request.spec import GenerateSpec, ModelLimits
 
 SEED = 4711
 # A value that has an effect for every parameter that may have one.

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from bench.bfcl.cases import Case
+from inflight.bench.bfcl.cases import Case
 
 TEMPERATURE = 0.7
 MAX_TOKENS = 160

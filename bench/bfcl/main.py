@@ -1,4 +1,5 @@
-"""`python -m bench.bfcl.main`: all questions of BFCL to a model, each complete call checked against its schema.
+"""`python -m inflight.bench.bfcl.main`: all questions of BFCL to a model, each complete call checked against its
+schema.
 
 A local stack answers them through its gateway, to OpenAI's own client. Answers are kept in a file, so that a run can
 be done in parts (`--count`) and go on after an interruption (`--go-on`). The report has all answers so far. Exits 1
@@ -20,12 +21,12 @@ from typing import Any
 
 import openai
 
-from bench.bfcl.answers import MAX_TOKENS, TEMPERATURE, Answer, answers
-from bench.bfcl.cases import CATEGORIES, PACKAGE, Case, NotFetchedError, fetched_cases
-from bench.report.page import Page, Part, write_report
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import resolve_model
+from inflight.bench.bfcl.answers import MAX_TOKENS, TEMPERATURE, Answer, answers
+from inflight.bench.bfcl.cases import CATEGORIES, PACKAGE, Case, NotFetchedError, fetched_cases
+from inflight.bench.report.page import Page, Part, write_report
+from inflight.bench.report.table import Table
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import resolve_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 

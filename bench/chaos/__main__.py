@@ -1,8 +1,8 @@
-"""`python -m bench.chaos`."""
+"""`python -m inflight.bench.chaos`."""
 
 from __future__ import annotations
 
-from bench.chaos.main import main
+from inflight.bench.chaos.main import main
 from inflight.cli.console import run_main
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.fleet.health import Observer
-from bench.fleet.random_adapters import write_adapter
+from inflight.bench.fleet.health import Observer
+from inflight.bench.fleet.random_adapters import write_adapter
 
 NUM_VERSIONS = 2
 # The routers hear of a change within a few seconds; this is a limit of liveness.

@@ -11,16 +11,16 @@ from typing import Protocol
 
 from rich.console import Console
 
-from bench.chaos.adapters import ServedAdapters
-from bench.chaos.gaps import Window
-from bench.chaos.inject import inject
-from bench.chaos.options import ChaosOptions
-from bench.chaos.schedule import Fault, faults
-from bench.chaos.setting import Setting
-from bench.fleet.fleet import Fleet, running_fleet
-from bench.fleet.fork_server import ForkServer
-from bench.fleet.health import Observer
 from inflight import AsyncClient
+from inflight.bench.chaos.adapters import ServedAdapters
+from inflight.bench.chaos.gaps import Window
+from inflight.bench.chaos.inject import inject
+from inflight.bench.chaos.options import ChaosOptions
+from inflight.bench.chaos.schedule import Fault, faults
+from inflight.bench.chaos.setting import Setting
+from inflight.bench.fleet.fleet import Fleet, running_fleet
+from inflight.bench.fleet.fork_server import ForkServer
+from inflight.bench.fleet.health import Observer
 
 
 class Streams(Protocol):

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.chaos.observed import Observed
-from bench.chaos.schedule import Fault, FaultKind
+from inflight.bench.chaos.observed import Observed
+from inflight.bench.chaos.schedule import Fault, FaultKind
 
 LEASE_S = 5.0
 # What a prefill among others may take on a busy machine; where nothing is to be noticed, what a pause may be.

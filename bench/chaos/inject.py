@@ -8,14 +8,14 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
-from bench.chaos.adapters import ServedAdapters
-from bench.chaos.schedule import Fault, FaultKind
-from bench.fleet.fleet import Fleet, Member
-from bench.fleet.proxy import Proxy, Weather
-from bench.simulation.store_link import REMEMBER, RESTORE
-from common.errors import RequestError
-from router.store.connection import answered, connect
-from router.store.settings import StoreSettings
+from inflight.bench.chaos.adapters import ServedAdapters
+from inflight.bench.chaos.schedule import Fault, FaultKind
+from inflight.bench.fleet.fleet import Fleet, Member
+from inflight.bench.fleet.proxy import Proxy, Weather
+from inflight.bench.simulation.store_link import REMEMBER, RESTORE
+from inflight.common.errors import RequestError
+from inflight.router.store.connection import answered, connect
+from inflight.router.store.settings import StoreSettings
 
 # What routers keep in Redis, and before the names of its copies.
 KEYS, KEPT = "inflight:*", "kept:"

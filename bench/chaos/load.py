@@ -16,11 +16,11 @@ from enum import Enum
 
 import grpc
 
-from bench.chaos.adapters import AdapterHistory
-from bench.chaos.observed import Observed, Verdict, judge
-from bench.chaos.requests import Expected, SampleRequest
-from common.errors import Reason
 from inflight import AsyncClient
+from inflight.bench.chaos.adapters import AdapterHistory
+from inflight.bench.chaos.observed import Observed, Verdict, judge
+from inflight.bench.chaos.requests import Expected, SampleRequest
+from inflight.common.errors import Reason
 from inflight.errors import InflightError
 from inflight.v1 import inference_pb2
 

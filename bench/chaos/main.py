@@ -1,4 +1,4 @@
-"""`python -m bench.chaos`: a system, its load, its faults, and its result.
+"""`python -m inflight.bench.chaos`: a system, its load, its faults, and its result.
 
 Start → reference → load with faults → wait until the load has ended → look for leaks → report. Ctrl-C ends the faults
 and the load where they are and reports what there is.
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from bench.chaos.adapters import NUM_VERSIONS, ServedAdapters, version_name
-from bench.chaos.disturbance import ChaosRun, System, disturb, running_system
-from bench.chaos.load import AdapterSamples, Load, Sent, Versions
-from bench.chaos.options import ChaosOptions, parse_options
-from bench.chaos.reference import Reference, load_or_make
-from bench.chaos.report import fill, page, values_of
-from bench.chaos.requests import SampleRequest, sample_requests
-from bench.chaos.setting import NUM_ADAPTER_SAMPLES, setting_of
-from bench.chaos.tally import Tally, tally
-from bench.fleet.health import Leak
-from bench.report.page import write_report
-from bench.targets.command_errors import with_command_errors
 from inflight import AsyncClient
+from inflight.bench.chaos.adapters import NUM_VERSIONS, ServedAdapters, version_name
+from inflight.bench.chaos.disturbance import ChaosRun, System, disturb, running_system
+from inflight.bench.chaos.load import AdapterSamples, Load, Sent, Versions
+from inflight.bench.chaos.options import ChaosOptions, parse_options
+from inflight.bench.chaos.reference import Reference, load_or_make
+from inflight.bench.chaos.report import fill, page, values_of
+from inflight.bench.chaos.requests import SampleRequest, sample_requests
+from inflight.bench.chaos.setting import NUM_ADAPTER_SAMPLES, setting_of
+from inflight.bench.chaos.tally import Tally, tally
+from inflight.bench.fleet.health import Leak
+from inflight.bench.report.page import write_report
+from inflight.bench.targets.command_errors import with_command_errors
 from inflight.cli.console import EXIT_FAILURE, run_in_foreground
 
 LEAK_TIMEOUT_S = 30.0

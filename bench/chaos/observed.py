@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from bench.chaos.requests import Expected, SampleRequest
+from inflight.bench.chaos.requests import Expected, SampleRequest
 from inflight.errors import InflightError
 from inflight.events import Accepted, Delta, Done, Event, Finished, Notice, Resumed
 

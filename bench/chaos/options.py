@@ -1,4 +1,4 @@
-"""The options of `python -m bench.chaos`."""
+"""The options of `python -m inflight.bench.chaos`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.chaos.load import Manner
-from bench.chaos.schedule import ADAPTER_KINDS, FaultKind
-from bench.fleet.tiny_model import NAME as TINY
+from inflight.bench.chaos.load import Manner
+from inflight.bench.chaos.schedule import ADAPTER_KINDS, FaultKind
+from inflight.bench.fleet.tiny_model import NAME as TINY
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def parse_options(argv: Sequence[str]) -> ChaosOptions:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.chaos",
+        prog="python -m inflight.bench.chaos",
         description="Kills, stops and cuts off the processes of a real system under load, one at a time, and checks "
         "every stream token by token against the undisturbed one. Exits 1 where a token was lost or came twice, a "
         "block leaked, or a request failed that must not.",

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from bench.chaos.requests import Expected, SampleKind, SampleRequest, continued, with_stop
-from common.disk_cache import cache_folder
 from inflight import AsyncClient
+from inflight.bench.chaos.requests import Expected, SampleKind, SampleRequest, continued, with_stop
+from inflight.common.disk_cache import cache_folder
 
 # What is kept in a file: how many were left out, and each sample with its output.
 KEPT = TypeAdapter(tuple[int, list[tuple[SampleRequest, Expected]]])

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.chaos.gaps import Gaps, Window
-from bench.chaos.tally import Tally
-from bench.report.page import Page, Part, facts
-from bench.report.table import UNKNOWN, Table, count_table, shown
+from inflight.bench.chaos.gaps import Gaps, Window
+from inflight.bench.chaos.tally import Tally
+from inflight.bench.report.page import Page, Part, facts
+from inflight.bench.report.table import UNKNOWN, Table, count_table, shown
 
 KIND = "chaos"
 MAX_FAILURES = 50

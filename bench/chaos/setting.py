@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.chaos.adapters import AdapterFiles
-from bench.chaos.options import ChaosOptions
-from bench.chaos.requests import LengthRanges
-from bench.fleet.random_adapters import RANK
-from bench.fleet.tiny_model import write_tiny_model
-from bench.targets.model import local_model
-from common.model_source import resolve_model
+from inflight.bench.chaos.adapters import AdapterFiles
+from inflight.bench.chaos.options import ChaosOptions
+from inflight.bench.chaos.requests import LengthRanges
+from inflight.bench.fleet.random_adapters import RANK
+from inflight.bench.fleet.tiny_model import write_tiny_model
+from inflight.bench.targets.model import local_model
+from inflight.common.model_source import resolve_model
 from inflight.local.options import StackOptions
 
 DTYPE = "float32"
@@ -79,7 +79,7 @@ def setting_of(options: ChaosOptions) -> Iterator[Setting]:
 
 def _stack(options: ChaosOptions, model: str, lengths: LengthRanges, adapters: AdapterFiles | None) -> StackOptions:
     inflight = (sys.executable, "-P", "-m", "inflight.cli.main")
-    paced = (sys.executable, "-P", "-m", "bench.fleet.paced", str(TINY_STEP_MS))
+    paced = (sys.executable, "-P", "-m", "inflight.bench.fleet.paced", str(TINY_STEP_MS))
     return StackOptions(
         executors=options.executors,
         routers=options.routers,

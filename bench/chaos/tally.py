@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.chaos.gaps import Gaps, Window, gaps_by_kind
-from bench.chaos.load import Sent
-from bench.fleet.fleet import Exit
-from bench.fleet.health import Leak
+from inflight.bench.chaos.gaps import Gaps, Window, gaps_by_kind
+from inflight.bench.chaos.load import Sent
+from inflight.bench.fleet.fleet import Exit
+from inflight.bench.fleet.health import Leak
 
 
 @dataclass(frozen=True, slots=True)

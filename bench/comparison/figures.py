@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.comparison.report import Report, Section
-from bench.measures.processes import THIS_BENCH
-from bench.measures.run import Measures, Run
-from bench.report.table import Spread, shown, shown_spread, spread_of
+from inflight.bench.comparison.report import Report, Section
+from inflight.bench.measures.processes import THIS_BENCH
+from inflight.bench.measures.run import Measures, Run
+from inflight.bench.report.table import Spread, shown, shown_spread, spread_of
 
 # What the terminal shows of them, and under which names; everything is in the report's files.
 SPEED = "output tokens/s"

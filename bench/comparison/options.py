@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.measures.run import Slo
-from bench.peers.catalogue import VARIANTS, PeerChoice, parse_peer
-from bench.workloads.generate import DEFAULT_SEED, TRACE_SUFFIX, Arrivals
-from bench.workloads.shapes import SHAPES
+from inflight.bench.measures.run import Slo
+from inflight.bench.peers.catalogue import VARIANTS, PeerChoice, parse_peer
+from inflight.bench.workloads.generate import DEFAULT_SEED, TRACE_SUFFIX, Arrivals
+from inflight.bench.workloads.shapes import SHAPES
 from inflight.cli.parser import CommandParser
 
 STACK_MODES = ("inflight", "static")

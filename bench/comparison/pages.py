@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.comparison.figures import SHORT_TITLES, SPEED, Figure, figures
-from bench.comparison.pareto import pareto_parts
-from bench.comparison.report import (
+from inflight.bench.comparison.figures import SHORT_TITLES, SPEED, Figure, figures
+from inflight.bench.comparison.pareto import pareto_parts
+from inflight.bench.comparison.report import (
     BARE_MODE,
     STACK_MODE,
     Report,
@@ -20,11 +20,11 @@ from bench.comparison.report import (
     stack_cost,
     values_of_run,
 )
-from bench.measures.run import Run, ratio
-from bench.report.charts import Bar, Line, area, bars, figure, percentile_curves, x_axis
-from bench.report.page import Page, Part
-from bench.report.scale import even_scale
-from bench.report.table import Table, shown_spread
+from inflight.bench.measures.run import Run, ratio
+from inflight.bench.report.charts import Bar, Line, area, bars, figure, percentile_curves, x_axis
+from inflight.bench.report.page import Page, Part
+from inflight.bench.report.scale import even_scale
+from inflight.bench.report.table import Table, shown_spread
 
 KIND = "comparison"
 NOTE = """\

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from bench.comparison.report import Report, Section
-from bench.measures.run import Measures, ratio
-from bench.report.charts import Line, curves, figure
-from bench.report.page import Part
-from bench.report.scale import even_scale, log_scale
-from bench.report.table import Table, shown
+from inflight.bench.comparison.report import Report, Section
+from inflight.bench.measures.run import Measures, ratio
+from inflight.bench.report.charts import Line, curves, figure
+from inflight.bench.report.page import Part
+from inflight.bench.report.scale import even_scale, log_scale
+from inflight.bench.report.table import Table, shown
 
 NOTE = """\
 Output tokens/s of the device, prompts included in its time, against output tokens/s of one user's stream after its \

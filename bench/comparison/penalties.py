@@ -1,7 +1,7 @@
 """Comparison of penalties with vLLM: the same greedy tokens, in float32, for every combination of the three.
 
     make bench-peers PEERS=vllm
-    python -m bench.comparison.penalties
+    python -m inflight.bench.comparison.penalties
 
 Prints how many outputs are equal. Where two differ, the penalised logits of the two tokens are nearly equal, or one of
 the engines is wrong: the position and the tokens are printed.
@@ -21,9 +21,9 @@ from typing import Any
 
 import grpc.aio
 
-from bench.peers.catalogue import FOLDER, KV_CACHE_GIB
-from common.model_source import resolve_model
-from executor.checkpoint.gguf import import_gguf
+from inflight.bench.peers.catalogue import FOLDER, KV_CACHE_GIB
+from inflight.common.model_source import resolve_model
+from inflight.executor.checkpoint.gguf import import_gguf
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -76,7 +76,7 @@ def of_vllm(model: str, cases: list[Case], folder: Path) -> list[list[int]]:
     """Runs vLLM in its own environment and process."""
     target = folder / "vllm.json"
     subprocess.run(
-        [str(FOLDER / "vllm" / "bin" / "python"), "-m", "bench.peers.vllm_penalties", str(target)],
+        [str(FOLDER / "vllm" / "bin" / "python"), "-m", "inflight.bench.peers.vllm_penalties", str(target)],
         input=json.dumps({"model": model, "cases": cases}),
         text=True,
         check=True,

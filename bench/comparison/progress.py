@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from bench.measures.run import Run
-from bench.workloads.plan import Workload
+from inflight.bench.measures.run import Run
+from inflight.bench.workloads.plan import Workload
 
 # Every picture costs processor time on the cores that are measured.
 REFRESH_PER_S = 2

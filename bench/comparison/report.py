@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.measures.run import NO_SLO, Measures, Run, SeatSample, Slo, cost_per_million, ratio
-from bench.report.table import spread_of
-from bench.workloads.plan import Workload
+from inflight.bench.measures.run import NO_SLO, Measures, Run, SeatSample, Slo, cost_per_million, ratio
+from inflight.bench.report.table import spread_of
+from inflight.bench.workloads.plan import Workload
 
 STACK_MODE = "inflight"
 BARE_MODE = "engine"

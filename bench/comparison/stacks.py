@@ -7,15 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.comparison.options import ENGINE_MODE, PLAIN, BenchOptions, Variant
-from bench.peers.catalogue import SOURCES, PeerChoice, peer_environment
-from bench.peers.driver import Setup
-from bench.targets.driven import Driver
-from bench.workloads.generate import build_workload
-from bench.workloads.plan import GATE_TOKENS, Workload
-from common.disk_cache import cache_folder
-from common.machine import num_usable_cores
-from executor.entry import SPIN_COUNT
+from inflight.bench.comparison.options import ENGINE_MODE, PLAIN, BenchOptions, Variant
+from inflight.bench.peers.catalogue import SOURCES, PeerChoice, peer_environment
+from inflight.bench.peers.driver import Setup
+from inflight.bench.targets.driven import Driver
+from inflight.bench.workloads.generate import build_workload
+from inflight.bench.workloads.plan import GATE_TOKENS, Workload
+from inflight.common.disk_cache import cache_folder
+from inflight.common.machine import num_usable_cores
+from inflight.executor.entry import SPIN_COUNT
 from inflight.local.options import StackOptions
 
 # Room for the gate, for the sequences that an executor holds beyond its seats, and for the prefix cache.
@@ -40,7 +40,7 @@ def engine_driver(options: BenchOptions, variant: Variant = PLAIN) -> Driver:
     """Our engine alone, as an executor of a stack would have it."""
     return Driver(
         mode=variant.mode(ENGINE_MODE),
-        command=(sys.executable, "-P", "-m", "bench.targets.engine_driver"),
+        command=(sys.executable, "-P", "-m", "inflight.bench.targets.engine_driver"),
         environment={
             "GOMP_SPINCOUNT": SPIN_COUNT,
             **os.environ,

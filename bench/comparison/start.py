@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from bench.comparison.options import ENGINE_MODE, PLAIN, SHARED_CALLS, BenchOptions, Variant
-from bench.comparison.progress import Progress
-from bench.comparison.stacks import engine_driver, peer_driver, stack_options
-from bench.peers.catalogue import PeerChoice, missing_words, shortcomings
-from bench.targets.driven import driven
-from bench.targets.model import LocalModel, local_model
-from bench.targets.stack import StackTarget, sessions_of
-from bench.targets.target import Target, TargetError
-from common.machine import num_usable_cores
 from inflight import AsyncClient
+from inflight.bench.comparison.options import ENGINE_MODE, PLAIN, SHARED_CALLS, BenchOptions, Variant
+from inflight.bench.comparison.progress import Progress
+from inflight.bench.comparison.stacks import engine_driver, peer_driver, stack_options
+from inflight.bench.peers.catalogue import PeerChoice, missing_words, shortcomings
+from inflight.bench.targets.driven import driven
+from inflight.bench.targets.model import LocalModel, local_model
+from inflight.bench.targets.stack import StackTarget, sessions_of
+from inflight.bench.targets.target import Target, TargetError
 from inflight.catalogue import Model
 from inflight.cli.console import CommandError
 from inflight.cli.doctor import processor
 from inflight.cli.flags import access_of_environment
+from inflight.common.machine import num_usable_cores
 from inflight.local.stack import LocalStack
 
 

@@ -1,6 +1,6 @@
 """What drafts predict of real outputs, by proposer, and what the proposers cost; no step is timed.
 
-    python -m bench.drafts.replay [--tokens 256] [--limit 7] [--show]
+    python -m inflight.bench.drafts.replay [--tokens 256] [--limit 7] [--show]
 
 A model answers prompts of four kinds, greedily and at temperature 0.8. The answers are then replayed: at each step a
 proposer drafts up to `--limit` tokens, and the step yields those that are equal to the answer and one more. Output does
@@ -24,26 +24,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.engine.model_steps import BLOCK_SIZE, model_parser
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import ModelSource, load_tokenizer, resolve_model
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.engine.prefill_budget import PrefillBudget
-from executor.logits.grammar import CompiledGrammar, GrammarCompiler
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Constraint, Sampling, Stopping
-from executor.scheduler.sequence import Sequence as TokenSequence
-from executor.speculation.budget import DraftBudget
-from executor.speculation.choice import PROPOSERS, choose_proposer
-from executor.speculation.proposer import Draft, Proposer
-from router.constraint.source import DEFAULT_MAX_WHITESPACE, ConstraintSource, canonical
+from inflight.bench.engine.model_steps import BLOCK_SIZE, model_parser
+from inflight.bench.report.table import Table
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import ModelSource, load_tokenizer, resolve_model
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.logits.grammar import CompiledGrammar, GrammarCompiler
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Constraint, Sampling, Stopping
+from inflight.executor.scheduler.sequence import Sequence as TokenSequence
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.choice import PROPOSERS, choose_proposer
+from inflight.executor.speculation.proposer import Draft, Proposer
+from inflight.router.constraint.source import DEFAULT_MAX_WHITESPACE, ConstraintSource, canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,11 +1,11 @@
 """Speed of decoding with drafts and without, on the real model, in turn in one process.
 
-    python -m bench.drafts.speed [--seats 1,4,32] [--kinds "copy and edit,chat"] [--tokens 128] [--rounds 3]
+    python -m inflight.bench.drafts.speed [--seats 1,4,32] [--kinds "copy and edit,chat"] [--tokens 128] [--rounds 3]
 
-Each seat answers a prompt of `bench.drafts.replay`. The first step computes all prompts and is not timed, nor is the
-first round, in which the step-time model and the budget of drafts learn. The speed is the least time without drafts
-divided by the least with them, as wall and as processor time. `equal` is the share of the answers that are the same
-token by token: all of them in float32; in bfloat16 near ties may differ with the shape of a step.
+Each seat answers a prompt of `inflight.bench.drafts.replay`. The first step computes all prompts and is not timed, nor
+is the first round, in which the step-time model and the budget of drafts learn. The speed is the least time without
+drafts divided by the least with them, as wall and as processor time. `equal` is the share of the answers that are the
+same token by token: all of them in float32; in bfloat16 near ties may differ with the shape of a step.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.drafts.replay import BLOCKS_EACH, answer_all, messages, records_grammar, sequences_of
-from bench.engine.model_steps import BLOCK_SIZE, model_parser
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import load_tokenizer, resolve_model
-from executor.engine.prefill_budget import PrefillBudget
-from executor.model.model import PagedModel
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.sequence import Sequence as TokenSequence
-from executor.speculation.budget import DraftBudget
-from executor.speculation.choice import PROPOSERS, choose_proposer
+from inflight.bench.drafts.replay import BLOCKS_EACH, answer_all, messages, records_grammar, sequences_of
+from inflight.bench.engine.model_steps import BLOCK_SIZE, model_parser
+from inflight.bench.report.table import Table
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import load_tokenizer, resolve_model
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.sequence import Sequence as TokenSequence
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.choice import PROPOSERS, choose_proposer
 
 OFF = "off"
 # Answers that a schema constrains, by the longest run of whitespace that it allows.

@@ -1,7 +1,7 @@
 """Copy-and-edit requests as a workload: real prompts, and as many output tokens as SmolLM2 answers with. Workloads of
 random ids have nothing to draft from.
 
-    python -m bench.drafts.trace > bench/workloads/edits.jsonl
+    python -m inflight.bench.drafts.trace > bench/workloads/edits.jsonl
     inflight bench --workload bench/workloads/edits.jsonl --modes engine --variant "suffix=--speculation suffix" \
         --peer vllm --peer vllm:ngram --seats 32 --concurrency 1,4,32
 """
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.drafts.replay import BLOCKS_EACH, answer_all, edit_messages, sequences_of
-from bench.engine.model_steps import BLOCK_SIZE
-from common.machine import num_usable_cores
-from common.model_source import load_tokenizer, resolve_model
-from executor.model.model import PagedModel
+from inflight.bench.drafts.replay import BLOCKS_EACH, answer_all, edit_messages, sequences_of
+from inflight.bench.engine.model_steps import BLOCK_SIZE
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import load_tokenizer, resolve_model
+from inflight.executor.model.model import PagedModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The cost of LoRA adapters in a step on a CPU: `python -m bench.engine.adapters [--rank 16]`.
+"""The cost of LoRA adapters in a step on a CPU: `python -m inflight.bench.engine.adapters [--rank 16]`.
 
 Loads a model and random adapters of all seven projections, and computes the same steps with no adapter, with one that
 all rows have, and with eight that rows have in turn. Prints Markdown: milliseconds per step, and tokens per second
@@ -17,12 +17,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from bench.engine.model_steps import BLOCK_SIZE, load_native_model, model_parser
-from bench.engine.native_step import StepShape, batch_of, blocks_of
-from bench.report.table import Table
-from executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights
-from executor.model.model import PagedModel
-from executor.step.batch import StepBatch
+from inflight.bench.engine.model_steps import BLOCK_SIZE, load_native_model, model_parser
+from inflight.bench.engine.native_step import StepShape, batch_of, blocks_of
+from inflight.bench.report.table import Table
+from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights
+from inflight.executor.model.model import PagedModel
+from inflight.executor.step.batch import StepBatch
 
 NUMS_ADAPTERS = (0, 1, 8)
 SHAPES = (StepShape(8, 1, 300), StepShape(32, 1, 300), StepShape(8, 64, 300))

@@ -1,6 +1,6 @@
 """The cost of constrained output: tokens per second of 32 constrained seats beside 32 plain ones, and first masks.
 
-    python -m bench.engine.constrained [--seats 32] [--tokens 64] [--rounds 5]
+    python -m inflight.bench.engine.constrained [--seats 32] [--tokens 64] [--rounds 5]
 
 The variants run in turn on the same model in the same process, so that a disturbance of the machine affects all of
 them. `plain` rows have no processors. `processed` rows have a bias of 0: the difference to `constrained` rows is the
@@ -24,19 +24,19 @@ import numpy as np
 import torch
 from llguidance import LLMatcher
 
-from bench.engine.model_steps import BLOCK_SIZE, made_up_ids, model_parser
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import load_tokenizer, resolve_model
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.logits.grammar import GrammarCompiler, Guide, MaskFiller
-from executor.logits.row import LogitsRow
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
-from executor.scheduler.sequence import (
+from inflight.bench.engine.model_steps import BLOCK_SIZE, made_up_ids, model_parser
+from inflight.bench.report.table import Table
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import load_tokenizer, resolve_model
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.logits.grammar import GrammarCompiler, Guide, MaskFiller
+from inflight.executor.logits.row import LogitsRow
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import (
     NO_PROCESSORS,
     Constraint,
     FinishReason,

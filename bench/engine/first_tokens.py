@@ -1,7 +1,7 @@
 """Time to the first token and between tokens by class, in virtual time: the real loop and scheduler over a modelled
 device.
 
-    python -m bench.engine.first_tokens [--seeds 3] [--requests 400]
+    python -m inflight.bench.engine.first_tokens [--seeds 3] [--requests 400]
 
 Most prompts are short and one in ten is long. Requests come at random (Poisson) at a share of what the device can
 compute. Each load runs under two rules, one after the other, with the same requests: with steps of at most twice the
@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from bench.report.table import Table
-from bench.simulation.device import H200, TWO_CORES, ModelledDevice, StepCost
-from bench.timeline.timeline import US_PER_S
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.engine.prefill_budget import PrefillBudget
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, InterTokenTargets, SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
-from executor.scheduler.step_constraint import DecodeLoad
+from inflight.bench.report.table import Table
+from inflight.bench.simulation.device import H200, TWO_CORES, ModelledDevice, StepCost
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Batching, InterTokenTargets, SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.executor.scheduler.step_constraint import DecodeLoad
 
 BLOCK_SIZE = 16
 NUM_SEATS = 32

@@ -1,6 +1,6 @@
 """The cost of the host's part of a step: microseconds per step, with a device that takes no time.
 
-    python -m bench.engine.host_time [--sequences 64 256] [--steps 400]
+    python -m inflight.bench.engine.host_time [--sequences 64 256] [--steps 400]
 
 Scheduler, packing, sampling parameters, retirement and the frame for the router are timed separately. Every sequence
 decodes, and one that ends is replaced at once. What remains is Python and numpy.
@@ -12,13 +12,13 @@ import argparse
 import time
 from collections.abc import Sequence as SequenceOf
 
-from bench.report.table import Table
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
-from executor.scheduler.sequence import Sampling, Sequence, StepOutcome, StepPlan, StepResult, Stopping
-from executor.serving.router_session import Session
-from executor.step.batch import StepPacker
-from executor.step.sampling_columns import SamplingColumns
+from inflight.bench.report.table import Table
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import Sampling, Sequence, StepOutcome, StepPlan, StepResult, Stopping
+from inflight.executor.serving.router_session import Session
+from inflight.executor.step.batch import StepPacker
+from inflight.executor.step.sampling_columns import SamplingColumns
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 100

@@ -1,4 +1,4 @@
-"""Steps on a CPU by type of the KV cache: `python -m bench.engine.kv_cache`.
+"""Steps on a CPU by type of the KV cache: `python -m inflight.bench.engine.kv_cache`.
 
 Computes steps of some shapes through native forward passes that differ only in the type of the KV cache, in turn: that
 of the model, and int8. Prints Markdown: the processor time of a step per thread, the wall time of its attention, both
@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bench.engine.model_steps import BLOCK_SIZE, cpu_parser, load_variants
-from bench.engine.native_step import StepShape, batch_of, blocks_of
-from bench.engine.streams import timed
-from bench.report.table import Table
-from executor.cpu.decoder import PARTS
-from executor.model.model import PagedModel
+from inflight.bench.engine.model_steps import BLOCK_SIZE, cpu_parser, load_variants
+from inflight.bench.engine.native_step import StepShape, batch_of, blocks_of
+from inflight.bench.engine.streams import timed
+from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
+from inflight.executor.cpu.decoder import PARTS
+from inflight.executor.model.model import PagedModel
 
 KV_TYPES = ("auto", "int8")
 SHAPES = (

@@ -1,4 +1,4 @@
-"""The cost of penalties and bans on a CPU: `python -m bench.engine.logits_stage`.
+"""The cost of penalties and bans on a CPU: `python -m inflight.bench.engine.logits_stage`.
 
 Computes steps of 32 decodes through the native forward pass, whose rows have changes of their logits or none. The kinds
 of rows take turns, in another order each round, so that neither a disturbance nor the kind before favours one of them.
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bench.engine.model_steps import BLOCK_SIZE, load_native_model, model_parser
-from bench.engine.native_step import StepShape, batch_of, blocks_of
-from bench.report.table import Table
-from executor.cpu.decoder import PARTS
-from executor.logits.row import LogitsRow
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling
-from executor.step.batch import StepBatch
-from executor.step.sampling import SampleRow
-from executor.step.sampling_columns import SamplingBatch
+from inflight.bench.engine.model_steps import BLOCK_SIZE, load_native_model, model_parser
+from inflight.bench.engine.native_step import StepShape, batch_of, blocks_of
+from inflight.bench.report.table import Table
+from inflight.executor.cpu.decoder import PARTS
+from inflight.executor.logits.row import LogitsRow
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling import SampleRow
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 SHAPE = StepShape(32, 1, 300)
 NUM_PROMPT = 200

@@ -1,6 +1,6 @@
 """CPU time of the engine loop per step, with a device that takes no time.
 
-    python -m bench.engine.loop_time [--sequences 32 128 256] [--steps 400]
+    python -m inflight.bench.engine.loop_time [--sequences 32 128 256] [--steps 400]
 
 As many sequences wait as have a seat, and one that ends is replaced at once. The parts are those of the loop: commands,
 plan, launch, waiting for the device, retirement with the status for reports, and publishing, which does nothing here.
@@ -14,15 +14,15 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-from bench.engine.host_time import BLOCK_SIZE, PROMPT_TOKENS, decoding_sequence
-from bench.report.table import Table
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
-from executor.scheduler.step_record import PART_NAMES
+from inflight.bench.engine.host_time import BLOCK_SIZE, PROMPT_TOKENS, decoding_sequence
+from inflight.bench.report.table import Table
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
+from inflight.executor.scheduler.step_record import PART_NAMES
 
 TOKEN_ID = 7
 NUM_WARM_UP_STEPS = 200

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from common.machine import num_usable_cores
-from common.model_source import ModelSource, resolve_model
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import Sampling, Stopping
-from executor.scheduler.sequence import Sequence as TokenSequence
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import ModelSource, resolve_model
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import Sampling, Stopping
+from inflight.executor.scheduler.sequence import Sequence as TokenSequence
 
 BLOCK_SIZE = 16
 

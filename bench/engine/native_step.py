@@ -1,4 +1,4 @@
-"""The parts of a step on a CPU against their limits: `python -m bench.engine.native_step`.
+"""The parts of a step on a CPU against their limits: `python -m inflight.bench.engine.native_step`.
 
 Loads a model, computes steps of some shapes through the native forward pass, and compares the time of each part with
 its limit here: reading its weights or KV once at the measured bandwidth, or its operations at the measured rate of a
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bench.engine.model_steps import BLOCK_SIZE, cpu_parser, greedy_sequence, load_native_model, made_up_ids
-from bench.report.table import Table, shown
-from common.machine import num_usable_cores
-from executor.checkpoint.decoder_weights import DecoderShape
-from executor.cpu.decoder import PARTS, NativeDecoder
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.step.batch import StepBatch, pack
+from inflight.bench.engine.model_steps import BLOCK_SIZE, cpu_parser, greedy_sequence, load_native_model, made_up_ids
+from inflight.bench.report.table import Table, shown
 from inflight.cli.doctor import processor
+from inflight.common.machine import num_usable_cores
+from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.cpu.decoder import PARTS, NativeDecoder
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.step.batch import StepBatch, pack
 
 # Larger than caches that belong to this machine alone.
 READ_BYTES = 512 << 20

@@ -1,9 +1,9 @@
-"""The matrix products of a step alone, by how they read weights: `python -m bench.engine.products`.
+"""The matrix products of a step alone, by how they read weights: `python -m inflight.bench.engine.products`.
 
 For every matrix shape of a model, multiplies rows with as many such matrices as fit no cache, in several ways of
-`executor.cpu.streams`. Times are processor time per thread, in which other processes do not count, though they share
-caches and memory; the ways take turns. Prints Markdown: the time of all matrices, the bytes of weights read per second,
-their share of the bandwidth of plain reading in the same run, and the operations per second.
+`inflight.executor.cpu.streams`. Times are processor time per thread, in which other processes do not count, though they
+share caches and memory; the ways take turns. Prints Markdown: the time of all matrices, the bytes of weights read per
+second, their share of the bandwidth of plain reading in the same run, and the operations per second.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from executor.cpu.streams import NEVER, TRIAL_BYTES, ProductTrial, TrialCodes, TrialShape, WeightStream, choose_stream
-from executor.native.library import NAMES, NativeLibrary, load_native
-from executor.native.pool import NativePool
+from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
+from inflight.common.machine import num_usable_cores
+from inflight.executor.cpu.streams import (
+    NEVER,
+    TRIAL_BYTES,
+    ProductTrial,
+    TrialCodes,
+    TrialShape,
+    WeightStream,
+    choose_stream,
+)
+from inflight.executor.native.library import NAMES, NativeLibrary, load_native
+from inflight.executor.native.pool import NativePool
 
 # Columns, depth, and blocks of a task of SmolLM2-135M.
 MATRICES = {

@@ -1,6 +1,6 @@
 """The loss of quality by dtype, against transformers' own float32 forward pass.
 
-    python -m bench.engine.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out bench/reports]
+    python -m inflight.bench.engine.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out bench/reports]
 
 With `--reference FOLDER` the reference is another checkpoint, such as the one that a quantized checkpoint was made of.
 
@@ -13,8 +13,8 @@ The same is measured with long contexts, in chunks: prompts of 2,048 tokens, and
 number of eight digits somewhere in the text, which the end of the prompt asks for. It is found if each of the last
 eight tokens, digits in the vocabulary of SmolLM2, is the likeliest, so that greedy generation yields the number.
 
-FP8 is for GPUs. Its variants emulate it on a CPU (`bench.gpu.fp8_emulation`), in chunks only: each token is rounded by
-itself. `bfloat16 emulated` is the same forward pass without rounding to FP8.
+FP8 is for GPUs. Its variants emulate it on a CPU (`inflight.bench.gpu.fp8_emulation`), in chunks only: each token is
+rounded by itself. `bfloat16 emulated` is the same forward pass without rounding to FP8.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.measures.run import percentile
-from bench.report.page import Page, Part, write_report
-from bench.report.table import Table, shown
-from common.machine import num_usable_cores
-from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
-from executor.entry import SPIN_COUNT
+from inflight.bench.measures.run import percentile
+from inflight.bench.report.page import Page, Part, write_report
+from inflight.bench.report.table import Table, shown
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
+from inflight.executor.entry import SPIN_COUNT
 
 if TYPE_CHECKING:
-    from bench.engine.teacher_forcing import Predictions
-    from executor.model.model import PagedModel
+    from inflight.bench.engine.teacher_forcing import Predictions
+    from inflight.executor.model.model import PagedModel
 
 TEXT = Path(__file__).parents[1] / "texts" / "passages.txt"
 NUM_PROMPTS = 50
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.engine.quality",
+        prog="python -m inflight.bench.engine.quality",
         description="Perplexity and greedy agreement by dtype.",
         allow_abbrev=False,
     )
@@ -198,7 +198,7 @@ def _measure(
 ) -> QualityReport:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # Imported here: it brings torch, which neither the figures nor the report need.
-    from bench.engine.teacher_forcing import transformers_predictions
+    from inflight.bench.engine.teacher_forcing import transformers_predictions
 
     tokenizer = load_tokenizer(source)
     token_ids = tokenizer.encode(text.read_text(encoding="utf-8"))
@@ -218,7 +218,7 @@ def _measure(
 def _results(
     source: ModelSource, variant: Variant, prompts: Sequence[Sequence[int]], reference: Predictions
 ) -> list[Result]:
-    from bench.engine.teacher_forcing import paged_predictions
+    from inflight.bench.engine.teacher_forcing import paged_predictions
 
     model = _load(source, variant)
     results = []
@@ -237,8 +237,8 @@ def _tell(name: str, figures: Agreement) -> None:
 
 
 def _load(source: ModelSource, variant: Variant) -> PagedModel:
-    from bench.gpu.fp8_emulation import load_emulated
-    from executor.model.model import PagedModel
+    from inflight.bench.gpu.fp8_emulation import load_emulated
+    from inflight.executor.model.model import PagedModel
 
     load = load_emulated if variant.is_emulated else PagedModel.load
     return load(source, **variant.load_arguments)
@@ -268,7 +268,7 @@ def _long_results(
     prompts: list[list[int]],
     needles: list[list[int]],
 ) -> tuple[LongResult, ...]:
-    from bench.engine.teacher_forcing import paged_predictions, transformers_predictions
+    from inflight.bench.engine.teacher_forcing import paged_predictions, transformers_predictions
 
     if not prompts:
         return ()

@@ -1,4 +1,4 @@
-"""The speed of ranks on one machine: `python -m bench.engine.ranks [--model FOLDER --ranks 3]`.
+"""The speed of ranks on one machine: `python -m inflight.bench.engine.ranks [--model FOLDER --ranks 3]`.
 
 Loads a model twice, with one rank that has a thread for each rank of the other, and with several ranks of one thread
 each, which exchange through shared memory. Both compute the same greedy steps in turn, so that a disturbance affects
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bench.engine.model_steps import BLOCK_SIZE
-from bench.engine.native_step import StepShape, batch_of, blocks_of
-from bench.report.table import Table
-from executor.main import Loaded, load_model
-from executor.settings import ExecutorSettings
-from executor.step.batch import StepBatch
+from inflight.bench.engine.model_steps import BLOCK_SIZE
+from inflight.bench.engine.native_step import StepShape, batch_of, blocks_of
+from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
+from inflight.executor.main import Loaded, load_model
+from inflight.executor.settings import ExecutorSettings
+from inflight.executor.step.batch import StepBatch
 
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), StepShape(2, 256, 256))
 SIZES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Whole steps on a CPU by how weights are read: `python -m bench.engine.streams`.
+"""Whole steps on a CPU by how weights are read: `python -m inflight.bench.engine.streams`.
 
 Computes steps of some shapes through native forward passes that differ in nothing else, in turn: with panels apart and
 no prefetch, and in the way that was measured to be the fastest when the model was loaded. Prints Markdown: the
@@ -13,15 +13,15 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench.engine.model_steps import cpu_parser, load_variants
-from bench.engine.native_step import SHAPES, StepShape, batch_of, blocks_of
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from executor.cpu.decoder import NativeDecoder
-from executor.cpu.streams import NEVER, WeightStream
-from executor.model.model import PagedModel
-from executor.step.batch import StepBatch
+from inflight.bench.engine.model_steps import cpu_parser, load_variants
+from inflight.bench.engine.native_step import SHAPES, StepShape, batch_of, blocks_of
+from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
+from inflight.common.machine import num_usable_cores
+from inflight.executor.cpu.decoder import NativeDecoder
+from inflight.executor.cpu.streams import NEVER, WeightStream
+from inflight.executor.model.model import PagedModel
+from inflight.executor.step.batch import StepBatch
 
 BEFORE = WeightStream(False, NEVER)
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence
-from common.model_source import ModelSource
-from executor.checkpoint.quantized_linear import make_dense
-from executor.formats.loading import load_network
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.scheduler.sequence import Sequence as TokenSequence
-from executor.step.batch import pack
+from inflight.bench.engine.model_steps import BLOCK_SIZE, greedy_sequence
+from inflight.common.model_source import ModelSource
+from inflight.executor.checkpoint.quantized_linear import make_dense
+from inflight.executor.formats.loading import load_network
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.scheduler.sequence import Sequence as TokenSequence
+from inflight.executor.step.batch import pack
 
 # The logits of a step are kept whole: 50 MB for these many tokens and a vocabulary of 50,000.
 MAX_TOKENS_OF_STEP = 256

@@ -1,4 +1,4 @@
-"""Whole steps on a CPU by type of the weights: `python -m bench.engine.weight_types`.
+"""Whole steps on a CPU by type of the weights: `python -m inflight.bench.engine.weight_types`.
 
 Computes steps of some shapes through native forward passes that differ only in the type of the weights, in turn: that
 of the model, int8, with activations in int8 as well, and int4; and those of a GGUF file, of which the others are made.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bench.engine.model_steps import allocate_kv, cpu_parser, load_native_models
-from bench.engine.native_step import SHAPES, blocks_of
-from bench.engine.streams import times_of
-from bench.report.table import Table
-from common.model_source import resolve_model
-from executor.checkpoint.gguf import import_gguf
+from inflight.bench.engine.model_steps import allocate_kv, cpu_parser, load_native_models
+from inflight.bench.engine.native_step import SHAPES, blocks_of
+from inflight.bench.engine.streams import times_of
+from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
+from inflight.common.model_source import resolve_model
+from inflight.executor.checkpoint.gguf import import_gguf
 
 
 def main(argv: Sequence[str]) -> int:

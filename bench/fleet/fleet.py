@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.fleet.fork_server import ForkServer
-from bench.fleet.proxy import Proxy
-from bench.fleet.redis_process import NAME as REDIS
-from bench.fleet.redis_process import RedisProcess
+from inflight.bench.fleet.fork_server import ForkServer
+from inflight.bench.fleet.proxy import Proxy
+from inflight.bench.fleet.redis_process import NAME as REDIS
+from inflight.bench.fleet.redis_process import RedisProcess
 from inflight.local.options import STOP_GRACE_S, StackOptions, executor_command, router_command
 from inflight.local.ports import free_ports
 from inflight.local.process import ChildProcess

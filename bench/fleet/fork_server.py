@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from common.guard import PR_SET_PDEATHSIG, guarded
+from inflight.common.guard import PR_SET_PDEATHSIG, guarded
 
 LOAD_TIMEOUT_S = 120.0
 CHUNK_BYTES = 64 * 1024
@@ -62,7 +62,7 @@ class ForkServer:
 
     async def __aenter__(self) -> Self:
         ours, theirs = socket.socketpair()
-        command = guarded([sys.executable, "-P", "-m", "bench.fleet.fork_server", str(theirs.fileno())])
+        command = guarded([sys.executable, "-P", "-m", "inflight.bench.fleet.fork_server", str(theirs.fileno())])
         with self._log_file.open("wb") as log, theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -144,10 +144,10 @@ def main(descriptor: int) -> None:
 
 
 def _load() -> None:
-    from executor.entry import SPIN_COUNT
+    from inflight.executor.entry import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    for module in ("executor.main", "router.main", "transformers.models.llama.modeling_llama"):
+    for module in ("inflight.executor.main", "inflight.router.main", "transformers.models.llama.modeling_llama"):
         __import__(module)
 
 

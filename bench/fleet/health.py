@@ -12,13 +12,13 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.fleet.fleet import Fleet
 from inflight import AsyncClient
+from inflight.bench.fleet.fleet import Fleet
 from inflight.errors import InflightError
-from router.store.connection import connect
-from router.store.keys import PoolKeys
-from router.store.lua import compose, shared_source
-from router.store.settings import StoreSettings
+from inflight.router.store.connection import connect
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.lua import compose, shared_source
+from inflight.router.store.settings import StoreSettings
 
 LOOK_EVERY_S = 0.1
 CALL_TIMEOUT_S = 3.0

@@ -1,5 +1,5 @@
-"""The `inflight` command with executors whose steps take a set time: `python -m bench.fleet.paced 12 executor --listen
-…`.
+"""The `inflight` command with executors whose steps take a set time: `python -m inflight.bench.fleet.paced 12 executor
+--listen …`.
 
 The tiny model computes a step in half a millisecond; its streams would be over before anything can go wrong with them.
 The first argument is how many milliseconds the engine waits before each step, the rest is `inflight`'s command line.
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from inflight.cli.main import main as run_inflight
 
 if TYPE_CHECKING:  # a router, too, is started this way, and needs none of this
-    from executor.engine.runner import PendingStep, StepRunner
-    from executor.main import Loaded
-    from executor.scheduler.sequence import StepPlan
-    from executor.settings import ExecutorSettings
+    from inflight.executor.engine.runner import PendingStep, StepRunner
+    from inflight.executor.main import Loaded
+    from inflight.executor.scheduler.sequence import StepPlan
+    from inflight.executor.settings import ExecutorSettings
 
 
 class PacedRunner:
@@ -45,14 +45,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _pace(pause_s: float) -> None:
-    import executor.main
+    import inflight.executor.main
 
-    start_runner = executor.main.start_runner
+    start_runner = inflight.executor.main.start_runner
 
     def start_paced(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
         return PacedRunner(start_runner(settings, loaded), pause_s)
 
-    executor.main.start_runner = start_paced
+    inflight.executor.main.start_runner = start_paced
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.model_source import ModelSource
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
-from executor.checkpoint.fp8_weight import round_rows
-from executor.checkpoint.quantized_linear import make_dense
-from executor.formats.loading import load_network
-from executor.model.model import PagedModel
-from executor.step.batch import StepBatch
+from inflight.common.model_source import ModelSource
+from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
+from inflight.executor.checkpoint.fp8_weight import round_rows
+from inflight.executor.checkpoint.quantized_linear import make_dense
+from inflight.executor.formats.loading import load_network
+from inflight.executor.model.model import PagedModel
+from inflight.executor.step.batch import StepBatch
 
 
 def rounded(numbers: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Fp8Linear(nn.Module):
         self._numbers, self._scales, self._bias = weight.numbers.float(), weight.scales, linear.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Computes `executor.gpu.layers.linear`."""
+        """Computes `inflight.executor.gpu.layers.linear`."""
         outputs = (functional.linear(rounded(inputs), self._numbers) * self._scales).to(inputs.dtype)
         return outputs if self._bias is None else outputs.add_(self._bias)
 

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from bench.gpu.engine import session as gpu
-from bench.gpu.engine.device import Kernel
-from bench.gpu.engine.serving import Served, TimedRequest
-from bench.gpu.figures import (
+from inflight.bench.gpu.engine import session as gpu
+from inflight.bench.gpu.engine.device import Kernel
+from inflight.bench.gpu.engine.serving import Served, TimedRequest
+from inflight.bench.gpu.figures import (
     AttentionPoint,
     ChunkAttentionPoint,
     DecodePoint,
@@ -27,11 +27,11 @@ from bench.gpu.figures import (
     PrefillPoint,
     ServedRun,
 )
-from bench.gpu.report import OWN_ENGINE, page, values_of
-from bench.gpu.roofline import SHAPES, ModelShape
-from bench.report.page import write_report
-from bench.workloads.generate import build_workload
-from bench.workloads.plan import Workload
+from inflight.bench.gpu.report import OWN_ENGINE, page, values_of
+from inflight.bench.gpu.roofline import SHAPES, ModelShape
+from inflight.bench.report.page import write_report
+from inflight.bench.workloads.generate import build_workload
+from inflight.bench.workloads.plan import Workload
 
 DECODE_COUNTS = (1, 8, 32, 64, 128, 256)
 CONTEXT = 1000

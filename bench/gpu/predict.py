@@ -1,4 +1,4 @@
-"""The prediction for GPUs that are not there: `python -m bench.gpu.predict`. Needs no GPU.
+"""The prediction for GPUs that are not there: `python -m inflight.bench.gpu.predict`. Needs no GPU.
 
 Counts launches and bytes of decode steps of Llama-3-8B and writes `gpu-prediction` into the folder of the reports. To
 be run again when a kernel or the decoder changes.
@@ -16,11 +16,11 @@ from pathlib import Path
 # Kernels are interpreted; triton reads this when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
-from bench.gpu.engine.session import Sizes
-from bench.gpu.engine.traffic import decode_launches
-from bench.gpu.prediction import CONTEXT, KIND, SEQUENCE_COUNTS, CountedStep, page_of, values_of
-from bench.gpu.roofline import LLAMA_3_8B
-from bench.report.page import write_report
+from inflight.bench.gpu.engine.session import Sizes
+from inflight.bench.gpu.engine.traffic import decode_launches
+from inflight.bench.gpu.prediction import CONTEXT, KIND, SEQUENCE_COUNTS, CountedStep, page_of, values_of
+from inflight.bench.gpu.roofline import LLAMA_3_8B
+from inflight.bench.report.page import write_report
 
 REPORTS = Path("bench/reports")
 

@@ -1,8 +1,8 @@
 """Prediction of the time of a decode step on GPUs that were not available: counted launches and bytes, assumed rates.
 
-What each launch loads, stores and multiplies is counted on the code (`bench.gpu.engine.traffic`). How fast a GPU does
-that is not known without one: every rate here is an assumption, and the first run of `make bench-gpu` confirms or
-refutes the result. Pure.
+What each launch loads, stores and multiplies is counted on the code (`inflight.bench.gpu.engine.traffic`). How fast a
+GPU does that is not known without one: every rate here is an assumption, and the first run of `make bench-gpu` confirms
+or refutes the result. Pure.
 
     a launch takes     the larger of bytes / bandwidth and operations / matrix rate, a constant to start and drain, and
                        another for each program of a Triton kernel
@@ -17,11 +17,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.gpu.engine.launches import FP8_PRODUCT, Launch
-from bench.gpu.report import DECODE_GOAL
-from bench.gpu.roofline import LLAMA_3_8B, Limits
-from bench.report.page import Page, Part
-from bench.report.table import Table
+from inflight.bench.gpu.engine.launches import FP8_PRODUCT, Launch
+from inflight.bench.gpu.report import DECODE_GOAL
+from inflight.bench.gpu.roofline import LLAMA_3_8B, Limits
+from inflight.bench.report.page import Page, Part
+from inflight.bench.report.table import Table
 
 KIND = "gpu-prediction"
 CONTEXT = 1000

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.gpu.figures import (
+from inflight.bench.gpu.figures import (
     ChunkAttentionPoint,
     DecodePoint,
     GpuFigures,
@@ -17,9 +17,9 @@ from bench.gpu.figures import (
     PrefillPoint,
     ServedRun,
 )
-from bench.gpu.roofline import SHAPES, Limits, ModelShape
-from bench.report.page import Page, Part
-from bench.report.table import UNKNOWN, Table, shown
+from inflight.bench.gpu.roofline import SHAPES, Limits, ModelShape
+from inflight.bench.report.page import Page, Part
+from inflight.bench.report.table import UNKNOWN, Table, shown
 
 KIND = "gpu"
 OWN_ENGINE = "inflight"

@@ -1,4 +1,4 @@
-"""Search for tilings of attention on one NVIDIA GPU: `python -m bench.gpu.tilings`.
+"""Search for tilings of attention on one NVIDIA GPU: `python -m inflight.bench.gpu.tilings`.
 
 Times attention of one layer, with the heads of Llama-3-8B or of another shape, for every candidate, and prints the
 fastest beside the tiling that `executor/kernels/tiling.py` chooses. Nothing is changed by it: the constants of that
@@ -16,10 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
-from bench.gpu.engine.session import why_not
-from bench.gpu.engine.tiling_trial import Case, default_tiling, time_s, try_once
-from bench.gpu.roofline import SHAPES
-from executor.kernels.tiling import Tiling
+from inflight.bench.gpu.engine.session import why_not
+from inflight.bench.gpu.engine.tiling_trial import Case, default_tiling, time_s, try_once
+from inflight.bench.gpu.roofline import SHAPES
+from inflight.executor.kernels.tiling import Tiling
 
 NUM_SHOWN = 6
 
@@ -60,7 +60,9 @@ def candidates(case: Case) -> Iterator[Tiling]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.tilings", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m inflight.bench.gpu.tilings", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--models", default="8b", help=f"of {', '.join(SHAPES)}; default: %(default)s")
     parser.add_argument("--kv-dtypes", default="bfloat16", help="bfloat16, fp8; default: %(default)s")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="compiling processes")

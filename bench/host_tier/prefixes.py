@@ -1,4 +1,5 @@
-"""What the host tier brings to conversations whose prefixes exceed the pool: `python -m bench.host_tier.prefixes`.
+"""What the host tier brings to conversations whose prefixes exceed the pool: `python -m
+inflight.bench.host_tier.prefixes`.
 
 Conversations take turns, the one that waited longest next, and a few run at once. Each turn's prompt is all that was
 said before and some new tokens. The pool holds a part of the conversations, and the least recently used one, which it
@@ -18,19 +19,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.engine.model_steps import BLOCK_SIZE, model_parser
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import resolve_model
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
-from executor.scheduler.step_record import HostPrefixCounts
+from inflight.bench.engine.model_steps import BLOCK_SIZE, model_parser
+from inflight.bench.report.table import Table
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import resolve_model
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.executor.scheduler.step_record import HostPrefixCounts
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

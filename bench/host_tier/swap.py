@@ -1,4 +1,4 @@
-"""The cost of swapping a sequence's KV against recomputing it: `python -m bench.host_tier.swap`.
+"""The cost of swapping a sequence's KV against recomputing it: `python -m inflight.bench.host_tier.swap`.
 
 Loads a model and, for contexts of some lengths, copies their blocks to host memory and back as a preemption does, and
 recomputes the same tokens in steps of `--max-num-tokens`. The two take turns, so that a disturbance affects both.
@@ -16,14 +16,14 @@ from functools import partial
 
 import torch
 
-from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence, made_up_ids, model_parser
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import resolve_model
-from executor.attention.host_tier import open_host_tier
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.step.batch import StepBatch, pack
+from inflight.bench.engine.model_steps import BLOCK_SIZE, greedy_sequence, made_up_ids, model_parser
+from inflight.bench.report.table import Table
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import resolve_model
+from inflight.executor.attention.host_tier import open_host_tier
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.step.batch import StepBatch, pack
 
 CONTEXTS = (16, 128, 512, 2048)
 

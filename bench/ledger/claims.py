@@ -1,4 +1,5 @@
-"""The cost of a claim, which a sub-pool's request with an id from its client makes: `python -m bench.ledger.claims`.
+"""The cost of a claim, which a sub-pool's request with an id from its client makes: `python -m
+inflight.bench.ledger.claims`.
 
 A private Redis runs claims of new ids, one in a call and 4 and 16 in a call, as routers send them, and the script that
 does nothing, in turns. It prints the processor time of Redis' main thread for each claim, medians over the rounds.
@@ -12,13 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.ledger.server import Server
-from bench.redis.pipelined import RedisWire
-from bench.redis.wire import command
+from inflight.bench.ledger.server import Server
+from inflight.bench.redis.pipelined import RedisWire
+from inflight.bench.redis.wire import command
 from inflight.local.redis_server import PrivateRedis
-from router.store.batches import MAX_ITEMS
-from router.store.keys import FORMAT
-from router.subpools.claims import CLAIM
+from inflight.router.store.batches import MAX_ITEMS
+from inflight.router.store.keys import FORMAT
+from inflight.router.subpools.claims import CLAIM
 
 NOTHING = "return 1"
 NUM_ROUNDS = 15

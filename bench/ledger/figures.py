@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.ledger.scale import PoolScale
-from bench.ledger.server import NOTHING, SCRIPT, Usage, Usages
+from inflight.bench.ledger.scale import PoolScale
+from inflight.bench.ledger.server import NOTHING, SCRIPT, Usage, Usages
 
 FULLY_BUSY = 0.9
 MIN_DURATION_US = 100

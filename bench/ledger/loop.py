@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from bench.ledger.commands import Call
-from bench.ledger.traffic import Traffic, TrafficError
-from bench.ledger.wire import Connection
-from bench.redis.wire import command
+from inflight.bench.ledger.commands import Call
+from inflight.bench.ledger.traffic import Traffic, TrafficError
+from inflight.bench.ledger.wire import Connection
+from inflight.bench.redis.wire import command
 
 MAX_ENTRIES = 256
 BLOCK_MS = 2000

@@ -1,4 +1,5 @@
-"""The cost of calls that take placements back, which are rare: `python -m bench.ledger.losses --redis-server PATH`.
+"""The cost of calls that take placements back, which are rare: `python -m inflight.bench.ledger.losses --redis-server
+PATH`.
 
 A private Redis has executors whose seats are all taken. Some report that they hold nothing, so that the audit finds all
 of their placements lost, and some are silent until their lease has lapsed, so that `reap` removes them. Each call is
@@ -16,16 +17,16 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench.ledger.commands import Call, record_commands
-from bench.ledger.loop import Loop
-from bench.ledger.measure import AUDIT_S, MAX_SEATED_AT_ONCE, REFRESH_S
-from bench.ledger.scale import PoolScale, executor_id
-from bench.ledger.server import Server
-from bench.ledger.traffic import Traffic
-from bench.ledger.wire import Connection
+from inflight.bench.ledger.commands import Call, record_commands
+from inflight.bench.ledger.loop import Loop
+from inflight.bench.ledger.measure import AUDIT_S, MAX_SEATED_AT_ONCE, REFRESH_S
+from inflight.bench.ledger.scale import PoolScale, executor_id
+from inflight.bench.ledger.server import Server
+from inflight.bench.ledger.traffic import Traffic
+from inflight.bench.ledger.wire import Connection
 from inflight.local.redis_server import PrivateRedis
-from router.store.keys import PoolKeys
-from router.store.lua import load_scripts
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.lua import load_scripts
 
 POOL = "bench-losses"
 NUM_LOSING = 16  # executors that report nothing, and as many that are silent
@@ -113,7 +114,7 @@ def main() -> None:
     add("--executors", type=int, default=100)
     add("--waiting", type=int, default=0)
     options = parser.parse_args()
-    logging.getLogger("router.store").setLevel(logging.ERROR)
+    logging.getLogger("inflight.router.store").setLevel(logging.ERROR)
     with (
         tempfile.TemporaryDirectory() as folder,
         PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server) as redis,

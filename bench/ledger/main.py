@@ -1,7 +1,7 @@
 """Throughput and latency of the admission ledger: `make bench-admission QUEUED=1000000 EXECUTORS=1000`.
 
-    python -m bench.ledger.main [--queued 10000] [--executors 100] [--rate 4000] [--redis-url URL]
-    python -m bench.ledger.main --matrix [1x10,100x10000] [--preload libjemalloc.so.2] [--out bench/reports]
+    python -m inflight.bench.ledger.main [--queued 10000] [--executors 100] [--rate 4000] [--redis-url URL]
+    python -m inflight.bench.ledger.main --matrix [1x10,100x10000] [--preload libjemalloc.so.2] [--out bench/reports]
 
 A private Redis is filled with a queue of waiting requests of 100 tenants and three classes, on executors whose seats
 are all taken, by 16 routers. Then every end frees a seat that a waiting request takes, and a new request arrives.
@@ -26,19 +26,19 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from bench.ledger.figures import Point
-from bench.ledger.measure import measure
-from bench.ledger.queueing import computed_ms
-from bench.ledger.report import KIND, page_of, values_of
-from bench.ledger.scale import PoolScale
-from bench.ledger.server import Server, real_time_stop_ms
-from bench.ledger.traffic import TrafficError
-from bench.redis.wire import WireError
-from bench.report.page import write_report
-from bench.report.table import Table
-from common.machine import num_usable_cores
+from inflight.bench.ledger.figures import Point
+from inflight.bench.ledger.measure import measure
+from inflight.bench.ledger.queueing import computed_ms
+from inflight.bench.ledger.report import KIND, page_of, values_of
+from inflight.bench.ledger.scale import PoolScale
+from inflight.bench.ledger.server import Server, real_time_stop_ms
+from inflight.bench.ledger.traffic import TrafficError
+from inflight.bench.redis.wire import WireError
+from inflight.bench.report.page import write_report
+from inflight.bench.report.table import Table
+from inflight.common.machine import num_usable_cores
 from inflight.local.redis_server import PrivateRedis, RedisStartError
-from router.store.keys import PoolKeys
+from inflight.router.store.keys import PoolKeys
 
 POOL = "bench-admission"
 MATRIX_QUEUED = (10, 10_000, 100_000, 1_000_000)
@@ -208,7 +208,9 @@ def _say(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.ledger.main", description="How far the admission ledger scales.", allow_abbrev=False
+        prog="python -m inflight.bench.ledger.main",
+        description="How far the admission ledger scales.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--queued", type=int, default=10_000, metavar="N", help="requests that wait; default: 10000")
@@ -251,5 +253,5 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     # Recorded calls are not sent, and the store would warn of each router's first.
-    logging.getLogger("router.store").setLevel(logging.ERROR)
+    logging.getLogger("inflight.router.store").setLevel(logging.ERROR)
     sys.exit(main())

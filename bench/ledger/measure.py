@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.ledger.commands import Call, record_commands, take_snapshot
-from bench.ledger.figures import (
+from inflight.bench.ledger.commands import Call, record_commands, take_snapshot
+from inflight.bench.ledger.figures import (
     AGEING,
     BATCHED,
     CANCEL,
@@ -36,12 +36,12 @@ from bench.ledger.figures import (
     refilled,
     reports_us,
 )
-from bench.ledger.loop import Loop
-from bench.ledger.queueing import next_s
-from bench.ledger.scale import PoolScale
-from bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference, num_stolen_ticks
-from bench.ledger.traffic import Traffic, TrafficError
-from router.store.lua import load_scripts
+from inflight.bench.ledger.loop import Loop
+from inflight.bench.ledger.queueing import next_s
+from inflight.bench.ledger.scale import PoolScale
+from inflight.bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference, num_stolen_ticks
+from inflight.bench.ledger.traffic import Traffic, TrafficError
+from inflight.router.store.lua import load_scripts
 
 NUM_CONNECTIONS = 32
 ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]

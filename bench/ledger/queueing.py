@@ -14,9 +14,9 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from bench.ledger.figures import QUEUED, REAP, SETTLED, Point, percentiles_ms, refilled, reports_us
-from bench.ledger.upkeep import REAP_S
-from router.dispatch.report_pacer import INTERVAL_S
+from inflight.bench.ledger.figures import QUEUED, REAP, SETTLED, Point, percentiles_ms, refilled, reports_us
+from inflight.bench.ledger.upkeep import REAP_S
+from inflight.router.dispatch.report_pacer import INTERVAL_S
 
 ENDS_PER_FRAME = SETTLED[1]
 SECONDS = 30.0

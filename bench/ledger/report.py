@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.ledger.figures import (
+from inflight.bench.ledger.figures import (
     AGEING,
     BATCHED,
     CANCEL,
@@ -22,10 +22,10 @@ from bench.ledger.figures import (
     batched,
     refilled,
 )
-from bench.report.charts import Line, curves, figure
-from bench.report.page import Page, Part
-from bench.report.scale import even_scale, log_scale
-from bench.report.table import UNKNOWN, Table, shown
+from inflight.bench.report.charts import Line, curves, figure
+from inflight.bench.report.page import Page, Part
+from inflight.bench.report.scale import even_scale, log_scale
+from inflight.bench.report.table import UNKNOWN, Table, shown
 
 Column = tuple[str, Callable[[Point], str]]
 

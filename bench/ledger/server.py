@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.ledger.wire import Connection, bulk_text
-from bench.redis.wire import WireError
+from inflight.bench.ledger.wire import Connection, bulk_text
+from inflight.bench.redis.wire import WireError
 
 SCRIPT = "evalsha"  # in figures, also what was called by fcall
 SCRIPT_COMMANDS = (SCRIPT, "fcall")

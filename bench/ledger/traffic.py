@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bench.ledger.commands import (
+from inflight.bench.ledger.commands import (
     EXECUTOR_MARKER,
     FIRST_SEQ,
     ID_MARKERS,
@@ -23,9 +23,9 @@ from bench.ledger.commands import (
     CallKind,
     Commands,
 )
-from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
-from bench.ledger.upkeep import REAP_S, RENEW_S, Periodic, Relay, Repeated, Upkeep
-from router.dispatch.report_pacer import MAX_PER_CALL, ReportPacer
+from inflight.bench.ledger.scale import PoolScale, executor_id, request_id, router_id
+from inflight.bench.ledger.upkeep import REAP_S, RENEW_S, Periodic, Relay, Repeated, Upkeep
+from inflight.router.dispatch.report_pacer import MAX_PER_CALL, ReportPacer
 
 # A placement as an event, in a reply or from a mailbox, and as the outcome of a submit.
 PLACED_EVENT = re.compile(

@@ -1,7 +1,7 @@
 """The processor time of Redis per call by two versions or two ways, in turns.
 
-    python -m bench.ledger.turns --redis-server PATH                  # EVALSHA and FCALL
-    python -m bench.ledger.turns --redis-server PATH --before TREE    # the scripts of another checkout and of this one
+    python -m inflight.bench.ledger.turns --redis-server PATH                  # EVALSHA and FCALL
+    python -m inflight.bench.ledger.turns --redis-server PATH --before TREE    # the scripts of another checkout and of this one
 
 Each side has a server and a process that loads the code of its tree: scripts, routers' store and load. On one
 server Lua's collector would look through what both sides keep. The figures are medians over rounds of the time of
@@ -25,16 +25,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.ledger.commands import record_commands
-from bench.ledger.loop import Loop
-from bench.ledger.main import preloaded
-from bench.ledger.measure import MAX_SEATED_AT_ONCE, NUM_CONNECTIONS, REFRESH_S, Frames
-from bench.ledger.scale import PoolScale
-from bench.ledger.server import Server, Usage, difference
-from bench.ledger.traffic import Traffic
-from bench.redis.wire import connect
+from inflight.bench.ledger.commands import record_commands
+from inflight.bench.ledger.loop import Loop
+from inflight.bench.ledger.main import preloaded
+from inflight.bench.ledger.measure import MAX_SEATED_AT_ONCE, NUM_CONNECTIONS, REFRESH_S, Frames
+from inflight.bench.ledger.scale import PoolScale
+from inflight.bench.ledger.server import Server, Usage, difference
+from inflight.bench.ledger.traffic import Traffic
+from inflight.bench.redis.wire import connect
 from inflight.local.redis_server import PrivateRedis
-from router.store.lua import load_scripts
+from inflight.router.store.lua import load_scripts
 
 TREE = Path(__file__).parents[3]
 # A user who may not call functions: for it the routers' store uses EVALSHA.
@@ -213,13 +213,15 @@ def main() -> None:
     add("--before", type=Path, metavar="TREE", help="another checkout, to compare with this one")
     add("--executors", type=int, default=20)
     add("--waiting", type=int, default=1000)
-    add("--traffic", choices=("mixed", "plain"), default="plain", help="see bench.ledger.scale; default: plain")
+    add(
+        "--traffic", choices=("mixed", "plain"), default="plain", help="see inflight.bench.ledger.scale; default: plain"
+    )
     add("--rounds", type=int, default=20)
     add("--rate", type=float, metavar="R", help="also measure requests that are admitted at so many per second")
     add("--only", default="", metavar="TEXT", help="only calls whose name begins so, such as settle")
     add("--side", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    logging.getLogger("router.store").setLevel(logging.ERROR)
+    logging.getLogger("inflight.router.store").setLevel(logging.ERROR)
     if options.side:
         scale = PoolScale(options.waiting, options.executors, is_mixed=options.traffic == "mixed")
         side = Side(options.side, "bench-turns", scale)

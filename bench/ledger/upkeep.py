@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bench.ledger.commands import Call
-from router.dispatch.report_pacer import EARLY_S, INTERVAL_S, counts_from
-from router.store.settings import StoreSettings
+from inflight.bench.ledger.commands import Call
+from inflight.router.dispatch.report_pacer import EARLY_S, INTERVAL_S, counts_from
+from inflight.router.store.settings import StoreSettings
 
 RENEW_S = StoreSettings().renew_interval_ms / 1000
 REAP_S = StoreSettings().reap_interval_ms / 1000

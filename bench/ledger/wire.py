@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.redis.wire import Framing, WireError, command, connect, encode
+from inflight.bench.redis.wire import Framing, WireError, command, connect, encode
 
 RECEIVE_BYTES = 1 << 18
 

@@ -72,7 +72,7 @@ class PeerChoice:
         """Starts the driver with the interpreter of the peer's environment."""
         folder = self.environment_folder
         python = sys.executable if folder is None else str((folder / "bin" / "python").absolute())
-        return (python, "-P", "-m", f"bench.peers.{self.name}_driver")
+        return (python, "-P", "-m", f"inflight.bench.peers.{self.name}_driver")
 
 
 def parse_peer(text: str) -> tuple[PeerChoice, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
+from inflight.bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
 
 CACHE_GIB = 2
 WEIGHT_FORMATS = {"bf16": "fp16", "int8": "int8"}

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
-from bench.peers.driver import DrivenEngine, Request, Setup, TokenBatch, serve
+from inflight.bench.peers.driver import DrivenEngine, Request, Setup, TokenBatch, serve
 
 CONTINUOUS = "continuous"
 STATIC_PREFIX = "static-"

@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm import __version__ as vllm_version
 from vllm.sampling_params import RequestOutputKind
 
-from bench.peers.driver import Request, Setup, TokenBatch, serve
+from inflight.bench.peers.driver import Request, Setup, TokenBatch, serve
 
 CONTEXT_STEP_TOKENS = 2048
 # As many drafted tokens as ours by default, looked up by n-grams of the same lengths.

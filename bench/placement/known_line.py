@@ -1,7 +1,7 @@
 """What one executor was given, with exact knowledge of its cache: the oracle of the benchmark of real executors.
 
 The executor's own bookkeeping of blocks, fed with the same requests in the same order, follows the cache. The rest is
-as in `bench.simulation.oracle`: an executor computes prompts that have less left first.
+as in `inflight.bench.simulation.oracle`: an executor computes prompts that have less left first.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.prefix_cache import chain_hashes
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.prefix_cache import chain_hashes
 
 
 @dataclass(slots=True)

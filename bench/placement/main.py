@@ -1,11 +1,11 @@
 """Placement on two real executors: by prefix, by load, in turns, and by an oracle.
 
-    python -m bench.placement.main [--trace agents] [--scale 1]
+    python -m inflight.bench.placement.main [--trace agents] [--scale 1]
 
-Two executors with SmolLM2 on this machine get the traces of the simulated comparison (`bench.scheduling.placing`), with
-shorter prompts. By prefix, a router with both executors places. Otherwise the benchmark chooses the executor on arrival
-and sends the request through a router that has only this one. The oracle follows the caches of both exactly
-(`bench.placement.known_line`).
+Two executors with SmolLM2 on this machine get the traces of the simulated comparison
+(`inflight.bench.scheduling.placing`), with shorter prompts. By prefix, a router with both executors places. Otherwise
+the benchmark chooses the executor on arrival and sends the request through a router that has only this one. The oracle
+follows the caches of both exactly (`inflight.bench.placement.known_line`).
 
 Each trace runs at saturation first: at 1.25 times the rate that both executors could compute if each prompt's prefix
 were cached, at the speed of prompts that was measured before. "80 %" is that share of the requests/s that placement by
@@ -31,17 +31,17 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from bench.measures.run import percentile
-from bench.placement.known_line import KnownLine
-from bench.placement.real_executors import RealExecutors, real_executors
-from bench.placement.token_ids import token_ids
-from bench.report.page import Page, Part
-from bench.report.table import UNKNOWN, Table
-from bench.timeline.conversations import Conversations
-from bench.timeline.timeline import US_PER_S
-from bench.timeline.traffic import SimRequest
-from common.machine import num_usable_cores
 from inflight import AsyncClient
+from inflight.bench.measures.run import percentile
+from inflight.bench.placement.known_line import KnownLine
+from inflight.bench.placement.real_executors import RealExecutors, real_executors
+from inflight.bench.placement.token_ids import token_ids
+from inflight.bench.report.page import Page, Part
+from inflight.bench.report.table import UNKNOWN, Table
+from inflight.bench.timeline.conversations import Conversations
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.timeline.traffic import SimRequest
+from inflight.common.machine import num_usable_cores
 from inflight.errors import InflightError
 from inflight.events import Delta, Started
 
@@ -331,7 +331,7 @@ def describe(chats: Conversations) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark and writes its report."""
-    parser = argparse.ArgumentParser(prog="python -m bench.placement.main", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m inflight.bench.placement.main", description=__doc__)
     parser.add_argument("--trace", choices=list(TRACES), default="agents", help="(default: agents)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the time (default: 1, seven minutes)")
     parser.add_argument("--seed", type=int, default=0, help="of the trace (default: 0)")
@@ -351,7 +351,7 @@ def main(argv: Sequence[str]) -> int:
             options.requests_per_s,
         )
         rows = asyncio.run(measuring)
-    command = f"python -m bench.placement.main {' '.join(argv)}".strip()
+    command = f"python -m inflight.bench.placement.main {' '.join(argv)}".strip()
     options.out.mkdir(parents=True, exist_ok=True)
     report = options.out / f"placement-{options.trace}.md"
     report.write_text(page(trace, rows, command, load_average).markdown(), encoding="utf-8")

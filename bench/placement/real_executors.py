@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.redis.private import private_redis
 from inflight import AsyncClient
+from inflight.bench.redis.private import private_redis
 from inflight.local.options import STOP_GRACE_S, StackOptions, executor_command, router_command
 from inflight.local.ports import free_ports
 from inflight.local.process import ChildProcess

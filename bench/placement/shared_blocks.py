@@ -1,6 +1,6 @@
 """How much more an executor serves because a block that sequences share is reserved once.
 
-    python -m bench.placement.shared_blocks [--policy guaranteed_no_evict] [--kv-tokens 2048]
+    python -m inflight.bench.placement.shared_blocks [--policy guaranteed_no_evict] [--kv-tokens 2048]
 
 One executor with SmolLM2 and few KV blocks, a router and Redis on this machine. Each client sends its next request when
 the one before has ended. All prompts have the same beginning of 512 tokens, then 16 of their own. In every other run
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.measures.run import percentile
-from bench.placement.real_executors import real_executors
-from bench.placement.token_ids import token_ids
 from inflight import AsyncClient
+from inflight.bench.measures.run import percentile
+from inflight.bench.placement.real_executors import real_executors
+from inflight.bench.placement.token_ids import token_ids
 from inflight.events import Delta
 
 NUM_CLIENTS = 24
@@ -99,7 +99,7 @@ async def measure(policy: str, kv_tokens: int, seconds: float, rounds: int) -> N
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m bench.placement.shared_blocks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m inflight.bench.placement.shared_blocks", description=__doc__)
     policies = ("guaranteed_no_evict", "max_utilization")
     parser.add_argument("--policy", choices=policies, default=policies[0], help=f"(default: {policies[0]})")
     parser.add_argument("--kv-tokens", type=int, default=2048, help="KV cache of the executor (default: 2048)")

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from bench.redis.wire import PUSH, Framing, command, connect, parse
+from inflight.bench.redis.wire import PUSH, Framing, command, connect, parse
 
 RECEIVE_BYTES = 1 << 16
 # What collects before it is sent although no call waits: enough for Redis to have something to do.

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from bench.report.scale import Scale, log_scale
-from bench.report.table import Spread
+from inflight.bench.report.scale import Scale, log_scale
+from inflight.bench.report.table import Spread
 
 # Units of an SVG's own; the box on the page decides how large they are.
 WIDTH, HEIGHT = 1000, 300

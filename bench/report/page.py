@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench.report.table import Table, plain
+from inflight.bench.report.table import Table, plain
 
 STYLE = Path(__file__).with_suffix(".css")
 MAX_LINE = 160

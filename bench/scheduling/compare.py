@@ -1,4 +1,5 @@
-"""`python -m bench.scheduling.compare`: the scheduling benchmarks, side by side on equal requests, and their report."""
+"""`python -m inflight.bench.scheduling.compare`: the scheduling benchmarks, side by side on equal requests, and their
+report."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from bench.redis.private import private_redis
-from bench.report.page import write_report
-from bench.scheduling.experiments import all_comparisons
-from bench.scheduling.lab import Comparison, Lab
-from bench.scheduling.report import KIND, page_of, values_of
+from inflight.bench.redis.private import private_redis
+from inflight.bench.report.page import write_report
+from inflight.bench.scheduling.experiments import all_comparisons
+from inflight.bench.scheduling.lab import Comparison, Lab
+from inflight.bench.scheduling.report import KIND, page_of, values_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs everything and writes the report."""
-    parser = argparse.ArgumentParser(prog="python -m bench.scheduling.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m inflight.bench.scheduling.compare", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that is simulated (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("bench/reports"), help="folder (default: bench/reports)")

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.simulation.oracle import Commitment, ExecutorBacklog, hashes_of
-from bench.simulation.sim_executor import SimExecutor
-from bench.timeline.traffic import SimRequest
+from inflight.bench.simulation.oracle import Commitment, ExecutorBacklog, hashes_of
+from inflight.bench.simulation.sim_executor import SimExecutor
+from inflight.bench.timeline.traffic import SimRequest
 
 _RECORDED = re.compile(r"  local found = load_holders\(request\)\n  for i = #names, 1, -1 do\n.*?\n  end\n", re.DOTALL)
 _TOLD = """  for id, cached in request.prefixes:gmatch('@(%S+):(%d+)') do

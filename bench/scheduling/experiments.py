@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bench.scheduling.fairness import fairness
-from bench.scheduling.figures import deadline_figures, measured
-from bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
-from bench.scheduling.placing import agents, shared_prefixes
-from bench.scheduling.reserving import changing_lengths, open_ended, reserve_policies, reserve_traces
-from bench.simulation.push import PushPolicy
-from bench.simulation.world import WorldSettings
-from bench.timeline.conversations import Conversations
-from bench.timeline.traffic import heavy_tailed
+from inflight.bench.scheduling.fairness import fairness
+from inflight.bench.scheduling.figures import deadline_figures, measured
+from inflight.bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
+from inflight.bench.scheduling.placing import agents, shared_prefixes
+from inflight.bench.scheduling.reserving import changing_lengths, open_ended, reserve_policies, reserve_traces
+from inflight.bench.simulation.push import PushPolicy
+from inflight.bench.simulation.world import WorldSettings
+from inflight.bench.timeline.conversations import Conversations
+from inflight.bench.timeline.traffic import heavy_tailed
 
 
 def late_binding(lab: Lab) -> Comparison:

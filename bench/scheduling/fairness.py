@@ -10,13 +10,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from bench.scheduling.figures import Figures, measured, tokens_per_s, wait_figures
-from bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
-from bench.simulation.invariants import Record
-from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.world import World, WorldSettings
-from bench.timeline.traffic import SimRequest, heavy_tailed, one_by_one
-from router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
+from inflight.bench.scheduling.figures import Figures, measured, tokens_per_s, wait_figures
+from inflight.bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
+from inflight.bench.simulation.invariants import Record
+from inflight.bench.simulation.sim_executor import ExecutorShape
+from inflight.bench.simulation.world import World, WorldSettings
+from inflight.bench.timeline.traffic import SimRequest, heavy_tailed, one_by_one
+from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
 NINE_PER_S, BUSY_PER_S, SHARE_PER_S, FLOOD_PER_S = 60.0, 40.0, 12.0, 200.0
 FLOODER = "flooder"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from bench.measures.run import percentile, quantiles
-from bench.simulation.invariants import Record, RequestOutcome
-from bench.simulation.world import World
-from bench.timeline.timeline import US_PER_MS, US_PER_S
+from inflight.bench.measures.run import percentile, quantiles
+from inflight.bench.simulation.invariants import Record, RequestOutcome
+from inflight.bench.simulation.world import World
+from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S
 
 # Of the window in which requests arrive: what comes before fills an empty system.
 WARM_FRACTION = 0.2

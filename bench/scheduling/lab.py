@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from bench.scheduling.figures import Figures
-from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.world import World, WorldSettings
-from bench.timeline.timeline import US_PER_S
-from bench.timeline.traffic import Lengths, SimRequest, one_by_one, poisson_us
+from inflight.bench.scheduling.figures import Figures
+from inflight.bench.simulation.sim_executor import ExecutorShape
+from inflight.bench.simulation.world import World, WorldSettings
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.timeline.traffic import Lengths, SimRequest, one_by_one, poisson_us
 
 # Enough blocks for all requests: seats are scarce.
 ROOMY = ExecutorShape(num_blocks=8192, num_seats=32, num_standby=4, max_num_tokens=2048)

@@ -7,16 +7,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from bench.measures.run import percentile
-from bench.scheduling.exact_prefixes import by_what_is_told, tell_cached_tokens
-from bench.scheduling.figures import Figures, measured, ttft_ms
-from bench.scheduling.lab import Comparison, Lab, Mode, change
-from bench.simulation.push import PushPolicy
-from bench.simulation.sim_executor import ExecutorShape, SimExecutor
-from bench.simulation.world import World, WorldSettings
-from bench.timeline.conversations import Conversations
-from bench.timeline.timeline import US_PER_S
-from bench.timeline.traffic import SimRequest
+from inflight.bench.measures.run import percentile
+from inflight.bench.scheduling.exact_prefixes import by_what_is_told, tell_cached_tokens
+from inflight.bench.scheduling.figures import Figures, measured, ttft_ms
+from inflight.bench.scheduling.lab import Comparison, Lab, Mode, change
+from inflight.bench.simulation.push import PushPolicy
+from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
+from inflight.bench.simulation.world import World, WorldSettings
+from inflight.bench.timeline.conversations import Conversations
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.timeline.traffic import SimRequest
 
 NUM_EXECUTORS = 4
 # Agents' chats last half a minute, so the first 40 % of the time are left out: they fill an empty system.

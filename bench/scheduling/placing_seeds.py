@@ -1,4 +1,4 @@
-"""`python -m bench.scheduling.placing_seeds`: placement over several seeds.
+"""`python -m inflight.bench.scheduling.placing_seeds`: placement over several seeds.
 
 One run's TTFT p90 depends on the order in which a few chats arrive, so one seed says little. Each seed is another
 trace, the same for all ways, and the ratio to the oracle is taken within a seed.
@@ -16,12 +16,12 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from bench.redis.private import private_redis
-from bench.report.table import UNKNOWN, Table
-from bench.scheduling.figures import Figures
-from bench.scheduling.lab import Lab
-from bench.scheduling.placing import BUSIEST, CACHED, P90, TRACES, WAYS
-from bench.scheduling.placing import run_way as run_in
+from inflight.bench.redis.private import private_redis
+from inflight.bench.report.table import UNKNOWN, Table
+from inflight.bench.scheduling.figures import Figures
+from inflight.bench.scheduling.lab import Lab
+from inflight.bench.scheduling.placing import BUSIEST, CACHED, P90, TRACES, WAYS
+from inflight.bench.scheduling.placing import run_way as run_in
 
 RunKey = tuple[int, str, str, str]
 HEADER = (
@@ -74,7 +74,7 @@ def _row(figures: dict[RunKey, Figures], seeds: Sequence[int], trace: str, load:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.scheduling.placing_seeds", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m inflight.bench.scheduling.placing_seeds", description=__doc__)
     parser.add_argument("--trace", choices=sorted(TRACES), default="agents", help="(default: agents)")
     parser.add_argument("--loads", default="80 %", help="with commas between: 80 %%, saturated (default: 80 %%)")
     parser.add_argument("--seeds", default="0,1,2", help="(default: 0,1,2)")

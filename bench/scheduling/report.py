@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.report.charts import Bar, Line, bars, figure, percentile_curves
-from bench.report.page import Page, Part
-from bench.report.table import UNKNOWN, Spread, Table, shown
-from bench.scheduling.figures import Figures
-from bench.scheduling.lab import Comparison
+from inflight.bench.report.charts import Bar, Line, bars, figure, percentile_curves
+from inflight.bench.report.page import Page, Part
+from inflight.bench.report.table import UNKNOWN, Spread, Table, shown
+from inflight.bench.scheduling.figures import Figures
+from inflight.bench.scheduling.lab import Comparison
 
 KIND = "scheduling"
 COLUMNS: dict[str, tuple[Callable[[Figures], float | None], str]] = {

@@ -7,13 +7,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.scheduling.figures import Figures, measured
-from bench.scheduling.lab import Comparison, Lab, Mode, change
-from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.world import World, WorldSettings
-from bench.timeline.timeline import US_PER_S
-from bench.timeline.traffic import Lengths, SimRequest, heavy_tailed, one_by_one, prompt_of, published
-from executor.scheduler.scheduler import SchedulerPolicy
+from inflight.bench.scheduling.figures import Figures, measured
+from inflight.bench.scheduling.lab import Comparison, Lab, Mode, change
+from inflight.bench.simulation.sim_executor import ExecutorShape
+from inflight.bench.simulation.world import World, WorldSettings
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.timeline.traffic import Lengths, SimRequest, heavy_tailed, one_by_one, prompt_of, published
+from inflight.executor.scheduler.scheduler import SchedulerPolicy
 
 SEATS = 48
 # About a third of what 48 heavy-tailed requests reserve to their end, and hardly enough for what they use.

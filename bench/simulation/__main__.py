@@ -1,4 +1,4 @@
-"""`python -m bench.simulation`: a deployment in virtual time, its invariants checked throughout."""
+"""`python -m inflight.bench.simulation`: a deployment in virtual time, its invariants checked throughout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.redis.private import private_redis
-from bench.simulation.device import SLOW
-from bench.simulation.invariants import RequestOutcome
-from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.world import SimulationFailed, World, WorldSettings
-from bench.timeline.faults import FaultRates
-from bench.timeline.population import Population
-from executor.scheduler.scheduler import SchedulerPolicy
+from inflight.bench.redis.private import private_redis
+from inflight.bench.simulation.device import SLOW
+from inflight.bench.simulation.invariants import RequestOutcome
+from inflight.bench.simulation.sim_executor import ExecutorShape
+from inflight.bench.simulation.world import SimulationFailed, World, WorldSettings
+from inflight.bench.timeline.faults import FaultRates
+from inflight.bench.timeline.population import Population
+from inflight.executor.scheduler.scheduler import SchedulerPolicy
 
 SHAPE = ExecutorShape(num_blocks=64, num_seats=8, max_num_tokens=256, context_length=512, cost=SLOW)
 PROGRESS_S = 5.0
@@ -87,7 +87,7 @@ class _Progress:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m inflight.bench.simulation", description=__doc__)
     parser.add_argument("--hours", type=float, default=0.05, help="simulated time (default: 0.05)")
     parser.add_argument("--executors", type=int, default=20, help="(default: 20)")
     parser.add_argument("--routers", type=int, default=4, help="(default: 4)")

@@ -30,17 +30,17 @@ from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.simulation.invariants import InvariantViolation, Record
-from bench.timeline.faults import Fault, FaultKind
-from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
+from inflight.bench.simulation.invariants import InvariantViolation, Record
+from inflight.bench.timeline.faults import Fault, FaultKind
+from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 
 if TYPE_CHECKING:
-    from bench.simulation.client import SimClient
-    from bench.simulation.session import RouterEnd
-    from bench.simulation.sim_executor import ExecutorShape, SimExecutor
-    from bench.simulation.store_link import StoreLink
-    from executor.engine.engine import Engine
-    from executor.scheduler.sequence import Sequence
+    from inflight.bench.simulation.client import SimClient
+    from inflight.bench.simulation.session import RouterEnd
+    from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
+    from inflight.bench.simulation.store_link import StoreLink
+    from inflight.executor.engine.engine import Engine
+    from inflight.executor.scheduler.sequence import Sequence
 
 MAX_STEPS = 2
 """Until the blocks of a sequence that ended are free."""

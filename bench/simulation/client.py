@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from bench.simulation.invariants import Record
-from bench.timeline.timeline import US_PER_S, Timeline
-from bench.timeline.traffic import SimRequest
+from inflight.bench.simulation.invariants import Record
+from inflight.bench.timeline.timeline import US_PER_S, Timeline
+from inflight.bench.timeline.traffic import SimRequest
+from inflight.router.lifecycle.lifecycle import Lifecycle
+from inflight.router.store.types import Demand, Placement
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, types_pb2
-from router.lifecycle.lifecycle import Lifecycle
-from router.store.types import Demand, Placement
-from router.stream.request_stream import RequestStream
 
 
 class SimClient:
-    """One request; what its life cycle knows of it, too (`router.lifecycle.lifecycle.Output`). `block_size` is that of
-    the executors."""
+    """One request; what its life cycle knows of it, too (`inflight.router.lifecycle.lifecycle.Output`). `block_size` is
+    that of the executors."""
 
     def __init__(self, request: SimRequest, record: Record, block_size: int, timeline: Timeline) -> None:
         def now_s() -> float:

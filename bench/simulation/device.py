@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.timeline.timeline import US_PER_S
-from executor.engine.runner import PendingStep
-from executor.engine.step_time import StepLoad
-from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.engine.step_time import StepLoad
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from bench.timeline.timeline import US_PER_S
-from bench.timeline.traffic import SimRequest
-from router.store.types import ExecutorReport, Snapshot, TenantLimits
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.timeline.traffic import SimRequest
+from inflight.router.store.types import ExecutorReport, Snapshot, TenantLimits
 
 # Of a rate limit: Redis counts in milliseconds, so a request may be seen one early.
 RATE_TOLERANCE_S = 0.002

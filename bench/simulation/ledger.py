@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.redis.wire import command, encode
-from bench.simulation.store_link import StoreLink
-from bench.timeline.timeline import US_PER_MS, Process
-from router.store.codec import (
+from inflight.bench.redis.wire import command, encode
+from inflight.bench.simulation.store_link import StoreLink
+from inflight.bench.timeline.timeline import US_PER_MS, Process
+from inflight.router.store.codec import (
     Reply,
     hand_back_args,
     parse_cancel,
@@ -28,10 +28,10 @@ from router.store.codec import (
     submit_args,
     verify_args,
 )
-from router.store.lua import Argument
-from router.store.settings import StoreSettings
-from router.store.store import TAKE_OUT
-from router.store.types import (
+from inflight.router.store.lua import Argument
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import TAKE_OUT
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     CancelOutcome,

@@ -1,4 +1,5 @@
-"""Writes of a modelled router to the ledger that nothing waits for: as `router.dispatch.ledger_writer.LedgerWriter`.
+"""Writes of a modelled router to the ledger that nothing waits for: as
+`inflight.router.dispatch.ledger_writer.LedgerWriter`.
 
 While one call is under way more collects and leaves in the next one; of an executor's reports only the newest counts.
 """
@@ -7,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bench.simulation.ledger import Ledger
-from bench.simulation.subpool_ledger import SubPoolLedger
-from bench.timeline.timeline import US_PER_MS, US_PER_S, Process, Timeline
-from router.dispatch.report_pacer import ReportPacer
-from router.store.types import Ending, ExecutorReport, ReportOutcome
+from inflight.bench.simulation.ledger import Ledger
+from inflight.bench.simulation.subpool_ledger import SubPoolLedger
+from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Process, Timeline
+from inflight.router.dispatch.report_pacer import ReportPacer
+from inflight.router.store.types import Ending, ExecutorReport, ReportOutcome
 
 RETRY_US = 500 * US_PER_MS
 # As `AdmissionStore`'s.
@@ -20,7 +21,7 @@ MAX_SETTLED_PER_CALL = 16
 
 class LedgerWriter:
     """Writes for one router. `on_superseded(executor, request, attempt)` drops what the ledger placed again. Implements
-    `router.store.types.PoolListener`."""
+    `inflight.router.store.types.PoolListener`."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class LedgerWriter:
         self._relay_if_due()
 
     def start_over(self) -> None:
-        """As `router.dispatch.ledger_writer`."""
+        """As `inflight.router.dispatch.ledger_writer`."""
         self._reports.start_over(self._now_s)
         self._relay_if_due()
 

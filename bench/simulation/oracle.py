@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
-from bench.simulation.sim_executor import SimExecutor
-from bench.timeline.traffic import SimRequest
-from executor.scheduler.prefix_cache import chain_hashes
+from inflight.bench.simulation.sim_executor import SimExecutor
+from inflight.bench.timeline.traffic import SimRequest
+from inflight.executor.scheduler.prefix_cache import chain_hashes
 
 
 @dataclass(slots=True)

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from bench.simulation import oracle
-from bench.simulation.client import SimClient
-from bench.simulation.invariants import InvariantChecker, RequestOutcome
-from bench.simulation.session import Frame, Session
-from bench.simulation.virtual_router import RouterShape
-from bench.timeline.timeline import US_PER_S, Process, Timeline
-from bench.timeline.traffic import SimRequest
-from router.store.types import ExecutorReport, Placement
+from inflight.bench.simulation import oracle
+from inflight.bench.simulation.client import SimClient
+from inflight.bench.simulation.invariants import InvariantChecker, RequestOutcome
+from inflight.bench.simulation.session import Frame, Session
+from inflight.bench.simulation.virtual_router import RouterShape
+from inflight.bench.timeline.timeline import US_PER_S, Process, Timeline
+from inflight.bench.timeline.traffic import SimRequest
+from inflight.router.store.types import ExecutorReport, Placement
 
 
 class PushPolicy(Enum):

@@ -10,15 +10,15 @@ from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bench.timeline.timeline import Action, Process, Timeline
-from executor.scheduler.admission import Refusal
-from executor.scheduler.sequence import FinishReason, Sequence
-from router.store.types import ExecutorReport, Placement
+from inflight.bench.timeline.timeline import Action, Process, Timeline
+from inflight.executor.scheduler.admission import Refusal
+from inflight.executor.scheduler.sequence import FinishReason, Sequence
+from inflight.router.store.types import ExecutorReport, Placement
 
 if TYPE_CHECKING:
-    from bench.simulation.client import SimClient
-    from bench.simulation.sim_executor import SimExecutor
-    from bench.timeline.traffic import SimRequest
+    from inflight.bench.simulation.client import SimClient
+    from inflight.bench.simulation.sim_executor import SimExecutor
+    from inflight.bench.timeline.traffic import SimRequest
 
 LATENCY_US = 200
 

@@ -1,7 +1,7 @@
 """An executor: the real loop, scheduler, blocks and prefix cache over a modelled device, and what its service does.
 
-One object is one start of it; a restart is another with a newer generation. What `executor.serving.service` and
-`executor.serving.router_session` do with streams is done here in their words, without gRPC.
+One object is one start of it; a restart is another with a newer generation. What `inflight.executor.serving.service`
+and `inflight.executor.serving.router_session` do with streams is done here in their words, without gRPC.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from itertools import chain
 
-from bench.simulation.bounds import StepBound
-from bench.simulation.device import H200, ModelledDevice, StepCost
-from bench.simulation.invariants import InvariantChecker
-from bench.simulation.session import Session
-from bench.timeline.timeline import US_PER_S, Process, Timeline
-from bench.timeline.traffic import STOP_ID, SimRequest
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput, EngineStatus
-from executor.engine.prefill_budget import PrefillBudget
-from executor.scheduler.admission import Refusal
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import InterTokenTargets
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
-from router.store.types import ExecutorReport, HeldSequence
+from inflight.bench.simulation.bounds import StepBound
+from inflight.bench.simulation.device import H200, ModelledDevice, StepCost
+from inflight.bench.simulation.invariants import InvariantChecker
+from inflight.bench.simulation.session import Session
+from inflight.bench.timeline.timeline import US_PER_S, Process, Timeline
+from inflight.bench.timeline.traffic import STOP_ID, SimRequest
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput, EngineStatus
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.scheduler.admission import Refusal
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import InterTokenTargets
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
+from inflight.router.store.types import ExecutorReport, HeldSequence
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 STOP_IDS = frozenset({STOP_ID})
@@ -59,7 +59,7 @@ class ExecutorShape:
 
     @property
     def ends_at_reservation(self) -> bool:
-        """Whether a placement may end before its request; as `router.dispatch.ledger_writer` decides."""
+        """Whether a placement may end before its request; as `inflight.router.dispatch.ledger_writer` decides."""
         return self.batching is Batching.INFLIGHT and self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
 
     def limits(self) -> SchedulerLimits:

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.redis.pipelined import RedisWire
-from bench.redis.wire import WireError, command, encode
-from bench.timeline.timeline import Timeline
-from router.store.codec import Reply, parse_reply, parse_snapshot
-from router.store.keys import PoolKeys
-from router.store.lua import Script, compose_scripts, load_scripts, shared_source
-from router.store.types import Snapshot
+from inflight.bench.redis.pipelined import RedisWire
+from inflight.bench.redis.wire import WireError, command, encode
+from inflight.bench.timeline.timeline import Timeline
+from inflight.router.store.codec import Reply, parse_reply, parse_snapshot
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.lua import Script, compose_scripts, load_scripts, shared_source
+from inflight.router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
 """Takes the place of `clock.lua`: the time is what the simulation wrote."""

@@ -1,8 +1,8 @@
 """A modelled router's view of several sub-pools: the real `SubPoolStore`, its claims and moves, in virtual time.
 
-`SubPoolLedger` is to a modelled router what `bench.simulation.ledger.Ledger` is with one pool. The coroutines of
-`router.subpools` and `router.dispatch.moves` run on the router's `VirtualLoop`; what they await are callbacks of the
-ledgers of the sub-pools, so a router may vanish wherever they wait.
+`SubPoolLedger` is to a modelled router what `inflight.bench.simulation.ledger.Ledger` is with one pool. The coroutines
+of `inflight.router.subpools` and `inflight.router.dispatch.moves` run on the router's `VirtualLoop`; what they await
+are callbacks of the ledgers of the sub-pools, so a router may vanish wherever they wait.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar, Unpack, cast
 
-from bench.redis.wire import command
-from bench.simulation.ledger import HandBackOutcome, Ledger, OnFailure, SubmitOutcome
-from bench.simulation.store_link import StoreLink
-from bench.timeline.timeline import US_PER_MS, Process
-from bench.timeline.virtual_loop import VirtualLoop
-from common.errors import Reason, RequestError
-from router.dispatch.moves import Moves
-from router.dispatch.waiting_audit import WaitingRequests
-from router.store.ledgers import Ledgers
-from router.store.settings import StoreSettings
-from router.store.store import AdmissionStore
-from router.store.types import (
+from inflight.bench.redis.wire import command
+from inflight.bench.simulation.ledger import HandBackOutcome, Ledger, OnFailure, SubmitOutcome
+from inflight.bench.simulation.store_link import StoreLink
+from inflight.bench.timeline.timeline import US_PER_MS, Process
+from inflight.bench.timeline.virtual_loop import VirtualLoop
+from inflight.common.errors import Reason, RequestError
+from inflight.router.dispatch.moves import Moves
+from inflight.router.dispatch.waiting_audit import WaitingRequests
+from inflight.router.store.ledgers import Ledgers
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import (
     Attempt,
     CancelOutcome,
     Demand,
@@ -36,11 +36,11 @@ from router.store.types import (
     ReportOutcome,
     StoreEvent,
 )
-from router.subpools.assignment import share_of_settings
-from router.subpools.choice import SubPoolChoice
-from router.subpools.claims import Claims
-from router.subpools.ledgers import RENEW_INTERVAL_MS
-from router.subpools.store import SubPoolStore
+from inflight.router.subpools.assignment import share_of_settings
+from inflight.router.subpools.choice import SubPoolChoice
+from inflight.router.subpools.claims import Claims
+from inflight.router.subpools.ledgers import RENEW_INTERVAL_MS
+from inflight.router.subpools.store import SubPoolStore
 
 T = TypeVar("T")
 
@@ -215,7 +215,8 @@ class VirtualStore:
 
 
 class _Server:
-    """The Redis of a sub-pool, for the scripts of claims: what `Claims` uses of `router.store.ledgers.Ledgers`."""
+    """The Redis of a sub-pool, for the scripts of claims: what `Claims` uses of
+    `inflight.router.store.ledgers.Ledgers`."""
 
     def __init__(self, loop: VirtualLoop, link: StoreLink, process: Process) -> None:
         self._loop = loop

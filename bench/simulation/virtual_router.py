@@ -1,7 +1,8 @@
-"""A router in virtual time: the effects of `router.lifecycle`, executed on a timeline instead of an event loop.
+"""A router in virtual time: the effects of `inflight.router.lifecycle`, executed on a timeline instead of an event
+loop.
 
-One object is one start of a router; a restart is another with a new id. What `router.dispatch.dispatcher` awaits is a
-callback here, so that the process can die in between. What clients are told goes to the checker.
+One object is one start of a router; a restart is another with a new id. What `inflight.router.dispatch.dispatcher`
+awaits is a callback here, so that the process can die in between. What clients are told goes to the checker.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.simulation.client import SimClient, client_of
-from bench.simulation.invariants import InvariantChecker, RequestOutcome
-from bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome
-from bench.simulation.ledger_writer import LedgerWriter
-from bench.simulation.session import Frame, Session
-from bench.simulation.store_link import StoreLink
-from bench.simulation.subpool_ledger import SubPoolLedger
-from bench.timeline.timeline import US_PER_MS, US_PER_S, Action, Process, Timeline
-from bench.timeline.traffic import SimRequest
-from common.errors import Reason, RequestError
-from executor.scheduler.admission import Refusal
-from executor.scheduler.sequence import FinishReason
-from inflight.v1 import types_pb2
-from router.lifecycle.events import (
+from inflight.bench.simulation.client import SimClient, client_of
+from inflight.bench.simulation.invariants import InvariantChecker, RequestOutcome
+from inflight.bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome
+from inflight.bench.simulation.ledger_writer import LedgerWriter
+from inflight.bench.simulation.session import Frame, Session
+from inflight.bench.simulation.store_link import StoreLink
+from inflight.bench.simulation.subpool_ledger import SubPoolLedger
+from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Action, Process, Timeline
+from inflight.bench.timeline.traffic import SimRequest
+from inflight.common.errors import Reason, RequestError
+from inflight.executor.scheduler.admission import Refusal
+from inflight.executor.scheduler.sequence import FinishReason
+from inflight.router.lifecycle.events import (
     DEADLINE_END,
     AttachAnswered,
     AttachResult,
@@ -38,7 +38,7 @@ from router.lifecycle.events import (
     Unlinked,
     WithdrawAnswered,
 )
-from router.lifecycle.lifecycle import (
+from inflight.router.lifecycle.lifecycle import (
     KEEPS_EXECUTOR,
     Answer,
     Attach,
@@ -60,9 +60,9 @@ from router.lifecycle.lifecycle import (
     SettleUnused,
     SubmitToLedger,
 )
-from router.request.errors import no_executor
-from router.store.settings import StoreSettings
-from router.store.types import (
+from inflight.router.request.errors import no_executor
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import (
     ANY_ATTEMPT,
     Attempt,
     CancelOutcome,
@@ -74,9 +74,10 @@ from router.store.types import (
     Queued,
     StoreEvent,
 )
-from router.stream.request_stream import RequestStream
+from inflight.router.stream.request_stream import RequestStream
+from inflight.v1 import types_pb2
 
-# As `router.dispatch.waiting_audit`'s and `retry_queue`'s.
+# As `inflight.router.dispatch.waiting_audit`'s and `retry_queue`'s.
 LOOK_US = 1_500 * US_PER_MS
 CONFIRM_US = 500 * US_PER_MS
 MAX_PER_CALL = 256
@@ -107,7 +108,7 @@ class RouterShape:
 
 class VirtualRouter:
     """One start of a router. With one link it has a ledger, with more a sub-pool behind each. Implements
-    `router.dispatch.waiting_audit.WaitingRequests`."""
+    `inflight.router.dispatch.waiting_audit.WaitingRequests`."""
 
     def __init__(
         self,
@@ -268,7 +269,7 @@ class VirtualRouter:
         self._look_at_all()
 
     def _look_at_all(self) -> None:
-        """As `router.dispatch.waiting_audit` after a lapse."""
+        """As `inflight.router.dispatch.waiting_audit` after a lapse."""
         lives = self.requests.waiting()
         for start in range(0, len(lives), MAX_PER_CALL):
             self._look_after_lapse(lives[start : start + MAX_PER_CALL])
@@ -288,8 +289,8 @@ class VirtualRouter:
         self._cancel_sequence(CancelSequence(executor_id, request_id, attempt))
 
     def look_for_forgotten(self, suspected: Sequence[Lifecycle] | None = None) -> None:
-        """Asks the ledger for what waits here, as `router.dispatch.waiting_audit`. What it does not have, twice in a
-        row, is submitted again."""
+        """Asks the ledger for what waits here, as `inflight.router.dispatch.waiting_audit`. What it does not have,
+        twice in a row, is submitted again."""
         lives = self.requests.waiting() if suspected is None else [life for life in suspected if self._waits(life)]
         for start in range(0, len(lives), MAX_PER_CALL):
             self._look_for_forgotten(lives[start : start + MAX_PER_CALL], is_confirming=suspected is not None)

@@ -11,21 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bench.redis.wire import WireError
-from bench.simulation.bounds import Bounds, SubPoolBound
-from bench.simulation.invariants import InvariantChecker
-from bench.simulation.push import PushPolicy, PushRouter
-from bench.simulation.session import RouterEnd, Session
-from bench.simulation.sim_executor import ExecutorShape, SimExecutor
-from bench.simulation.store_link import StoreLink
-from bench.simulation.subpool_ledger import SubPoolLedger
-from bench.simulation.virtual_router import RouterShape, VirtualRouter
-from bench.timeline.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
-from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
-from bench.timeline.traffic import SimRequest
-from router.lifecycle.lifecycle import IllegalTransition
-from router.subpools.assignment import home_of
-from router.subpools.ledgers import subpool_name
+from inflight.bench.redis.wire import WireError
+from inflight.bench.simulation.bounds import Bounds, SubPoolBound
+from inflight.bench.simulation.invariants import InvariantChecker
+from inflight.bench.simulation.push import PushPolicy, PushRouter
+from inflight.bench.simulation.session import RouterEnd, Session
+from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
+from inflight.bench.simulation.store_link import StoreLink
+from inflight.bench.simulation.subpool_ledger import SubPoolLedger
+from inflight.bench.simulation.virtual_router import RouterShape, VirtualRouter
+from inflight.bench.timeline.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
+from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
+from inflight.bench.timeline.traffic import SimRequest
+from inflight.router.lifecycle.lifecycle import IllegalTransition
+from inflight.router.subpools.assignment import home_of
+from inflight.router.subpools.ledgers import subpool_name
 
 START_US = 1_000 * US_PER_S
 NOTICED_US = 1_000

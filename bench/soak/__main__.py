@@ -1,4 +1,4 @@
-"""`python -m bench.soak`: the soak test by time."""
+"""`python -m inflight.bench.soak`: the soak test by time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.fleet.tiny_model import NAME as TINY
-from bench.soak.soak import SoakOptions, soak
-from bench.targets.command_errors import with_command_errors
+from inflight.bench.fleet.tiny_model import NAME as TINY
+from inflight.bench.soak.soak import SoakOptions, soak
+from inflight.bench.targets.command_errors import with_command_errors
 from inflight.cli.console import run_in_foreground, run_main
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
 def parse_options(argv: Sequence[str]) -> SoakOptions:
     """Reads the command line; exits 2 with the option's name where it is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.soak",
+        prog="python -m inflight.bench.soak",
         description="Keeps a stack at full load with cancellations and vanishing clients, and watches what its "
         "processes hold. Exits 1 where a request failed or something grows.",
         allow_abbrev=False,

@@ -9,10 +9,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.workloads.plan import PlannedRequest
-from common.errors import Reason
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
+from inflight.bench.workloads.plan import PlannedRequest
+from inflight.common.errors import Reason
 from inflight.errors import InflightError
 
 # The rest is read to its end.

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.measures.processes import PROC, resident_bytes
-from bench.targets.target import TargetError
 from inflight import AsyncClient
+from inflight.bench.measures.processes import PROC, resident_bytes
+from inflight.bench.targets.target import TargetError
 from inflight.errors import InflightError
-from router.store.connection import connect
-from router.store.settings import StoreSettings
+from inflight.router.store.connection import connect
+from inflight.router.store.settings import StoreSettings
 
 BYTES_PER_MIB = 1 << 20
 REDIS = "redis"

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.report.page import Page, Part
-from bench.report.table import Table, count_table
-from bench.soak.readings import Series
+from inflight.bench.report.page import Page, Part
+from inflight.bench.report.table import Table, count_table
+from inflight.bench.soak.readings import Series
 
 KIND = "soak"
 # Pools, caches and allocators fill once, and ends are remembered for a minute.

@@ -16,17 +16,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.fleet.health import leak_of
-from bench.fleet.tiny_model import NAME as TINY
-from bench.fleet.tiny_model import write_tiny_model
-from bench.report.page import write_report
-from bench.soak.load import SoakLoad
-from bench.soak.readings import REDIS, Readings
-from bench.soak.result import SoakResult, page, trends_of, values_of
-from bench.targets.model import local_model
-from bench.workloads.generate import shaped_requests
-from bench.workloads.shapes import Shape
 from inflight import AsyncClient
+from inflight.bench.fleet.health import leak_of
+from inflight.bench.fleet.tiny_model import NAME as TINY
+from inflight.bench.fleet.tiny_model import write_tiny_model
+from inflight.bench.report.page import write_report
+from inflight.bench.soak.load import SoakLoad
+from inflight.bench.soak.readings import REDIS, Readings
+from inflight.bench.soak.result import SoakResult, page, trends_of, values_of
+from inflight.bench.targets.model import local_model
+from inflight.bench.workloads.generate import shaped_requests
+from inflight.bench.workloads.shapes import Shape
 from inflight.cli.console import EXIT_FAILURE
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from bench.targets.target import TargetError
-from bench.workloads.plan import WorkloadError
-from common.model_source import ModelError
+from inflight.bench.targets.target import TargetError
+from inflight.bench.workloads.plan import WorkloadError
 from inflight.cli.call_errors import in_words
 from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.common.model_source import ModelError
 from inflight.errors import InflightError
 from inflight.local.stack import StackError
 

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from bench.measures.processes import CoreMeter
-from bench.measures.run import Run, Slo, distributions, measure
-from bench.peers.driver import Request, Setup
-from bench.targets.record import DriverRecord
-from bench.targets.target import OnTokens, TargetError
-from bench.workloads.plan import Workload
-from common.guard import HAS_KERNEL_GUARD, guarded
+from inflight.bench.measures.processes import CoreMeter
+from inflight.bench.measures.run import Run, Slo, distributions, measure
+from inflight.bench.peers.driver import Request, Setup
+from inflight.bench.targets.record import DriverRecord
+from inflight.bench.targets.target import OnTokens, TargetError
+from inflight.bench.workloads.plan import Workload
+from inflight.common.guard import HAS_KERNEL_GUARD, guarded
 
 # Loading, and compiling for the first time.
 START_TIMEOUT_S = 900.0

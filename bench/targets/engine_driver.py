@@ -11,18 +11,18 @@ import sys
 import time
 from collections import deque
 
-from bench.measures.run import DeviceTimes, device_figures
-from bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
-from common.settings import SettingError, load
-from executor.engine.engine import Engine
-from executor.engine.gc import GarbageCollection
-from executor.engine.output import EngineOutput
-from executor.engine.prefill_budget import PrefillBudget
-from executor.main import Loaded, load_model, make_drafting, start_runner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
-from executor.settings import ExecutorSettings
+from inflight.bench.measures.run import DeviceTimes, device_figures
+from inflight.bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
+from inflight.common.settings import SettingError, load
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.gc import GarbageCollection
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.main import Loaded, load_model, make_drafting, start_runner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.executor.settings import ExecutorSettings
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

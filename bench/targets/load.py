@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
-from bench.measures.processes import CoreMeter
-from bench.measures.run import (
+from inflight import AsyncClient
+from inflight.bench.measures.processes import CoreMeter
+from inflight.bench.measures.run import (
     NO_SLO,
     DeviceTimes,
     Outcome,
@@ -21,9 +22,8 @@ from bench.measures.run import (
     distributions,
     measure,
 )
-from bench.targets.target import OnTokens
-from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
-from inflight import AsyncClient
+from inflight.bench.targets.target import OnTokens
+from inflight.bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from inflight.errors import InflightError
 from inflight.events import Delta, Event, Started
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.model_source import ModelError, ModelSource, resolve_model
+from inflight.common.model_source import ModelError, ModelSource, resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def local_model(model: str | None) -> LocalModel:
 
 def _imported(source: ModelSource) -> Path:
     # Imported here: it takes torch, which this process needs for nothing else.
-    from executor.checkpoint.gguf import import_gguf
+    from inflight.executor.checkpoint.gguf import import_gguf
 
     return import_gguf(source)
 

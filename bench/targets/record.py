@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.measures.run import Outcome, SeatSample, TokenTimes
-from bench.workloads.plan import Workload
+from inflight.bench.measures.run import Outcome, SeatSample, TokenTimes
+from inflight.bench.workloads.plan import Workload
 
 SAMPLE_INTERVAL_S = 0.1
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bench.measures.run import Run, Slo
-from bench.targets.load import run_workload
-from bench.targets.target import OnTokens, TargetError
-from bench.workloads.plan import Workload
 from inflight import AsyncClient
+from inflight.bench.measures.run import Run, Slo
+from inflight.bench.targets.load import run_workload
+from inflight.bench.targets.target import OnTokens, TargetError
+from inflight.bench.workloads.plan import Workload
 from inflight.cli.call_errors import in_words
 from inflight.errors import InflightError
 from inflight.local.stack import LocalStack

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.measures.run import Run
-from bench.workloads.plan import Workload
+from inflight.bench.measures.run import Run
+from inflight.bench.workloads.plan import Workload
 
 # Called with the number of tokens that came.
 OnTokens = Callable[[int], None]

@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.timeline.timeline import US_PER_S
-from bench.timeline.traffic import VOCABULARY_SIZE, SimRequest, poisson_us
-from router.request.ids import prefix_hashes
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.timeline.traffic import VOCABULARY_SIZE, SimRequest, poisson_us
+from inflight.router.request.ids import prefix_hashes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from bench.timeline.timeline import US_PER_MS, US_PER_S
+from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S
 
 
 class FaultKind(Enum):

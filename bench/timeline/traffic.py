@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from bench.timeline.timeline import US_PER_S
-from bench.workloads.shapes import SHAPES
-from router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.workloads.shapes import SHAPES
+from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
 STOP_ID = 0
 VOCABULARY_SIZE = 50_021

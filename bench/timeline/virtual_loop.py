@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from bench.timeline.timeline import US_PER_S, Process, Timeline
+from inflight.bench.timeline.timeline import US_PER_S, Process, Timeline
 
 T = TypeVar("T")
 

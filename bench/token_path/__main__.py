@@ -1,4 +1,5 @@
-"""CPU time per token in client, router and executor loop: `python -m bench.token_path [--tree ../old --tree .:8]`.
+"""CPU time per token in client, router and executor loop: `python -m inflight.bench.token_path [--tree ../old --tree
+.:8]`.
 
 Real processes: a client with 32 streams, a router, an executor and Redis. The executor computes a model of a few
 thousand weights and waits before each step, so that tokens come at a set rate. Only the time in which all streams run
@@ -25,10 +26,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.fleet.redis_process import RedisProcess
-from bench.fleet.tiny_model import write_tiny_model
-from bench.measures.processes import PROC
-from bench.report.table import Table
+from inflight.bench.fleet.redis_process import RedisProcess
+from inflight.bench.fleet.tiny_model import write_tiny_model
+from inflight.bench.measures.processes import PROC
+from inflight.bench.report.table import Table
 from inflight.local.options import STOP_GRACE_S, StackOptions, executor_command, router_command
 from inflight.local.ports import free_ports
 from inflight.local.process import ChildProcess
@@ -119,7 +120,7 @@ async def running_stack(tree: Tree, folder: Path, load: Load) -> AsyncIterator[S
     options = StackOptions(
         model=str(write_tiny_model(folder)),
         run_dir=folder,
-        program=(sys.executable, "-P", "-m", "bench.fleet.paced", str(load.step_ms)),
+        program=(sys.executable, "-P", "-m", "inflight.bench.fleet.paced", str(load.step_ms)),
         executor_args=("--dtype", "float32", "--max-num-sequences", str(load.streams), "--num-threads", "1"),
     )
     environment = environment_of(tree.path)

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.workloads.plan import PlannedRequest, Workload
-from bench.workloads.shapes import SHAPES, Shape, read_shape
-from bench.workloads.trace import read_trace
+from inflight.bench.workloads.plan import PlannedRequest, Workload
+from inflight.bench.workloads.shapes import SHAPES, Shape, read_shape
+from inflight.bench.workloads.trace import read_trace
 
 DEFAULT_SEED = 0
 TRACE_SUFFIX = ".jsonl"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bench.workloads.plan import WorkloadError
+from inflight.bench.workloads.plan import WorkloadError
 
 FOLDER = Path(__file__).parent
 NAMES = ("mixed", "short", "long", "prefill", "chat")

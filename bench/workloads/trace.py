@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.workloads.plan import PlannedRequest, WorkloadError
+from inflight.bench.workloads.plan import PlannedRequest, WorkloadError
 
 FIELDS = frozenset({"arrival_s", "prompt_ids", "prompt_tokens", "output_tokens"})
 

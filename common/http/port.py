@@ -19,9 +19,9 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from common.http.connection import HttpConnection, HttpLimits, OpenConnections
-from common.machine import max_client_connections
-from common.rpc.server import bind
+from inflight.common.http.connection import HttpConnection, HttpLimits, OpenConnections
+from inflight.common.machine import max_client_connections
+from inflight.common.rpc.server import bind
 
 # Connections that the event loop has not accepted yet wait in the kernel.
 BACKLOG = 1024

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Keepalive. Each end sends a ping after this long without data from the other, also without a call. A ping that is not
 # answered in time ends the connection. A client can use another router, but a server that drops a client cancels its
-# requests, so servers wait longer (`common.rpc.server`).
+# requests, so servers wait longer (`inflight.common.rpc.server`).
 KEEPALIVE_TIME_MS = 10_000
 CHANNEL_KEEPALIVE_TIMEOUT_MS = 5_000
 

@@ -20,15 +20,15 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.rpc.options import MAX_RECEIVE_BYTES, keepalive_timeout, options_of_both_ends
-from common.rpc.status import CheckCaller, CheckPeer, ErrorInterceptor
-from common.rpc.tls import TlsFiles
-from common.rpc.wire_counts import DEFAULT_LIMITS as DEFAULT_WIRE_LIMITS
-from common.rpc.wire_counts import WireLimits
+from inflight.common.rpc.options import MAX_RECEIVE_BYTES, keepalive_timeout, options_of_both_ends
+from inflight.common.rpc.status import CheckCaller, CheckPeer, ErrorInterceptor
+from inflight.common.rpc.tls import TlsFiles
+from inflight.common.rpc.wire_counts import DEFAULT_LIMITS as DEFAULT_WIRE_LIMITS
+from inflight.common.rpc.wire_counts import WireLimits
 
 log = logging.getLogger(__name__)
 
-# Longer than a client's, see `common.rpc.options`.
+# Longer than a client's, see `inflight.common.rpc.options`.
 SERVER_KEEPALIVE_TIMEOUT_MS = 20_000
 
 # A server counts pings closer together than this as abuse, from the third on, and ends the connection with GOAWAY

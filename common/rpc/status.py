@@ -20,8 +20,8 @@ import grpc.aio
 from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from common.errors import DETAILS_KEY, FieldViolation, Reason, RequestError, invalid
-from common.rpc.wire_counts import DEFAULT_LIMITS, WireCounts, WireLimits
+from inflight.common.errors import DETAILS_KEY, FieldViolation, Reason, RequestError, invalid
+from inflight.common.rpc.wire_counts import DEFAULT_LIMITS, WireCounts, WireLimits
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from common.followed import FileVersion, poll, version_of
-from common.settings import SettingError
+from inflight.common.followed import FileVersion, poll, version_of
+from inflight.common.settings import SettingError
 
 log = logging.getLogger(__name__)
 

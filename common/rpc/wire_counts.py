@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.descriptor import Descriptor
 
-from common.errors import FieldViolation, RequestError, invalid
+from inflight.common.errors import FieldViolation, RequestError, invalid
 
 # Of a message and all messages within it. At most 60 ms for check and parser together, on a slow core.
 MAX_FIELDS = 2**16

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from opentelemetry.trace import NoOpTracer, Tracer
 
-from common.settings import SettingError
+from inflight.common.settings import SettingError
 
 FLUSH_TIMEOUT_S = 3.0
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-import common.settings
+import inflight.common.settings
 from docs.generate.settings_page import settings_classes
 from inflight.cli.main import COMMANDS, Command
 
@@ -28,7 +28,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     """The parser of one command. That of a process follows from its settings alone, which load no model's code."""
     settings = dict(settings_classes()).get(command.name)
     if settings is not None:
-        return common.settings.parser_of(settings, f"inflight {command.name}")
+        return inflight.common.settings.parser_of(settings, f"inflight {command.name}")
     module_name, _, function_name = command.run.partition(":")
     function = getattr(importlib.import_module(module_name), function_name)
     with _no_parsing():

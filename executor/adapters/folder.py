@@ -12,9 +12,16 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.followed import FileVersion, version_of
-from executor.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError, AdapterGoneError, parse, read_files
-from executor.adapters.weights import AdapterLimits, AdapterWeights
+from inflight.common.followed import FileVersion, version_of
+from inflight.executor.adapters.peft_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterError,
+    AdapterGoneError,
+    parse,
+    read_files,
+)
+from inflight.executor.adapters.weights import AdapterLimits, AdapterWeights
 
 log = logging.getLogger(__name__)
 

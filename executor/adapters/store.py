@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from common.followed import poll
-from executor.adapters.folder import AdapterFolder, KnownAdapter
-from executor.adapters.peft_files import AdapterError, AdapterGoneError
-from executor.adapters.weights import AdapterWeights
-from executor.scheduler.sequence import Sequence
+from inflight.common.followed import poll
+from inflight.executor.adapters.folder import AdapterFolder, KnownAdapter
+from inflight.executor.adapters.peft_files import AdapterError, AdapterGoneError
+from inflight.executor.adapters.weights import AdapterWeights
+from inflight.executor.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from executor.checkpoint.decoder_weights import DecoderShape
-from executor.checkpoint.shards import Shard
+from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.checkpoint.shards import Shard
 
 # The names of the matrices in a layer, in the order of adapters.h.
 MATRICES = (

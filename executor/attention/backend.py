@@ -5,7 +5,7 @@ It keeps no state between calls. A block is filled from its first slot on. What 
 NaN, never reaches a result.
 
 The KV of a layer has the model's dtype, or is int8 or FP8 with a scale for each token and KV head (`quantized`,
-`executor.kernels.fp8`).
+`inflight.executor.kernels.fp8`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from executor.step.batch import StepBatch
+from inflight.executor.step.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

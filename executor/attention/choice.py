@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from common.model_source import ModelError
-from executor.attention.backend import AttentionBackend, KvShape
-from executor.attention.cpu import SUFFIXES, CpuAttention, max_head_dim
-from executor.attention.flashinfer import NAME as FLASHINFER
-from executor.attention.flashinfer import import_wrapper
-from executor.attention.reference import ReferenceAttention
-from executor.native.build import BuildFailure
-from executor.native.library import load_native
-from executor.native.pool import NativePool
+from inflight.common.model_source import ModelError
+from inflight.executor.attention.backend import AttentionBackend, KvShape
+from inflight.executor.attention.cpu import SUFFIXES, CpuAttention, max_head_dim
+from inflight.executor.attention.flashinfer import NAME as FLASHINFER
+from inflight.executor.attention.flashinfer import import_wrapper
+from inflight.executor.attention.reference import ReferenceAttention
+from inflight.executor.native.build import BuildFailure
+from inflight.executor.native.library import load_native
+from inflight.executor.native.pool import NativePool
 
 BACKEND_NAMES = ("auto", "reference", "cpu", "triton", FLASHINFER)
 # The first GPUs with bfloat16 and with copies that run beside computation.
@@ -101,6 +101,6 @@ def _triton_backend(device: torch.device, shapes: Sequence[KvShape]) -> BackendC
 
 
 def _triton_attention() -> AttentionBackend:
-    from executor.attention.triton import TritonAttention  # imports triton, which a CPU does not need
+    from inflight.executor.attention.triton import TritonAttention  # imports triton, which a CPU does not need
 
     return TritonAttention()

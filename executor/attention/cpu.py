@@ -11,11 +11,11 @@ from ctypes import c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.native.library import NativeLibrary
-from executor.native.memory import HUGE_PAGE_BYTES, huge_zeros
-from executor.native.pool import NativePool
-from executor.step.batch import StepBatch
+from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.native.memory import HUGE_PAGE_BYTES, huge_zeros
+from inflight.executor.native.pool import NativePool
+from inflight.executor.step.batch import StepBatch
 
 # Tokens per group of the layout; block sizes are multiples of it, head sizes are rounded up to it.
 LANES = 16

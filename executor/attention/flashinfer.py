@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring, StepAttention
-from executor.step.batch import StepBatch
+from inflight.common.model_source import ModelError
+from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring, StepAttention
+from inflight.executor.step.batch import StepBatch
 
 NAME = "flashinfer"
 EXTRA = "inflight[flashinfer]"

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from common.settings import SettingError
-from executor.attention.backend import LayerKv
-from executor.native.memory import huge_zeros
+from inflight.common.settings import SettingError
+from inflight.executor.attention.backend import LayerKv
+from inflight.executor.native.memory import huge_zeros
 
 # Device memory for blocks in transit. Large enough for the link's full speed, small beside a pool.
 STAGING_BYTES = 64 << 20

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from executor.attention.backend import LayerKv
-from executor.attention.gpu_host_tier import GpuHostTier, Pairs, host_memory
+from inflight.executor.attention.backend import LayerKv
+from inflight.executor.attention.gpu_host_tier import GpuHostTier, Pairs, host_memory
 
 Words = npt.NDArray[np.int64]
 

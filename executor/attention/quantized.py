@@ -1,5 +1,5 @@
 """Types of the KV cache, and the rounding of keys and values to int8, with a scale for each token and KV head. FP8 is
-rounded by `executor.kernels.fp8`.
+rounded by `inflight.executor.kernels.fp8`.
 
 The C++ kernels round the same way, bit by bit (`quantize` of native/attention.h), so the KV of a token is a function of
 its key and value alone. A token's own KV is rounded before any query reads it, whichever step wrote it.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
-from executor.attention.backend import AttentionBackend
+from inflight.common.model_source import ModelError
+from inflight.executor.attention.backend import AttentionBackend
 
 LARGEST = 127
 # A smaller scale is 0: the kernels treat denormal numbers as zero.

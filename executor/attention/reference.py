@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.attention.quantized import quantize
-from executor.step.batch import StepBatch
+from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
+from inflight.executor.attention.quantized import quantize
+from inflight.executor.step.batch import StepBatch
 
 # Query rows of one sequence computed together; bounds the memory of the scores.
 TILE_TOKENS = 256

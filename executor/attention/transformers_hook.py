@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from common.model_source import ModelError
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
-from executor.step.batch import StepBatch
+from inflight.common.model_source import ModelError
+from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
+from inflight.executor.step.batch import StepBatch
 
 # Contains none of the substrings with a meaning in transformers (flash, sdpa, flex_attention, paged|). It is not in its
 # registry of masks, so no mask is made.

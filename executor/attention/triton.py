@@ -14,10 +14,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.kernels.attention import attend_kernel, combine_kernel
-from executor.kernels.rope_write import write_kernel
-from executor.kernels.tiling import (
+from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
+from inflight.executor.kernels.attention import attend_kernel, combine_kernel
+from inflight.executor.kernels.rope_write import write_kernel
+from inflight.executor.kernels.tiling import (
     AttentionWork,
     Tiling,
     chunk_tiling,
@@ -26,7 +26,7 @@ from executor.kernels.tiling import (
     padded_dim,
     power_of_two,
 )
-from executor.step.batch import StepBatch
+from inflight.executor.step.batch import StepBatch
 
 # A program combines the splits of one head: few numbers, and many programs at a time hide their latency.
 COMBINE_WARPS = 1

@@ -3,7 +3,7 @@
 The families differ little: which norms a layer has, biases, parts of heads that are rotated, sliding windows, caps,
 multipliers. All of it is described here as data, and this is all that a native forward pass needs. A model that is not
 known to be computed this way is left to transformers. Tensors are the network's own; a fused weight is a copy, made on
-access. Matrices of a quantized checkpoint are as `executor.formats` has read them.
+access. Matrices of a quantized checkpoint are as `inflight.executor.formats` has read them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from executor.attention.transformers_hook import Layer
-from executor.checkpoint.quantized_linear import QuantizedLinear
-from executor.checkpoint.quantized_weight import Matrix
+from inflight.executor.attention.transformers_hook import Layer
+from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
+from inflight.executor.checkpoint.quantized_weight import Matrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.model_source import ModelError, read_json
-from common.protocol import MAX_BAD_WORD_IDS, MAX_BAD_WORD_SEQUENCES
+from inflight.common.model_source import ModelError, read_json
+from inflight.common.protocol import MAX_BAD_WORD_IDS, MAX_BAD_WORD_SEQUENCES
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """Imports from a GGUF file to the disk cache, each done once: its configuration, and for a file that cannot be read
-directly (`executor.formats.gguf_file`) the whole model, as a Hugging Face folder.
+directly (`inflight.executor.formats.gguf_file`) the whole model, as a Hugging Face folder.
 
 Weights are stored as float32. A dequantised weight is a product and sum of half-precision numbers (Q4_1: `d * q + m`),
 so neither float16 nor bfloat16 holds it exactly: of SmolLM2's 272 tensors 211 change in float16. From float32 every
@@ -22,12 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, Pretraine
 from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
-from common.disk_cache import build_once
-from common.gguf_header import GgufHeader, join_parts, parts_of
-from common.model_source import ModelError, ModelSource, import_tokenizer, model_errors, read_gguf
-from executor.checkpoint.gguf_metadata import ROPE_TENSORS, apply_metadata
-from executor.checkpoint.quiet import quiet_transformers
-from executor.checkpoint.support import ignore_padding
+from inflight.common.disk_cache import build_once
+from inflight.common.gguf_header import GgufHeader, join_parts, parts_of
+from inflight.common.model_source import ModelError, ModelSource, import_tokenizer, model_errors, read_gguf
+from inflight.executor.checkpoint.gguf_metadata import ROPE_TENSORS, apply_metadata
+from inflight.executor.checkpoint.quiet import quiet_transformers
+from inflight.executor.checkpoint.support import ignore_padding
 
 # llama.cpp ends generation at any of these (end of sequence, of turn, of a tool call).
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")

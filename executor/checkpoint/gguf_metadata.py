@@ -15,8 +15,8 @@ import numpy as np
 from transformers import PretrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from common.gguf_header import GgufHeader, GgufTensor, Value
-from common.model_source import ModelError
+from inflight.common.gguf_header import GgufHeader, GgufTensor, Value
+from inflight.common.model_source import ModelError
 
 # Tensors that divide the frequencies of the rotary embedding (Llama 3.1 and later; Phi-3 and Phi-4-mini).
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -76,7 +76,8 @@ _READ = frozenset(
         "rope.scaling.yarn_beta_slow",
     }
 )
-# Keys of the tokenizer that are read, by `common.model_source`, `executor.checkpoint.gguf` or transformers.
+# Keys of the tokenizer that are read, by `inflight.common.model_source`, `inflight.executor.checkpoint.gguf` or
+# transformers.
 _TOKENIZER_KEYS = frozenset(
     f"tokenizer.{name}"
     for name in (

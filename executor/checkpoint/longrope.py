@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common.model_source import ModelError
+from inflight.common.model_source import ModelError
 
 LONGROPE = "longrope"
 FACTORS = ("short_factor", "long_factor")

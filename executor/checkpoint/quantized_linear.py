@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.checkpoint.quantized_weight import PIECE_NUMBERS, QuantizedWeight
+from inflight.executor.checkpoint.quantized_weight import PIECE_NUMBERS, QuantizedWeight
 
 
 class QuantizedLinear(nn.Module):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.model_source import ModelError
-from executor.checkpoint.quantized_linear import QuantizedLinear, is_quantized
-from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
+from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.quantized_linear import QuantizedLinear, is_quantized
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 
 # Of input columns, the first that divides a matrix's. Else the whole row is a group.
 GROUP_SIZES = (32, 16)

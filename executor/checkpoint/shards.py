@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.kv_size import numbers_of_ranks
-from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
-from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
+from inflight.common.kv_size import numbers_of_ranks
+from inflight.executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
+from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
 
 # `PART_COLUMNS` and `PART_INNER_COLUMNS` of decoder.h.
 PART_COLUMNS = 32

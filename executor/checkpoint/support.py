@@ -1,7 +1,7 @@
 """Check that a model runs correctly with the paged attention, by its configuration and code, before anything is
 computed.
 
-A model that is not known to work is refused with the reason. `executor.model.self_check` then compares logits.
+A model that is not known to work is refused with the reason. `inflight.executor.model.self_check` then compares logits.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from common.model_source import OWN_CODE, ModelError
-from executor.checkpoint.longrope import longrope_obstacles
+from inflight.common.model_source import OWN_CODE, ModelError
+from inflight.executor.checkpoint.longrope import longrope_obstacles
 
 # Attention kinds that a layer may have; other kinds keep state other than keys and values.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

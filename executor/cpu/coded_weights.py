@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
 
 # Of the depth, the best first: each has memory for a scale.
 GROUP_SIZES = (128, 64, 32, 16)

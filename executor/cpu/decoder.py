@@ -19,20 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.machine import return_free_memory
-from executor.adapters.weights import AdapterMatrix, AdapterWeights
-from executor.attention.backend import LayerKv
-from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
-from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
-from executor.checkpoint.shards import WHOLE, Shard
-from executor.cpu.coded_weights import CodedWeight, encode, is_supported
-from executor.cpu.logits import address, addresses_of
-from executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
-from executor.native.library import NativeLibrary
-from executor.native.memory import huge_zeros
-from executor.native.pool import NativePool
-from executor.step.batch import StepBatch
-from executor.step.sampling_columns import SamplingBatch
+from inflight.common.machine import return_free_memory
+from inflight.executor.adapters.weights import AdapterMatrix, AdapterWeights
+from inflight.executor.attention.backend import LayerKv
+from inflight.executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
+from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
+from inflight.executor.checkpoint.shards import WHOLE, Shard
+from inflight.executor.cpu.coded_weights import CodedWeight, encode, is_supported
+from inflight.executor.cpu.logits import address, addresses_of
+from inflight.executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.native.memory import huge_zeros
+from inflight.executor.native.pool import NativePool
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 LANES = 16
 # `ProductScratch::TILE_NUMBERS` of product.h, which holds a row.

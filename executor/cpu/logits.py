@@ -13,7 +13,7 @@ from ctypes import c_float, c_int64, c_void_p
 import numpy as np
 import numpy.typing as npt
 
-from executor.logits.row import LogitsRow
+from inflight.executor.logits.row import LogitsRow
 
 
 class RowFields(ctypes.Structure):

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.cpu.logits import address, addresses_of
-from executor.native.build import BuildFailure
-from executor.native.library import NativeLibrary, load_native
-from executor.native.pool import NativePool
-from executor.step.sampling import min_p_logs
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.cpu.logits import address, addresses_of
+from inflight.executor.native.build import BuildFailure
+from inflight.executor.native.library import NativeLibrary, load_native
+from inflight.executor.native.pool import NativePool
+from inflight.executor.step.sampling import min_p_logs
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 log = logging.getLogger(__name__)
 

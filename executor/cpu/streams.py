@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from executor.native.library import NativeLibrary
-from executor.native.pool import NativePool
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.native.pool import NativePool
 
 NEVER = 2**62
 # Each number of rows is in the range that one of the thresholds below decides on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor.scheduler.sequence import FinishReason, Sequence
+from inflight.executor.scheduler.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@ seconds."""
 
 from __future__ import annotations
 
-from executor.engine.step_time import LARGEST_SURPRISE
-from executor.scheduler.sequence import StepPlan
+from inflight.executor.engine.step_time import LARGEST_SURPRISE
+from inflight.executor.scheduler.sequence import StepPlan
 
 # About the last 50 steps with copies count.
 FORGETTING = 0.98

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 
-from executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.sequence import Sequence
 
 Entry = tuple[int, str, int]
 # Entries of ended sequences take 100 bytes each. This many may accumulate besides those of held sequences.

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from executor.engine.commands import (
+from inflight.executor.engine.commands import (
     CancelCommand,
     Command,
     DrainCommand,
@@ -32,17 +32,17 @@ from executor.engine.commands import (
     StopCommand,
     SubmitCommand,
 )
-from executor.engine.deadlines import DeadlineHeap
-from executor.engine.gc import GarbageCollection
-from executor.engine.output import EngineOutput, EngineStatus, HeldSequences, step_record
-from executor.engine.prefill_budget import PrefillBudget
-from executor.engine.runner import DeviceLostError, FailedStep, PendingStep, StepRunner
-from executor.engine.standby import StandbyDepth
-from executor.engine.step_time import StepLoad
-from executor.engine.timing import LoopParts, Throughput
-from executor.scheduler.scheduler import Batching, Scheduler
-from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult
-from executor.scheduler.step_record import NO_TIMES, DeviceTimes, LoopPart, PlanCounts
+from inflight.executor.engine.deadlines import DeadlineHeap
+from inflight.executor.engine.gc import GarbageCollection
+from inflight.executor.engine.output import EngineOutput, EngineStatus, HeldSequences, step_record
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.engine.runner import DeviceLostError, FailedStep, PendingStep, StepRunner
+from inflight.executor.engine.standby import StandbyDepth
+from inflight.executor.engine.step_time import StepLoad
+from inflight.executor.engine.timing import LoopParts, Throughput
+from inflight.executor.scheduler.scheduler import Batching, Scheduler
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult
+from inflight.executor.scheduler.step_record import NO_TIMES, DeviceTimes, LoopPart, PlanCounts
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from executor.engine.timing import LoopParts
-from executor.scheduler.admission import Refusal
-from executor.scheduler.seat_view import Seating, SequencePhase, SequenceSnapshot
-from executor.scheduler.sequence import FinishEvent, NewTokens, ScoredRows, Sequence, StepOutcome
-from executor.scheduler.step_constraint import StepConstraint
-from executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
-from executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
+from inflight.executor.engine.timing import LoopParts
+from inflight.executor.scheduler.admission import Refusal
+from inflight.executor.scheduler.seat_view import Seating, SequencePhase, SequenceSnapshot
+from inflight.executor.scheduler.sequence import FinishEvent, NewTokens, ScoredRows, Sequence, StepOutcome
+from inflight.executor.scheduler.step_constraint import StepConstraint
+from inflight.executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
+from inflight.executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.engine.copy_time import CopyTime
-from executor.engine.step_time import LARGEST_SURPRISE, StepLoad, StepTime
-from executor.scheduler.sequence import StepPlan
-from executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance, PrefillCost
+from inflight.executor.engine.copy_time import CopyTime
+from inflight.executor.engine.step_time import LARGEST_SURPRISE, StepLoad, StepTime
+from inflight.executor.scheduler.sequence import StepPlan
+from inflight.executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance, PrefillCost
 
 # Factor on the target, so that variance between steps does not exceed it.
 MARGIN = 0.95

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 from typing import Protocol
 
-from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
 # Returned by a device for a row without a usable logit. If it, or `ALL_EXCLUDED`, is carried into the next step, it
 # counts as 0.

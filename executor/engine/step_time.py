@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from executor.scheduler.sequence import StepPlan
-from executor.scheduler.step_constraint import PrefillCost
+from inflight.executor.scheduler.sequence import StepPlan
+from inflight.executor.scheduler.step_constraint import PrefillCost
 
 Floats = npt.NDArray[np.float64]
 

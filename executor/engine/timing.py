@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from executor.engine.runner import PendingStep
-from executor.scheduler.sequence import StepPlan
-from executor.scheduler.step_record import DeviceTimes, LoopPart
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.scheduler.sequence import StepPlan
+from inflight.executor.scheduler.step_record import DeviceTimes, LoopPart
 
 _NOTHING = (0.0,) * len(LoopPart)
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from executor.engine.step_time import LARGEST_SURPRISE
+from inflight.executor.engine.step_time import LARGEST_SURPRISE
 
 log = logging.getLogger(__name__)
 

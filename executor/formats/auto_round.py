@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from common.model_source import ModelError
-from executor.formats.awq import Awq, read_awq
-from executor.formats.gptq import Gptq, read_gptq
-from executor.formats.quantization_config import ANY, check_fields
+from inflight.common.model_source import ModelError
+from inflight.executor.formats.awq import Awq, read_awq
+from inflight.executor.formats.gptq import Gptq, read_gptq
+from inflight.executor.formats.quantization_config import ANY, check_fields
 
 WHAT = "AutoRound checkpoint"
 # What AutoRound writes if it is not told otherwise.

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
-from executor.formats.layer_tensors import SCALE_DTYPES, LayerTensors, unpacked
-from executor.formats.quantization_config import (
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
+from inflight.executor.formats.layer_tensors import SCALE_DTYPES, LayerTensors, unpacked
+from inflight.executor.formats.quantization_config import (
     ANY,
     AUTO_ROUND_FIELDS,
     check_fields,

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
-from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
-from executor.formats.layer_tensors import INDEX_DTYPES, SCALE_DTYPES, LayerTensors, as_bytes, unpacked
-from executor.formats.quantization_config import ANY, check_fields, required, whole_number
+from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
+from inflight.executor.formats.layer_tensors import INDEX_DTYPES, SCALE_DTYPES, LayerTensors, as_bytes, unpacked
+from inflight.executor.formats.quantization_config import ANY, check_fields, required, whole_number
 
 log = logging.getLogger(__name__)
 

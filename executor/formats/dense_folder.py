@@ -17,10 +17,10 @@ import torch
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
-from common.model_source import ModelError
-from executor.checkpoint.files import weight_files
-from executor.checkpoint.support import network_class
-from executor.formats.folder import IGNORED_SUFFIXES
+from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.files import weight_files
+from inflight.executor.checkpoint.support import network_class
+from inflight.executor.formats.folder import IGNORED_SUFFIXES
 
 # The number in the name of an expert's tensor.
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")

@@ -16,15 +16,15 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from common.model_source import ModelError, read_json
-from executor.checkpoint.files import weight_files
-from executor.checkpoint.quantized_weight import Matrix
-from executor.formats.auto_round import read_auto_round
-from executor.formats.awq import read_awq
-from executor.formats.compressed_tensors import read_compressed_tensors
-from executor.formats.gptq import read_gptq
-from executor.formats.layer_tensors import LayerTensors
-from executor.formats.network import empty_network, fill, linear_layers, placed
+from inflight.common.model_source import ModelError, read_json
+from inflight.executor.checkpoint.files import weight_files
+from inflight.executor.checkpoint.quantized_weight import Matrix
+from inflight.executor.formats.auto_round import read_auto_round
+from inflight.executor.formats.awq import read_awq
+from inflight.executor.formats.compressed_tensors import read_compressed_tensors
+from inflight.executor.formats.gptq import read_gptq
+from inflight.executor.formats.layer_tensors import LayerTensors
+from inflight.executor.formats.network import empty_network, fill, linear_layers, placed
 
 # Buffers that older checkpoints contain and that follow from the configuration.
 IGNORED_SUFFIXES = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 
 # Numbers of a superblock of k-quants.
 SUPERBLOCK = 256

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from common.gguf_header import GgufHeader, GgufTensor
-from common.model_source import ModelError
-from executor.checkpoint.gguf_metadata import ROPE_TENSORS
-from executor.checkpoint.quantized_weight import Matrix
-from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
-from executor.formats.network import empty_network, fill, placed
+from inflight.common.gguf_header import GgufHeader, GgufTensor
+from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.gguf_metadata import ROPE_TENSORS
+from inflight.executor.checkpoint.quantized_weight import Matrix
+from inflight.executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
+from inflight.executor.formats.network import empty_network, fill, placed
 
 # Types that are not quantized, by their number in the file.
 DENSE_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from executor.checkpoint.quantized_weight import QuantizedWeight
-from executor.formats.layer_tensors import INDEX_DTYPES, SCALE_DTYPES, LayerTensors, as_bytes, unpacked
-from executor.formats.quantization_config import (
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight
+from inflight.executor.formats.layer_tensors import INDEX_DTYPES, SCALE_DTYPES, LayerTensors, as_bytes, unpacked
+from inflight.executor.formats.quantization_config import (
     ANY,
     AUTO_ROUND_FIELDS,
     check_fields,

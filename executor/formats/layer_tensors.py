@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
-from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
+from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
 
 # Group sizes that a matrix may have beside its whole rows. Larger groups are divided into groups of the last one.
 GROUP_SIZES = (16, 32, 64, 128)

@@ -1,7 +1,7 @@
 """Networks of transformers from a model on disk, in each format.
 
-A quantized checkpoint is read by `executor.formats`, everything else by transformers. For any device but a CPU, weights
-are copied there one after the other, so that host memory never holds the whole model.
+A quantized checkpoint is read by `inflight.executor.formats`, everything else by transformers. For any device but a
+CPU, weights are copied there one after the other, so that host memory never holds the whole model.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from common.machine import return_free_memory
-from common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
-from executor.checkpoint.files import check_weights
-from executor.checkpoint.gguf import import_configuration, import_gguf
-from executor.checkpoint.gguf_metadata import unused_keys
-from executor.checkpoint.quantized_linear import QuantizedLinear
-from executor.checkpoint.quiet import quiet_transformers
-from executor.checkpoint.support import check_configuration, check_network, ignore_padding
-from executor.formats.dense_folder import load_dense
-from executor.formats.folder import format_of, load_folder, quantization_of
-from executor.formats.gguf_file import load_gguf, unsupported_reason
+from inflight.common.machine import return_free_memory
+from inflight.common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
+from inflight.executor.checkpoint.files import check_weights
+from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
+from inflight.executor.checkpoint.gguf_metadata import unused_keys
+from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
+from inflight.executor.checkpoint.quiet import quiet_transformers
+from inflight.executor.checkpoint.support import check_configuration, check_network, ignore_padding
+from inflight.executor.formats.dense_folder import load_dense
+from inflight.executor.formats.folder import format_of, load_folder, quantization_of
+from inflight.executor.formats.gguf_file import load_gguf, unsupported_reason
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from common.model_source import ModelError
-from executor.checkpoint.quantized_linear import QuantizedLinear
-from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
+from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
+from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
 
 
 def empty_network(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

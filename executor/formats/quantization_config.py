@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from common.model_source import ModelError
+from inflight.common.model_source import ModelError
 
 # Accepts every value of a field.
 ANY = None

@@ -12,11 +12,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from executor.adapters.weights import AdapterMatrix, AdapterWeights
-from executor.checkpoint.decoder_weights import DecoderShape
-from executor.gpu.row_groups import TILE_ROWS, RowGroups
-from executor.kernels.adapters import expand_kernel, shrink_kernel
-from executor.kernels.tiling import MIN_ROWS, power_of_two
+from inflight.executor.adapters.weights import AdapterMatrix, AdapterWeights
+from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.gpu.row_groups import TILE_ROWS, RowGroups
+from inflight.executor.kernels.adapters import expand_kernel, shrink_kernel
+from inflight.executor.kernels.tiling import MIN_ROWS, power_of_two
 
 MAX_TILE_RANKS = 64
 TILE_INPUTS = 64

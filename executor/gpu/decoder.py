@@ -17,16 +17,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.model_source import ModelError
-from executor.adapters.weights import AdapterWeights
-from executor.attention.backend import AttentionBackend, LayerKv, Scoring, StepAttention
-from executor.checkpoint import fp8_weight
-from executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, LayerWeights, Rope, joined
-from executor.checkpoint.fp8_weight import Fp8Weight
-from executor.checkpoint.quantized_weight import Matrix
-from executor.checkpoint.shards import PART_COLUMNS, PART_INNER_COLUMNS, WHOLE, Shard
-from executor.gpu.adapters import AdapterSlots, Product, slot_bytes
-from executor.gpu.layers import (
+from inflight.common.model_source import ModelError
+from inflight.executor.adapters.weights import AdapterWeights
+from inflight.executor.attention.backend import AttentionBackend, LayerKv, Scoring, StepAttention
+from inflight.executor.checkpoint import fp8_weight
+from inflight.executor.checkpoint.decoder_weights import (
+    GELU_TANH,
+    DecoderShape,
+    DecoderWeights,
+    LayerWeights,
+    Rope,
+    joined,
+)
+from inflight.executor.checkpoint.fp8_weight import Fp8Weight
+from inflight.executor.checkpoint.quantized_weight import Matrix
+from inflight.executor.checkpoint.shards import PART_COLUMNS, PART_INNER_COLUMNS, WHOLE, Shard
+from inflight.executor.gpu.adapters import AdapterSlots, Product, slot_bytes
+from inflight.executor.gpu.layers import (
     Fp8Rows,
     Projected,
     dense,
@@ -39,8 +46,8 @@ from executor.gpu.layers import (
     rope_write,
     rotation_table,
 )
-from executor.gpu.row_groups import RowGroups
-from executor.step.batch import StepBatch
+from inflight.executor.gpu.row_groups import RowGroups
+from inflight.executor.step.batch import StepBatch
 
 
 class Ranks(Protocol):

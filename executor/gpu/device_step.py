@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.attention.backend import LayerKv, StepAttention
-from executor.engine.runner import NO_TOKEN
-from executor.gpu.decoder import GpuDecoder
-from executor.gpu.graphs import Bucket, Capture, Graph, bucket_of, decode_buckets
-from executor.gpu.sampling import DrawRows, draw
-from executor.gpu.step_buffers import StepBuffers
-from executor.gpu.step_layout import StepLayout
-from executor.step.batch import StepBatch
+from inflight.executor.attention.backend import LayerKv, StepAttention
+from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.gpu.decoder import GpuDecoder
+from inflight.executor.gpu.graphs import Bucket, Capture, Graph, bucket_of, decode_buckets
+from inflight.executor.gpu.sampling import DrawRows, draw
+from inflight.executor.gpu.step_buffers import StepBuffers
+from inflight.executor.gpu.step_layout import StepLayout
+from inflight.executor.step.batch import StepBatch
 
 
 class DeviceStep:

@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
-from executor.attention.backend import StepAttention
-from executor.attention.flashinfer import FlashInfer, Timing, Verdict, decide
-from executor.gpu.device_step import DeviceStep, GraphedStep
-from executor.gpu.graphs import Bucket, Graph
-from executor.gpu.idle import idle_sampling
-from executor.gpu.step_layout import StepLayout
-from executor.gpu.table_entries import TableEntries
-from executor.kernels.tiling import SPAN_KEYS
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
-from executor.scheduler.sequence import Sequence as Row
-from executor.step.batch import StepBatch, pack
+from inflight.common.model_source import ModelError
+from inflight.executor.attention.backend import StepAttention
+from inflight.executor.attention.flashinfer import FlashInfer, Timing, Verdict, decide
+from inflight.executor.gpu.device_step import DeviceStep, GraphedStep
+from inflight.executor.gpu.graphs import Bucket, Graph
+from inflight.executor.gpu.idle import idle_sampling
+from inflight.executor.gpu.step_layout import StepLayout
+from inflight.executor.gpu.table_entries import TableEntries
+from inflight.executor.kernels.tiling import SPAN_KEYS
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
+from inflight.executor.scheduler.sequence import Sequence as Row
+from inflight.executor.step.batch import StepBatch, pack
 
 # Relative distance of logits of the same kernels. cuBLAS may choose another algorithm under capture, which rounds
 # otherwise: half precision differs by far less than a wrong context or weight would.

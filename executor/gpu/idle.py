@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from executor.kernels.tiling import MAX_ROWS, MIN_ROWS
-from executor.logits.row import LogitsRow
-from executor.scheduler.sequence import Processors, Sampling
-from executor.step.batch import StepBatch
-from executor.step.sampling import SampleRow
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.kernels.tiling import MAX_ROWS, MIN_ROWS
+from inflight.executor.logits.row import LogitsRow
+from inflight.executor.scheduler.sequence import Processors, Sampling
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling import SampleRow
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 GREEDY_ROW = SampleRow(Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0), output_index=0, banned_ids=frozenset())
 

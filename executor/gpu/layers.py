@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor.attention.backend import LayerKv
-from executor.attention.triton import scales_of
-from executor.checkpoint.fp8_weight import Fp8Weight
-from executor.kernels.fp8 import round_rows_kernel
-from executor.kernels.norms import gated_fp8_kernel, gated_kernel, residual_norm_kernel
-from executor.kernels.rope_write import rope_write_kernel
-from executor.kernels.tiling import power_of_two
+from inflight.executor.attention.backend import LayerKv
+from inflight.executor.attention.triton import scales_of
+from inflight.executor.checkpoint.fp8_weight import Fp8Weight
+from inflight.executor.kernels.fp8 import round_rows_kernel
+from inflight.executor.kernels.norms import gated_fp8_kernel, gated_kernel, residual_norm_kernel
+from inflight.executor.kernels.rope_write import rope_write_kernel
+from inflight.executor.kernels.tiling import power_of_two
 
 # Numbers that a program of 4 warps processes at once.
 GATED_TILE = 1024

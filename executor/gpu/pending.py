@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from executor.engine.runner import token_ids_of
-from executor.scheduler.sequence import NO_LOGPROBS, TokenLogprobs
-from executor.step.logprobs import StepLogprobs
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.engine.runner import token_ids_of
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, TokenLogprobs
+from inflight.executor.step.logprobs import StepLogprobs
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 
 class ReadBack:

@@ -20,13 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.protocol import MAX_LOGIT_BIASES
-from executor.gpu.sampling import CHUNK, DrawRows, draw
-from executor.gpu.step_buffers import HostRing
-from executor.gpu.step_layout import ALIGNMENT_WORDS, Words
-from executor.kernels.processing import change_kernel, copy_kernel, name_excluded_kernel
-from executor.logits.row import MASK_BITS, LogitsRow
-from executor.step.sampling_columns import SamplingBatch
+from inflight.common.protocol import MAX_LOGIT_BIASES
+from inflight.executor.gpu.sampling import CHUNK, DrawRows, draw
+from inflight.executor.gpu.step_buffers import HostRing
+from inflight.executor.gpu.step_layout import ALIGNMENT_WORDS, Words
+from inflight.executor.kernels.processing import change_kernel, copy_kernel, name_excluded_kernel
+from inflight.executor.logits.row import MASK_BITS, LogitsRow
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 # Rows that are changed at once: the float32 copies of this many rows are kept, however many seats there are.
 ROWS = 32

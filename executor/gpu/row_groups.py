@@ -1,4 +1,5 @@
-"""Grouping of a step's rows by adapter into tiles, on the host. `executor.kernels.adapters` describes the tiles."""
+"""Grouping of a step's rows by adapter into tiles, on the host. `inflight.executor.kernels.adapters` describes the
+tiles."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from executor.kernels.tiling import MIN_ROWS
-from executor.step.batch import StepBatch
+from inflight.executor.kernels.tiling import MIN_ROWS
+from inflight.executor.step.batch import StepBatch
 
 # Rows of a tile: those of the smallest matrix instruction. A larger tile would be nearly empty for most decodes.
 TILE_ROWS = MIN_ROWS

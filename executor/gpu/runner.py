@@ -18,27 +18,27 @@ from typing import Protocol
 
 import torch
 
-from common.protocol import MAX_PROMPT_LOGPROB_ROWS
-from executor.attention.backend import LayerKv, StepAttention
-from executor.attention.flashinfer import FlashInfer
-from executor.attention.gpu_host_tier import GpuHostTier
-from executor.engine.runner import DeviceLostError, PendingStep
-from executor.gpu.decoder import GpuDecoder
-from executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
-from executor.gpu.graph_check import AttentionCheck, GraphCheck
-from executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
-from executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
-from executor.gpu.pending import GpuStep, ReadBack, StepTimer
-from executor.gpu.processing import Processing, name_excluded
-from executor.gpu.step_buffers import StepBuffers
-from executor.gpu.step_layout import StepLayout, Words
-from executor.gpu.table_entries import NO_ENTRIES, TableEntries, TableFollower
-from executor.logits.grammar import MaskFiller
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.sequence import StepPlan
-from executor.step.batch import StepBatch, StepPacker
-from executor.step.logprobs import StepLogprobs, step_logprobs
-from executor.step.sampling_columns import SamplingBatch, SamplingColumns
+from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
+from inflight.executor.attention.backend import LayerKv, StepAttention
+from inflight.executor.attention.flashinfer import FlashInfer
+from inflight.executor.attention.gpu_host_tier import GpuHostTier
+from inflight.executor.engine.runner import DeviceLostError, PendingStep
+from inflight.executor.gpu.decoder import GpuDecoder
+from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
+from inflight.executor.gpu.graph_check import AttentionCheck, GraphCheck
+from inflight.executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
+from inflight.executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
+from inflight.executor.gpu.pending import GpuStep, ReadBack, StepTimer
+from inflight.executor.gpu.processing import Processing, name_excluded
+from inflight.executor.gpu.step_buffers import StepBuffers
+from inflight.executor.gpu.step_layout import StepLayout, Words
+from inflight.executor.gpu.table_entries import NO_ENTRIES, TableEntries, TableFollower
+from inflight.executor.logits.grammar import MaskFiller
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.sequence import StepPlan
+from inflight.executor.step.batch import StepBatch, StepPacker
+from inflight.executor.step.logprobs import StepLogprobs, step_logprobs
+from inflight.executor.step.sampling_columns import SamplingBatch, SamplingColumns
 
 log = logging.getLogger(__name__)
 

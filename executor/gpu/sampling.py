@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from executor.kernels.restriction import restrict_kernel
-from executor.kernels.sampling import choose_kernel, draw_kernel
-from executor.kernels.tiling import power_of_two
+from inflight.executor.kernels.restriction import restrict_kernel
+from inflight.executor.kernels.sampling import choose_kernel, draw_kernel
+from inflight.executor.kernels.tiling import power_of_two
 
 # Vocabulary ids that a program processes.
 CHUNK = 2048

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from executor.gpu.row_groups import RowGroups
-from executor.gpu.sampling import DrawRows
-from executor.gpu.step_layout import ALIGNMENT_WORDS, StepLayout, Words
-from executor.gpu.table_entries import TableEntries
-from executor.kernels.step_inputs import follow_tables_kernel, resolve_kernel
-from executor.step.batch import StepBatch
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.gpu.row_groups import RowGroups
+from inflight.executor.gpu.sampling import DrawRows
+from inflight.executor.gpu.step_layout import ALIGNMENT_WORDS, StepLayout, Words
+from inflight.executor.gpu.table_entries import TableEntries
+from inflight.executor.kernels.step_inputs import follow_tables_kernel, resolve_kernel
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 # Takes the words of a copy, and where the entries in them begin, and how many they are.
 Mirror = Callable[[Words, int, int], None]

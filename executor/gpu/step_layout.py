@@ -29,11 +29,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from common.protocol import MAX_STOP_TOKEN_IDS
-from executor.gpu.row_groups import TILE_ROWS, group_rows, num_tiles
-from executor.step.batch import StepBatch
-from executor.step.sampling import min_p_logs
-from executor.step.sampling_columns import SamplingBatch
+from inflight.common.protocol import MAX_STOP_TOKEN_IDS
+from inflight.executor.gpu.row_groups import TILE_ROWS, group_rows, num_tiles
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling import min_p_logs
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 Words = npt.NDArray[np.int32]
 

@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from executor.scheduler.sequence import Sequence, StepPlan
+from inflight.executor.scheduler.sequence import Sequence, StepPlan
 
 Places = npt.NDArray[np.int64]
 

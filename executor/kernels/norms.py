@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from executor.kernels.fp8 import magnitudes, scale_of, scaled_sums, to_fp8
+from inflight.executor.kernels.fp8 import magnitudes, scale_of, scaled_sums, to_fp8
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Changes of logits before the draw in Triton: biases, penalties and masks, as in `executor.logits.reference`.
+"""Changes of logits before the draw in Triton: biases, penalties and masks, as in `inflight.executor.logits.reference`.
 
 A row is copied as float32, with -inf for NaN and for the ids that its mask leaves out, and then changed at the ids that
 have a bias or a penalty. The reference applies the mask last; the result is the same, since no change turns -inf into
@@ -12,9 +12,9 @@ be an approximation on a GPU.
 import triton
 import triton.language as tl
 
-from executor.kernels.sampling import NO_TOKEN
+from inflight.executor.kernels.sampling import NO_TOKEN
 
-# As `executor.scheduler.sequence.ALL_EXCLUDED`.
+# As `inflight.executor.scheduler.sequence.ALL_EXCLUDED`.
 ALL_EXCLUDED = tl.constexpr(-2)
 
 

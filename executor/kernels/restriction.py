@@ -12,7 +12,7 @@ Of the tokens equal to the threshold as many are kept as top_k and top_p allow, 
 import triton
 import triton.language as tl
 
-from executor.kernels.sampling import scaled
+from inflight.executor.kernels.sampling import scaled
 
 ALL_IDS = tl.constexpr(0x7FFFFFFF)
 

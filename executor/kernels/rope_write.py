@@ -8,7 +8,7 @@ block_size]`. Without FP8 the pointers of scales are unused.
 import triton
 import triton.language as tl
 
-from executor.kernels.fp8 import magnitudes, scale_of, scaled_sums, to_fp8
+from inflight.executor.kernels.fp8 import magnitudes, scale_of, scaled_sums, to_fp8
 
 
 @triton.jit

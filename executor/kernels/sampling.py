@@ -1,9 +1,10 @@
-"""Sampling in Triton: the largest noisy logit of those kept, with the noise of `executor.step.sampling`.
+"""Sampling in Triton: the largest noisy logit of those kept, with the noise of `inflight.executor.step.sampling`.
 
-A NaN is never chosen and has no weight. A row without a usable logit yields NO_TOKEN (`executor.engine.runner`).
+A NaN is never chosen and has no weight. A row without a usable logit yields NO_TOKEN
+(`inflight.executor.engine.runner`).
 
-The random words are those of `executor.step.philox`, bit for bit: key = seed, counter = (id // 4, output index, 0, 0),
-word `id % 4`. The noise made of them may differ in its last bits from that of torch.
+The random words are those of `inflight.executor.step.philox`, bit for bit: key = seed, counter = (id // 4, output
+index, 0, 0), word `id % 4`. The noise made of them may differ in its last bits from that of torch.
 """
 
 import triton
@@ -14,7 +15,7 @@ MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
 INCREMENT_0 = tl.constexpr(0x9E3779B9)
 INCREMENT_1 = tl.constexpr(0xBB67AE85)
 ROUNDS = tl.constexpr(10)
-# The same as in executor.step.sampling: 1 - 2**-24.
+# The same as in inflight.executor.step.sampling: 1 - 2**-24.
 LARGEST_UNIFORM = tl.constexpr(0.999999940395355224609375)
 WORD_SCALE = tl.constexpr(2.0**-32)
 NO_TOKEN = tl.constexpr(-1)

@@ -31,10 +31,10 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from common.grammar import PARSER_LIMITS
-from common.protocol import MAX_DRAFTS
-from executor.logits.row import MASK_BITS, LogitsRow, mask_of
-from executor.scheduler.sequence import Constraint, Stopping
+from inflight.common.grammar import PARSER_LIMITS
+from inflight.common.protocol import MAX_DRAFTS
+from inflight.executor.logits.row import MASK_BITS, LogitsRow, mask_of
+from inflight.executor.scheduler.sequence import Constraint, Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

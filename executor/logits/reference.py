@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from executor.logits.row import LogitsRow, bits_of
+from inflight.executor.logits.row import LogitsRow, bits_of
 
 NOTHING = float("-inf")
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from executor.scheduler.sequence import Processors
+from inflight.executor.scheduler.sequence import Processors
 
 if TYPE_CHECKING:
-    from executor.logits.grammar import Guide
+    from inflight.executor.logits.grammar import Guide
 
 # Ids that a word of a mask covers: bit `id % 32` of word `id // 32`, as llguidance fills them.
 MASK_BITS = 32

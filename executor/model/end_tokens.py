@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.model_source import ModelError, ModelSource, load_tokenizer, read_json
+from inflight.common.model_source import ModelError, ModelSource, load_tokenizer, read_json
 
 log = logging.getLogger(__name__)
 

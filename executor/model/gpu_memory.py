@@ -10,10 +10,10 @@ import gc
 
 import torch
 
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
-from executor.parallel.device_messages import RunnerSizes
-from executor.scheduler.limits import SchedulerLimits
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
+from inflight.executor.parallel.device_messages import RunnerSizes
+from inflight.executor.scheduler.limits import SchedulerLimits
 
 
 def free_bytes_beside_steps(model: PagedModel, sizes: RunnerSizes) -> int:

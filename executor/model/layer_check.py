@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from executor.model.self_check import (
+from inflight.executor.model.self_check import (
     BLOCK_SIZE,
     CHUNK_TOKENS,
     LONG_TOKENS,
@@ -22,8 +22,8 @@ from executor.model.self_check import (
     SelfCheckError,
     sequences,
 )
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.step.batch import StepBatch, pack
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.step.batch import StepBatch, pack
 
 # Relative distance of a layer, the mean over tokens. Measured on SmolLM2 in bfloat16 with FP8 emulated, the largest of
 # all layers, for 4 pairs of random prompts: at most 0.02 without FP8, 0.05 with FP8 KV, 0.12 with FP8 weights and with

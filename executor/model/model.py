@@ -19,43 +19,49 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from common.machine import num_available_memory_bytes, return_free_memory
-from common.model_files.context_length import context_length_of
-from common.model_source import ModelError, ModelSource, model_errors
-from common.version import installed_version
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv
-from executor.attention.choice import BackendChoice, choose_backend
-from executor.attention.cpu import CpuAttention
-from executor.attention.flashinfer import FlashInfer, Heads, open_flashinfer
-from executor.attention.host_tier import HostTier, open_host_tier
-from executor.attention.quantized import check_backend, check_fp8_device, kv_dtype_name, kv_dtypes
-from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
-from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
-from executor.checkpoint.files import GenerationDefaults, read_generation_defaults
-from executor.checkpoint.longrope import fix_longrope
-from executor.checkpoint.packed_linear import pack_linears
-from executor.checkpoint.quantized_linear import is_quantized, make_dense
-from executor.checkpoint.quiet import quiet_transformers
-from executor.checkpoint.rounding import round_linears
-from executor.checkpoint.shards import WHOLE, Shard, digest_of, divide, indivisible_reason
-from executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
-from executor.cpu.sampler import NativeSampler, choose_sampler
-from executor.cpu.streams import WeightStream
-from executor.formats.loading import load_network
-from executor.model.end_tokens import find_end_tokens
-from executor.model.layer_check import compare_layers
-from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, SelfCheckError, compare, expect
-from executor.parallel.decoder import ParallelDecoder
-from executor.parallel.leader import WorkerGroup
-from executor.parallel.member import Hello
-from executor.step.batch import StepBatch
-from executor.step.logprobs import StepLogprobs, step_logprobs
-from executor.step.sampling import choose_greedily, name_excluded, sample
-from executor.step.sampling_columns import SamplingBatch
+from inflight.common.machine import num_available_memory_bytes, return_free_memory
+from inflight.common.model_files.context_length import context_length_of
+from inflight.common.model_source import ModelError, ModelSource, model_errors
+from inflight.common.version import installed_version
+from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv
+from inflight.executor.attention.choice import BackendChoice, choose_backend
+from inflight.executor.attention.cpu import CpuAttention
+from inflight.executor.attention.flashinfer import FlashInfer, Heads, open_flashinfer
+from inflight.executor.attention.host_tier import HostTier, open_host_tier
+from inflight.executor.attention.quantized import check_backend, check_fp8_device, kv_dtype_name, kv_dtypes
+from inflight.executor.attention.transformers_hook import (
+    ATTENTION_NAME,
+    Layer,
+    LayerProbe,
+    PagedStep,
+    register_attention,
+)
+from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from inflight.executor.checkpoint.files import GenerationDefaults, read_generation_defaults
+from inflight.executor.checkpoint.longrope import fix_longrope
+from inflight.executor.checkpoint.packed_linear import pack_linears
+from inflight.executor.checkpoint.quantized_linear import is_quantized, make_dense
+from inflight.executor.checkpoint.quiet import quiet_transformers
+from inflight.executor.checkpoint.rounding import round_linears
+from inflight.executor.checkpoint.shards import WHOLE, Shard, digest_of, divide, indivisible_reason
+from inflight.executor.cpu.decoder import DecoderForm, NativeDecoder, form_of, unsupported_reason
+from inflight.executor.cpu.sampler import NativeSampler, choose_sampler
+from inflight.executor.cpu.streams import WeightStream
+from inflight.executor.formats.loading import load_network
+from inflight.executor.model.end_tokens import find_end_tokens
+from inflight.executor.model.layer_check import compare_layers
+from inflight.executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, SelfCheckError, compare, expect
+from inflight.executor.parallel.decoder import ParallelDecoder
+from inflight.executor.parallel.leader import WorkerGroup
+from inflight.executor.parallel.member import Hello
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.logprobs import StepLogprobs, step_logprobs
+from inflight.executor.step.sampling import choose_greedily, name_excluded, sample
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 if TYPE_CHECKING:
-    from executor.gpu.decoder import GpuDecoder
-    from executor.parallel.gpu_leader import GpuRanks
+    from inflight.executor.gpu.decoder import GpuDecoder
+    from inflight.executor.parallel.gpu_leader import GpuRanks
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +356,7 @@ class PagedModel:
         """Waits for the other ranks, and computes with them from now on."""
         group.join(self.hello(0))
         if self.gpu_decoder is not None:
-            from executor.parallel.gpu_leader import GpuRanks  # imports triton, which only this needs
+            from inflight.executor.parallel.gpu_leader import GpuRanks  # imports triton, which only this needs
 
             self.gpu_decoder.ranks = ranks = group.open_device_exchange(self.device)
             self.gpu_ranks = GpuRanks(group, ranks)
@@ -461,7 +467,7 @@ def _gpu_decoder(
 ) -> GpuDecoder | str:
     """Returns the forward pass, or the reason why there is none for this model."""
     # They import triton, which only this backend needs.
-    from executor.gpu.decoder import GpuDecoder, undivided_reason, unsupported_reason
+    from inflight.executor.gpu.decoder import GpuDecoder, undivided_reason, unsupported_reason
 
     if obstacle := unsupported_reason(weights.shape):
         return obstacle

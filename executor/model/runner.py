@@ -17,16 +17,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.machine import num_usable_cores
-from executor.attention.host_tier import HostTier
-from executor.engine.runner import PendingStep, token_ids_of
-from executor.logits.grammar import MaskFiller
-from executor.model.model import PagedModel
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
-from executor.step.batch import StepBatch, StepPacker
-from executor.step.logprobs import StepLogprobs
-from executor.step.sampling_columns import SamplingBatch, SamplingColumns
+from inflight.common.machine import num_usable_cores
+from inflight.executor.attention.host_tier import HostTier
+from inflight.executor.engine.runner import PendingStep, token_ids_of
+from inflight.executor.logits.grammar import MaskFiller
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
+from inflight.executor.step.batch import StepBatch, StepPacker
+from inflight.executor.step.logprobs import StepLogprobs
+from inflight.executor.step.sampling_columns import SamplingBatch, SamplingColumns
 
 
 class LaunchedStep:

@@ -6,7 +6,7 @@ activations transformers may be further from float32 than we are.
 Two short random prompts are computed twice: one by one with transformers' plain attention, and together with paged
 attention, the longer one in two chunks, the second of which shares its step with a decode of the other. That covers
 every kind of row in a step. Both computations have the same weights, so weights that were read wrongly are not seen
-here: `executor.formats` refuses them by the names of tensors.
+here: `inflight.executor.formats` refuses them by the names of tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from common.model_source import ModelError
-from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
-from executor.step.batch import StepBatch, pack
+from inflight.common.model_source import ModelError
+from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
+from inflight.executor.step.batch import StepBatch, pack
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 3

@@ -3,8 +3,9 @@
 A library has a plain C interface, so it compiles in seconds without torch's headers. It is kept in the disk cache under
 a digest of everything that determines its code: sources, flags, compiler and this machine's processor.
 
-A container image has no compiler. It contains libraries that were built with it (`python -m executor.native.prebuild`)
-in the folder `INFLIGHT_KERNELS_DIR`, under a digest of sources and flags, which name the instructions explicitly.
+A container image has no compiler. It contains libraries that were built with it (`python -m
+inflight.executor.native.prebuild`) in the folder `INFLIGHT_KERNELS_DIR`, under a digest of sources and flags, which
+name the instructions explicitly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.disk_cache import build_once, cache_folder
+from inflight.common.disk_cache import build_once, cache_folder
 
 PREBUILT_VARIABLE = "INFLIGHT_KERNELS_DIR"
 COMPILERS = ("g++", "c++", "clang++")

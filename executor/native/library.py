@@ -11,7 +11,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor.native.build import BuildFailure, load_library, prebuild
+from inflight.executor.native.build import BuildFailure, load_library, prebuild
 
 NAME = "kernels"
 FOLDER = Path(__file__).parent
@@ -94,7 +94,7 @@ def load_automaton() -> ctypes.CDLL | BuildFailure:
 
 
 def prebuild_all(folder: Path) -> list[Path]:
-    """Builds for every instruction set of x86-64 into `folder`; see `executor.native.build`."""
+    """Builds for every instruction set of x86-64 into `folder`; see `inflight.executor.native.build`."""
     folder.mkdir(parents=True, exist_ok=True)
     headers = sorted(FOLDER.glob("*.h"))
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from ctypes import c_int64, c_void_p
 
-from executor.native.library import NativeLibrary
+from inflight.executor.native.library import NativeLibrary
 
 
 class NativePool:

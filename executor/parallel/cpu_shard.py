@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from common.model_source import ModelError
-from executor.adapters.folder import AdapterFolder
-from executor.adapters.weights import AdapterLimits
-from executor.attention.backend import LayerKv
-from executor.attention.host_tier import HostTier, open_host_tier
-from executor.cpu.decoder import NativeDecoder
-from executor.parallel.exchange import Exchange
-from executor.parallel.messages import Kind, unpack_step, unpack_swaps
-from executor.parallel.results import gather_results
+from inflight.common.model_source import ModelError
+from inflight.executor.adapters.folder import AdapterFolder
+from inflight.executor.adapters.weights import AdapterLimits
+from inflight.executor.attention.backend import LayerKv
+from inflight.executor.attention.host_tier import HostTier, open_host_tier
+from inflight.executor.cpu.decoder import NativeDecoder
+from inflight.executor.parallel.exchange import Exchange
+from inflight.executor.parallel.messages import Kind, unpack_step, unpack_swaps
+from inflight.executor.parallel.results import gather_results
 
 log = logging.getLogger(__name__)
 

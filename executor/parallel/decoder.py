@@ -7,20 +7,20 @@ import json
 import torch
 from torch import Tensor
 
-from executor.adapters.folder import KnownAdapter
-from executor.adapters.peft_files import AdapterError
-from executor.adapters.weights import AdapterWeights
-from executor.attention.backend import LayerKv
-from executor.attention.gpu_host_tier import Pairs
-from executor.attention.host_tier import HostTier, open_host_tier
-from executor.checkpoint.decoder_weights import DecoderShape
-from executor.cpu.decoder import DecoderForm, ExchangeError, NativeDecoder
-from executor.engine.runner import NO_TOKEN, DeviceLostError
-from executor.parallel.exchange import Exchange
-from executor.parallel.leader import WorkerGroup
-from executor.parallel.messages import Kind, Want, pack_step, pack_swaps
-from executor.parallel.results import gather_results
-from executor.step.batch import StepBatch
+from inflight.executor.adapters.folder import KnownAdapter
+from inflight.executor.adapters.peft_files import AdapterError
+from inflight.executor.adapters.weights import AdapterWeights
+from inflight.executor.attention.backend import LayerKv
+from inflight.executor.attention.gpu_host_tier import Pairs
+from inflight.executor.attention.host_tier import HostTier, open_host_tier
+from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.cpu.decoder import DecoderForm, ExchangeError, NativeDecoder
+from inflight.executor.engine.runner import NO_TOKEN, DeviceLostError
+from inflight.executor.parallel.exchange import Exchange
+from inflight.executor.parallel.leader import WorkerGroup
+from inflight.executor.parallel.messages import Kind, Want, pack_step, pack_swaps
+from inflight.executor.parallel.results import gather_results
+from inflight.executor.step.batch import StepBatch
 
 
 class ParallelDecoder:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed does not export it to type checkers
 
-from executor.checkpoint.shards import Shard
+from inflight.executor.checkpoint.shards import Shard
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from typing import Self
 
 import numpy as np
 
-from executor.gpu.device_step import StepForm
-from executor.gpu.graphs import Bucket
-from executor.gpu.runner import FollowedStep
-from executor.gpu.step_layout import StepLayout, Words
-from executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.gpu.device_step import StepForm
+from inflight.executor.gpu.graphs import Bucket
+from inflight.executor.gpu.runner import FollowedStep
+from inflight.executor.gpu.step_layout import StepLayout, Words
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 
 NUM_UPLOAD_SIZES = 2
 

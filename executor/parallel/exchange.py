@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed does not export them to type checkers
 
-from executor.checkpoint.shards import Shard
-from executor.cpu.decoder import ALL_GATHER, STEP_INCOMPLETE, ExchangeError, NativeDecoder
-from executor.native.library import NativeLibrary
+from inflight.executor.checkpoint.shards import Shard
+from inflight.executor.cpu.decoder import ALL_GATHER, STEP_INCOMPLETE, ExchangeError, NativeDecoder
+from inflight.executor.native.library import NativeLibrary
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from executor.engine.runner import DeviceLostError
-from executor.gpu.runner import FollowedStep
-from executor.gpu.step_layout import Words
-from executor.parallel.device_exchange import DeviceExchange
-from executor.parallel.device_messages import RunnerSizes, pack_launch, pack_upload
-from executor.parallel.leader import WorkerGroup
-from executor.parallel.messages import Kind, Want, pack_step
-from executor.step.batch import StepBatch
+from inflight.executor.engine.runner import DeviceLostError
+from inflight.executor.gpu.runner import FollowedStep
+from inflight.executor.gpu.step_layout import Words
+from inflight.executor.parallel.device_exchange import DeviceExchange
+from inflight.executor.parallel.device_messages import RunnerSizes, pack_launch, pack_upload
+from inflight.executor.parallel.leader import WorkerGroup
+from inflight.executor.parallel.messages import Kind, Want, pack_step
+from inflight.executor.step.batch import StepBatch
 
 
 class GpuRanks:

@@ -8,13 +8,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from executor.attention.backend import LayerKv
-from executor.gpu.decoder import GpuDecoder
-from executor.gpu.runner import GpuRunner
-from executor.parallel.device_exchange import DeviceExchange
-from executor.parallel.device_messages import RunnerSizes, unpack_launch, unpack_upload
-from executor.parallel.messages import Kind, unpack_step
-from executor.step.batch import StepBatch
+from inflight.executor.attention.backend import LayerKv
+from inflight.executor.gpu.decoder import GpuDecoder
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.parallel.device_exchange import DeviceExchange
+from inflight.executor.parallel.device_messages import RunnerSizes, unpack_launch, unpack_upload
+from inflight.executor.parallel.messages import Kind, unpack_step
+from inflight.executor.step.batch import StepBatch
 
 
 class GpuModel(Protocol):

@@ -24,19 +24,26 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store  # torch.distributed does not export it to type checkers
 
-from common.guard import guarded
-from common.model_source import ModelError
-from common.process import EXIT_FAILED
-from common.rpc.addresses import host_of
-from common.rpc.server import bind
-from executor.checkpoint.shards import Shard
-from executor.cpu.decoder import NativeDecoder
-from executor.native.library import NativeLibrary
-from executor.parallel.device_exchange import DeviceExchange
-from executor.parallel.exchange import Connected, Exchange, ProcessGroup, SharedMemory, open_store, prefer_loopback
-from executor.parallel.member import ALIVE_PER_TIMEOUT, Hello, Welcome
-from executor.parallel.messages import Connection, ConnectionEnded, Kind
-from executor.parallel.results import result_width
+from inflight.common.guard import guarded
+from inflight.common.model_source import ModelError
+from inflight.common.process import EXIT_FAILED
+from inflight.common.rpc.addresses import host_of
+from inflight.common.rpc.server import bind
+from inflight.executor.checkpoint.shards import Shard
+from inflight.executor.cpu.decoder import NativeDecoder
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.parallel.device_exchange import DeviceExchange
+from inflight.executor.parallel.exchange import (
+    Connected,
+    Exchange,
+    ProcessGroup,
+    SharedMemory,
+    open_store,
+    prefer_loopback,
+)
+from inflight.executor.parallel.member import ALIVE_PER_TIMEOUT, Hello, Welcome
+from inflight.executor.parallel.messages import Connection, ConnectionEnded, Kind
+from inflight.executor.parallel.results import result_width
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from typing import Any, Protocol, Self
 import torch
 from torch._C._distributed_c10d import Store  # torch.distributed does not export it to type checkers
 
-from common.model_source import ModelError
-from common.rpc.addresses import host_of
-from executor.checkpoint.shards import Shard
-from executor.native.library import NativeLibrary
-from executor.parallel.device_exchange import DeviceExchange
-from executor.parallel.exchange import Exchange, ProcessGroup, SharedMemory, open_store, prefer_loopback
-from executor.parallel.messages import Connection, ConnectionEnded, Kind
+from inflight.common.model_source import ModelError
+from inflight.common.rpc.addresses import host_of
+from inflight.executor.checkpoint.shards import Shard
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.parallel.device_exchange import DeviceExchange
+from inflight.executor.parallel.exchange import Exchange, ProcessGroup, SharedMemory, open_store, prefer_loopback
+from inflight.executor.parallel.messages import Connection, ConnectionEnded, Kind
 
 log = logging.getLogger(__name__)
 

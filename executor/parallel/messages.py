@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.attention.gpu_host_tier import Pairs
-from executor.step.batch import StepBatch
+from inflight.executor.attention.gpu_host_tier import Pairs
+from inflight.executor.step.batch import StepBatch
 
 HEADER = struct.Struct("!4sBI")
 # The first bytes of every message, so that other programs' connections are recognized.

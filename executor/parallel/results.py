@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from executor.attention.backend import LayerKv
-from executor.cpu.decoder import NativeDecoder
-from executor.parallel.exchange import Exchange
-from executor.parallel.messages import Want
-from executor.step.batch import StepBatch
+from inflight.executor.attention.backend import LayerKv
+from inflight.executor.cpu.decoder import NativeDecoder
+from inflight.executor.parallel.exchange import Exchange
+from inflight.executor.parallel.messages import Want
+from inflight.executor.step.batch import StepBatch
 
 
 def gather_results(

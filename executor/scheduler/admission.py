@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from enum import Enum
 
-from executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.sequence import Sequence
 
 # Attempts are remembered after their end so that a late duplicate is refused. A duplicate comes within seconds; at a
 # hundred requests per second this many last ten minutes, in about 10 MB.

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as ReadOnlyList
 from typing import Any
 
-from executor.scheduler.plan_builder import StepBuilder
-from executor.scheduler.sequence import Sequence, StepPlan
-from executor.scheduler.step_constraint import DraftTerms
-from executor.speculation.budget import DraftBudget
-from executor.speculation.counts import DraftTally
-from executor.speculation.earlier import EarlierOutputs
-from executor.speculation.forced import GrammarProposer
-from executor.speculation.proposer import NO_DRAFT, Draft, Proposer
+from inflight.executor.scheduler.plan_builder import StepBuilder
+from inflight.executor.scheduler.sequence import Sequence, StepPlan
+from inflight.executor.scheduler.step_constraint import DraftTerms
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.counts import DraftTally
+from inflight.executor.speculation.earlier import EarlierOutputs
+from inflight.executor.speculation.forced import GrammarProposer
+from inflight.executor.speculation.proposer import NO_DRAFT, Draft, Proposer
 
 # The step waits unless more than this many sequences can go ahead for each one that waits. A sequence that misses the
 # step loses all of its time, the others lose only the time that the host takes between two steps.

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.plan_builder import StepBuilder
-from executor.scheduler.prefix_cache import PrefixCache
-from executor.scheduler.queues import SequenceQueues
-from executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.plan_builder import StepBuilder
+from inflight.executor.scheduler.prefix_cache import PrefixCache
+from inflight.executor.scheduler.queues import SequenceQueues
+from inflight.executor.scheduler.sequence import Sequence
 
 
 class KvPolicy(Protocol):

@@ -72,7 +72,7 @@ class InterTokenTargets:
 @dataclass(frozen=True, slots=True)
 class KvWindow:
     """The KV pool of the layers with a sliding window: the largest window, the pool's blocks, and how many sequences
-    may hold some of them at a time (`common.kv_size.WindowSize`)."""
+    may hold some of them at a time (`inflight.common.kv_size.WindowSize`)."""
 
     num_tokens: int
     num_blocks: int

@@ -23,10 +23,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from executor.scheduler.blocks import BlockPool, HostBlocks
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.plan_builder import StepBuilder
-from executor.scheduler.preemption import (
+from inflight.executor.scheduler.blocks import BlockPool, HostBlocks
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.plan_builder import StepBuilder
+from inflight.executor.scheduler.preemption import (
     Candidate,
     PreemptedKv,
     choose_victim,
@@ -34,9 +34,9 @@ from executor.scheduler.preemption import (
     recompute_cost,
     swap_cost,
 )
-from executor.scheduler.prefix_cache import PrefixCache
-from executor.scheduler.queues import SequenceQueues
-from executor.scheduler.sequence import HostCopy, Restored, Sequence
+from inflight.executor.scheduler.prefix_cache import PrefixCache
+from inflight.executor.scheduler.queues import SequenceQueues
+from inflight.executor.scheduler.sequence import HostCopy, Restored, Sequence
 
 MIN_QUANTILE = 0.5
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from common.protocol import MAX_PROMPT_LOGPROB_ROWS
-from executor.scheduler.blocks import BlockPool, WindowPool
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.sequence import NO_DRAFTS, HostPrefix, Restored, ScoredRows, Sequence, StepPlan
-from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, StepConstraint
+from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
+from inflight.executor.scheduler.blocks import BlockPool, WindowPool
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.sequence import NO_DRAFTS, HostPrefix, Restored, ScoredRows, Sequence, StepPlan
+from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, StepConstraint
 
 
 class StepBuilder:

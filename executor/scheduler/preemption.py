@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from executor.scheduler.limits import PreemptionCost
-from executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.limits import PreemptionCost
+from inflight.executor.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

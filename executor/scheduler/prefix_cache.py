@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadOnlyList
 from itertools import takewhile
 
-from executor.scheduler.blocks import BlockPool, HostBlocks, WindowPool
-from executor.scheduler.plan_builder import StepBuilder
-from executor.scheduler.sequence import HostPrefix, Restored, Sequence
+from inflight.executor.scheduler.blocks import BlockPool, HostBlocks, WindowPool
+from inflight.executor.scheduler.plan_builder import StepBuilder
+from inflight.executor.scheduler.sequence import HostPrefix, Restored, Sequence
 
 # 256 bits: finding two prefixes with the same hash, and so reading another client's KV, is infeasible.
 HASH_BYTES = 32

@@ -1,4 +1,5 @@
-"""Queues of the accepted sequences, and the rows of the seats. See the table in `executor.scheduler.scheduler`."""
+"""Queues of the accepted sequences, and the rows of the seats. See the table in
+`inflight.executor.scheduler.scheduler`."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
-from executor.scheduler.plan_builder import StepBuilder
-from executor.scheduler.sequence import FinishReason, Sequence
+from inflight.executor.scheduler.plan_builder import StepBuilder
+from inflight.executor.scheduler.sequence import FinishReason, Sequence
 
 # Few sequences wait here, since routers hold the rest, so the more important ones pass these. A larger number would let
 # the others starve.

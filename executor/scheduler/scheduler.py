@@ -38,7 +38,7 @@ sequence boards on those blocks.
 Drafts. A row may compute drafted tokens behind the known ones, and yields a token at each of its positions. Those up to
 the first that is not equal to its draft count. While the step is in flight, `num_computed` and `num_tokens` include one
 token of the row; `update` adds what was accepted. The KV of drafts that were not accepted is behind `num_computed`, in
-blocks of the sequence, is not published, and is overwritten. See `executor.scheduler.drafting`.
+blocks of the sequence, is not published, and is overwritten. See `inflight.executor.scheduler.drafting`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
-from executor.scheduler.admission import Gate, Refusal
-from executor.scheduler.blocks import BlockError, BlockPool, HostBlocks, WindowPool
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
-from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.max_utilization import MaxUtilization, ReserveController
-from executor.scheduler.plan_builder import PrefillOrder, StepBuilder
-from executor.scheduler.prefix_cache import PendingPrefixes, PrefixCache
-from executor.scheduler.queues import SequenceQueues
-from executor.scheduler.seat_view import Seating
-from executor.scheduler.sequence import (
+from inflight.executor.scheduler.admission import Gate, Refusal
+from inflight.executor.scheduler.blocks import BlockError, BlockPool, HostBlocks, WindowPool
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.max_utilization import MaxUtilization, ReserveController
+from inflight.executor.scheduler.plan_builder import PrefillOrder, StepBuilder
+from inflight.executor.scheduler.prefix_cache import PendingPrefixes, PrefixCache
+from inflight.executor.scheduler.queues import SequenceQueues
+from inflight.executor.scheduler.seat_view import Seating
+from inflight.executor.scheduler.sequence import (
     ALL_EXCLUDED,
     FinishEvent,
     FinishReason,
@@ -69,7 +69,7 @@ from executor.scheduler.sequence import (
     TokenLogprobs,
     accepted_ids,
 )
-from executor.scheduler.step_constraint import (
+from inflight.executor.scheduler.step_constraint import (
     CopyCost,
     DecodeLoad,
     DraftTerms,
@@ -77,8 +77,8 @@ from executor.scheduler.step_constraint import (
     StepBounds,
     StepConstraint,
 )
-from executor.scheduler.step_record import KvCounts
-from executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
+from inflight.executor.scheduler.step_record import KvCounts
+from inflight.executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
 
 class Boarding:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
-from executor.scheduler.queues import SequenceQueues
-from executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.queues import SequenceQueues
+from inflight.executor.scheduler.sequence import Sequence
 
 
 class SequencePhase(Enum):

@@ -15,9 +15,9 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from executor.scheduler.blocks import WindowTable
-from executor.scheduler.step_constraint import StepConstraint
-from executor.speculation.proposer import Proposer
+from inflight.executor.scheduler.blocks import WindowTable
+from inflight.executor.scheduler.step_constraint import StepConstraint
+from inflight.executor.speculation.proposer import Proposer
 
 Id = TypeVar("Id", int, int | None)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from executor.scheduler.blocks import BlockPool, HostBlocks, PoolCounts, WindowPool
-from executor.scheduler.prefix_cache import PrefixCache
-from executor.scheduler.sequence import StepPlan
-from executor.scheduler.step_constraint import StepConstraint
+from inflight.executor.scheduler.blocks import BlockPool, HostBlocks, PoolCounts, WindowPool
+from inflight.executor.scheduler.prefix_cache import PrefixCache
+from inflight.executor.scheduler.sequence import StepPlan
+from inflight.executor.scheduler.step_constraint import StepConstraint
 
 
 class LoopPart(IntEnum):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
-from executor.scheduler.sequence import FinishReason, TokenLogprobs
+from inflight.executor.scheduler.sequence import FinishReason, TokenLogprobs
 from inflight.v1 import executor_pb2
 
 # A hundred ends per second for nearly three minutes. More occur only in a storm of cancels, to which no router

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.http.metrics_page import new_registry
-from executor.engine.output import EngineStatus
-from executor.scheduler.blocks import PoolCounts
-from executor.scheduler.step_constraint import StepConstraint
-from executor.scheduler.step_record import PART_NAMES, StepRecord
-from executor.serving.service import ExecutorService
+from inflight.common.http.metrics_page import new_registry
+from inflight.executor.engine.output import EngineStatus
+from inflight.executor.scheduler.blocks import PoolCounts
+from inflight.executor.scheduler.step_constraint import StepConstraint
+from inflight.executor.scheduler.step_record import PART_NAMES, StepRecord
+from inflight.executor.serving.service import ExecutorService
 
 STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 SEQUENCES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -23,13 +23,13 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from executor.engine.output import EngineOutput, ReportedSequence
-from executor.scheduler.admission import Refusal
-from executor.scheduler.seat_view import SequencePhase
-from executor.scheduler.sequence import FinishEvent, FinishReason, ScoredRows, Sequence
-from executor.serving.finished import Ended, EndedSequences, Placed, output_array
-from executor.serving.router_session import REJECT_REASON_PROTO, Session
-from executor.serving.tracing import SequenceTrace
+from inflight.executor.engine.output import EngineOutput, ReportedSequence
+from inflight.executor.scheduler.admission import Refusal
+from inflight.executor.scheduler.seat_view import SequencePhase
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, ScoredRows, Sequence
+from inflight.executor.serving.finished import Ended, EndedSequences, Placed, output_array
+from inflight.executor.serving.router_session import REJECT_REASON_PROTO, Session
+from inflight.executor.serving.tracing import SequenceTrace
 from inflight.v1 import executor_pb2
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from executor.engine.output import EngineStatus, ReportedSequence
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.seat_view import SequencePhase
-from executor.scheduler.step_constraint import StepConstraint
+from inflight.executor.engine.output import EngineStatus, ReportedSequence
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.seat_view import SequencePhase
+from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.v1 import executor_pb2, stats_pb2, types_pb2
 
 WINDOW_S = 10.0

@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc.aio
 
-from common.errors import Reason, RequestError
-from common.rpc.addresses import is_loopback
-from common.rpc.tls import TlsFiles, TlsPaths
-from common.settings import SettingError
-from executor.settings import ExecutorSettings
+from inflight.common.errors import Reason, RequestError
+from inflight.common.rpc.addresses import is_loopback
+from inflight.common.rpc.tls import TlsFiles, TlsPaths
+from inflight.common.settings import SettingError
+from inflight.executor.settings import ExecutorSettings
 
 TLS_SETTINGS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "router_names")
 

@@ -19,17 +19,17 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
-from common.errors import Reason, RequestError
-from common.protocol import (
+from inflight.common.errors import Reason, RequestError
+from inflight.common.protocol import (
     ATTACH_VERSION,
     MAX_FRAME_PROMPT_LOGPROBS,
     MAX_FRAME_TOKENS,
     MAX_PROMPT_LOGPROB_ROWS,
     PROTOCOL_VERSION,
 )
-from executor.scheduler.admission import Refusal
-from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, TokenLogprobs
-from executor.serving.finished import Ended
+from inflight.executor.scheduler.admission import Refusal
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, TokenLogprobs
+from inflight.executor.serving.finished import Ended
 from inflight.v1 import executor_pb2, types_pb2
 
 FINISH_REASON_PROTO: dict[FinishReason, types_pb2.FinishReason] = {

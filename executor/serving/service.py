@@ -19,21 +19,21 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from common.errors import FieldViolation, Reason, RequestError, invalid
-from common.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
-from common.telemetry.tracing import NO_TRACING, Tracing
-from executor.adapters.peft_files import AdapterError, AdapterGoneError
-from executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput, EngineStatus
-from executor.logits.grammar import GrammarCompiler, GrammarError
-from executor.scheduler.sequence import Constraint, FinishReason, Sequence
-from executor.serving.placements import PlacementTable, RetentionPolicy
-from executor.serving.report import RecentRates, Reporter, report_of
-from executor.serving.router_session import FINISH_REASON_PROTO, Session
-from executor.serving.step_feed import StepWatch
-from executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
-from executor.serving.tracing import trace_submit
+from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.common.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from inflight.common.telemetry.tracing import NO_TRACING, Tracing
+from inflight.executor.adapters.peft_files import AdapterError, AdapterGoneError
+from inflight.executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput, EngineStatus
+from inflight.executor.logits.grammar import GrammarCompiler, GrammarError
+from inflight.executor.scheduler.sequence import Constraint, FinishReason, Sequence
+from inflight.executor.serving.placements import PlacementTable, RetentionPolicy
+from inflight.executor.serving.report import RecentRates, Reporter, report_of
+from inflight.executor.serving.router_session import FINISH_REASON_PROTO, Session
+from inflight.executor.serving.step_feed import StepWatch
+from inflight.executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
+from inflight.executor.serving.tracing import trace_submit
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from itertools import islice
 
-from common.errors import FieldViolation, invalid
-from common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
-from executor.engine.output import EngineOutput
-from executor.scheduler.seat_view import SequenceSnapshot
-from executor.scheduler.step_record import PART_NAMES, KvCounts, PlanCounts, StepRecord
-from executor.serving.report import CONSTRAINT_PROTO, PHASE_PROTO
+from inflight.common.errors import FieldViolation, invalid
+from inflight.common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.scheduler.seat_view import SequenceSnapshot
+from inflight.executor.scheduler.step_record import PART_NAMES, KvCounts, PlanCounts, StepRecord
+from inflight.executor.serving.report import CONSTRAINT_PROTO, PHASE_PROTO
 from inflight.v1 import executor_pb2, stats_pb2
 
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from common.grammar import grammar_violation
-from common.protocol import (
+from inflight.common.grammar import grammar_violation
+from inflight.common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
@@ -24,8 +24,8 @@ from common.protocol import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
-from executor.scheduler.limits import InterTokenTargets
-from executor.scheduler.sequence import Constraint, Processors, Sampling, Sequence, Stopping
+from inflight.executor.scheduler.limits import InterTokenTargets
+from inflight.executor.scheduler.sequence import Constraint, Processors, Sampling, Sequence, Stopping
 from inflight.v1 import executor_pb2, types_pb2
 
 # The larger is served first. An unknown class counts as standard.

@@ -12,9 +12,9 @@ from __future__ import annotations
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 
-from common.telemetry.trace_context import parent_context
-from common.telemetry.tracing import Tracing
-from executor.scheduler.sequence import FinishReason
+from inflight.common.telemetry.trace_context import parent_context
+from inflight.common.telemetry.tracing import Tracing
+from inflight.executor.scheduler.sequence import FinishReason
 from inflight.v1 import executor_pb2
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
-from executor.speculation.proposer import Draft
+from inflight.executor.speculation.proposer import Draft
 
 # Weight of the newest observation. The first ones weigh more, so that a bad start is forgotten soon.
 NEWEST = 1 / 32

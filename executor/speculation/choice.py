@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from executor.native.build import BuildFailure
-from executor.speculation.proposer import NgramProposer, Proposer
-from executor.speculation.suffix import AutomatonLibrary, SuffixProposer
+from inflight.executor.native.build import BuildFailure
+from inflight.executor.speculation.proposer import NgramProposer, Proposer
+from inflight.executor.speculation.suffix import AutomatonLibrary, SuffixProposer
 
 log = logging.getLogger(__name__)
 

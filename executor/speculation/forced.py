@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from executor.speculation.proposer import Draft, Proposer
+from inflight.executor.speculation.proposer import Draft, Proposer
 
 # Tokens that a matcher consumes at once. An output that was resumed is longer: its first drafts are not limited.
 MAX_TOKENS_AT_ONCE = 64

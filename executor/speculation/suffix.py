@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 
-from executor.native.build import BuildFailure
-from executor.native.library import load_automaton
-from executor.speculation.proposer import MAX_TOKENS, NO_DRAFT, Draft
+from inflight.executor.native.build import BuildFailure
+from inflight.executor.native.library import load_automaton
+from inflight.executor.speculation.proposer import MAX_TOKENS, NO_DRAFT, Draft
 
 
 class AutomatonLibrary:

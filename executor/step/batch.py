@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from executor.scheduler.sequence import Sequence, StepPlan
+from inflight.executor.scheduler.sequence import Sequence, StepPlan
 
 NO_TARGETS = torch.zeros(0, dtype=torch.int64)
 

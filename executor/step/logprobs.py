@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from executor.scheduler.sequence import TokenLogprobs
-from executor.step.sampling import numbers_of
+from inflight.executor.scheduler.sequence import TokenLogprobs
+from inflight.executor.step.sampling import numbers_of
 
 # torch sums so few numbers on one thread.
 SUMMED_AT_ONCE = 4096

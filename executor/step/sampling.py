@@ -4,7 +4,7 @@ The random number that decides on a token depends only on (seed, output index, v
 each vocabulary index, it becomes Gumbel noise, and the largest noisy logit wins (Gumbel-max: a draw from the softmax).
 So a row's token does not depend on the other rows, their order, chunking, preemption or the executor.
 
-    row with temperature 0     the largest logit, the lowest id among equals; no random number (`executor.serving.
+    row with temperature 0     the largest logit, the lowest id among equals; no random number (`inflight.executor.serving.
                                submission` rounds a temperature near 0 to 0)
     otherwise                  logits / temperature, then those at least min_p times as likely as the likeliest, then
                                the top_k largest, then the fewest of those that hold top_p of their probability; at
@@ -31,11 +31,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from executor.engine.runner import NO_TOKEN
-from executor.logits.reference import process_row
-from executor.logits.row import LogitsRow
-from executor.scheduler.sequence import ALL_EXCLUDED, Sampling
-from executor.step.philox import MASK, philox_words
+from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.logits.reference import process_row
+from inflight.executor.logits.row import LogitsRow
+from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Sampling
+from inflight.executor.step.philox import MASK, philox_words
 
 # Candidates examined first for a row with top_p but no top_k. If they hold too little probability, all are sorted.
 FIRST_CANDIDATES = 1024

@@ -13,12 +13,12 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from executor.logits.grammar import Guide
-from executor.logits.row import LogitsRow, mask_of
-from executor.scheduler.sequence import NO_DRAFTS, NO_PROCESSORS, Sampling, StepPlan, accepted_ids
-from executor.scheduler.sequence import Sequence as BoardedSequence
-from executor.step.batch import StepBatch, YieldingRows
-from executor.step.sampling import SampleRow
+from inflight.executor.logits.grammar import Guide
+from inflight.executor.logits.row import LogitsRow, mask_of
+from inflight.executor.scheduler.sequence import NO_DRAFTS, NO_PROCESSORS, Sampling, StepPlan, accepted_ids
+from inflight.executor.scheduler.sequence import Sequence as BoardedSequence
+from inflight.executor.step.batch import StepBatch, YieldingRows
+from inflight.executor.step.sampling import SampleRow
 
 NO_IDS: frozenset[int] = frozenset()
 NO_ROWS: Mapping[int, LogitsRow] = MappingProxyType({})

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from gateway.bodies import (
+from inflight.gateway.bodies import (
     Body,
     ChatBody,
     EarlierBody,
@@ -27,7 +27,7 @@ from gateway.bodies import (
     read_fields,
     validated,
 )
-from gateway.errors import ApiError, refused, unsupported
+from inflight.gateway.errors import ApiError, refused, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.answers import UNENFORCED_TOOLS, encoded
-from gateway.errors import ApiError
-from gateway.responses.bodies import FieldNames, ResponsesBody
+from inflight.gateway.answers import UNENFORCED_TOOLS, encoded
+from inflight.gateway.errors import ApiError
+from inflight.gateway.responses.bodies import FieldNames, ResponsesBody
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Kind = Literal["reasoning", "message", "function_call"]

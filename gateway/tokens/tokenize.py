@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from gateway.bodies import MAX_PROMPT_VALUES, Body, ChatBody, TokenIds, read_fields, validated
-from gateway.conversion import Defaults, convert_chat
+from inflight.gateway.bodies import MAX_PROMPT_VALUES, Body, ChatBody, TokenIds, read_fields, validated
+from inflight.gateway.conversion import Defaults, convert_chat
 from inflight.v1 import inference_pb2
 
 # Parameters of a chat, which are checked as such.

@@ -21,10 +21,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.machine import num_available_memory_bytes, num_usable_cores
-from common.model_source import ModelError, resolve_model
 from inflight.cli.console import EXIT_FAILURE, open_console
 from inflight.cli.parser import CommandParser
+from inflight.common.machine import num_available_memory_bytes, num_usable_cores
+from inflight.common.model_source import ModelError, resolve_model
 from inflight.local.redis_server import RedisStartError, find_redis_binary
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -184,7 +184,7 @@ def model_on_disk(model: str) -> Finding:
 def weights(model: str) -> Finding:
     """Finds the format of the model's weights, and whether an executor reads it."""
     try:
-        loading: Any = importlib.import_module("executor.formats.loading")
+        loading: Any = importlib.import_module("inflight.executor.formats.loading")
     except ImportError as error:
         return Finding("weights", f"the executor cannot be imported: {error}", Verdict.MISSING, INSTALL)
     try:
@@ -199,7 +199,7 @@ def backend() -> Finding:
     Builds its kernels, as an executor would.
     """
     try:
-        choice: Any = importlib.import_module("executor.attention.choice")
+        choice: Any = importlib.import_module("inflight.executor.attention.choice")
     except ImportError as error:
         return Finding("attention", f"the executor cannot be imported: {error}", Verdict.MISSING, INSTALL)
     torch = choice.torch

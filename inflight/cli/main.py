@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.version import installed_version
 from inflight.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CommandError
+from inflight.common.version import installed_version
 
 SERVE, GATEWAY = "serve", "gateway"
 SERVERS = frozenset({"router", "executor", "gateway"})
@@ -51,10 +51,10 @@ COMMANDS = (
     Command("doctor", "check this machine for what serving needs", "inflight.cli.doctor:main"),
     Command("up", "start a local stack: Redis, executors, routers", "inflight.cli.up:main", SERVE),
     Command("demo", "compare in-flight with static batching, live", "inflight.cli.demo.main:main", SERVE),
-    Command("bench", "measure throughput and latency", "bench.main:main", SERVE),
-    Command("router", "run a router", "router.main:main", SERVE),
-    Command("executor", "run an executor", "executor.entry:main", SERVE),
-    Command("gateway", "run an OpenAI-compatible HTTP gateway", "gateway.main:main", GATEWAY),
+    Command("bench", "measure throughput and latency", "inflight.bench.main:main", SERVE),
+    Command("router", "run a router", "inflight.router.main:main", SERVE),
+    Command("executor", "run an executor", "inflight.executor.entry:main", SERVE),
+    Command("gateway", "run an OpenAI-compatible HTTP gateway", "inflight.gateway.main:main", GATEWAY),
     Command(
         "size", "estimate blocks, seats and executors for a model and its traffic", "inflight.cli.size:main", SERVE
     ),

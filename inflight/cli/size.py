@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from common.kv_size import MOST_SEATS, most_seats
-from common.model_source import ModelError
-from common.settings import SettingError
 from inflight.catalogue import Capacity
 from inflight.cli.console import EXIT_USAGE, CommandError, open_console
 from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
+from inflight.common.kv_size import MOST_SEATS, most_seats
+from inflight.common.model_source import ModelError
+from inflight.common.settings import SettingError
 from inflight.tools.sizing.arithmetic import (
     GIBIBYTE,
     GPUS_MIB,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.machine import num_usable_cores
+from inflight.common.machine import num_usable_cores
 from inflight.local.certificates import CertificateFolder
 from inflight.local.state import DEFAULT_RUN_DIR
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from common.guard import HAS_KERNEL_GUARD, guarded
+from inflight.common.guard import HAS_KERNEL_GUARD, guarded
 
 
 class RunningProcess(Protocol):

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.rpc.options import NO_PROXY
+from inflight.common.rpc.options import NO_PROXY
 
 # Fast enough to find a server that has just started to listen, slow enough for one that still loads.
 _OPTIONS = [

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from common.guard import HAS_KERNEL_GUARD, guarded
+from inflight.common.guard import HAS_KERNEL_GUARD, guarded
 from inflight.local.ports import LOOPBACK_HOST, free_ports
 
 BINARY_NAMES = ("valkey-server", "redis-server")

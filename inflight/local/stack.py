@@ -25,8 +25,8 @@ import grpc
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
-from common.rpc.server import ListenError, check_listen
+from inflight.common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
+from inflight.common.rpc.server import ListenError, check_listen
 from inflight.local.certificates import make_certificates
 from inflight.local.options import (
     STOP_GRACE_S,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.errors import FieldViolation
-from common.grammar import grammar_hash
-from common.protocol import (
+from inflight.common.errors import FieldViolation
+from inflight.common.grammar import grammar_hash
+from inflight.common.protocol import (
     MAX_CHOICES,
     MAX_DRAFTS,
     MAX_FRAME_INTERVAL,
@@ -18,19 +18,19 @@ from common.protocol import (
     MAX_INTER_TOKEN_TARGET_MS,
     MAX_TOP_LOGPROBS,
 )
-from inflight.v1 import executor_pb2, resume_pb2, types_pb2
-from router.api.validation import (
+from inflight.router.api.validation import (
     MAX_DEADLINE_S,
     MAX_NAME_CHARACTERS,
     MAX_STREAM_INTERVAL,
     seconds_of,
     stopping_violations,
 )
-from router.request.executor_context import ADAPTER_HASH, FrameError, context_of
-from router.request.sampling import first_outside, outside_violation, sampling_violations
-from router.request.spec import ModelLimits
-from router.telemetry.events import CLASS_NAMES
-from router.tools.formats import FormatError, answer_format
+from inflight.router.request.executor_context import ADAPTER_HASH, FrameError, context_of
+from inflight.router.request.sampling import first_outside, outside_violation, sampling_violations
+from inflight.router.request.spec import ModelLimits
+from inflight.router.telemetry.events import CLASS_NAMES
+from inflight.router.tools.formats import FormatError, answer_format
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 
 # A deadline that is further away counts as none.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0

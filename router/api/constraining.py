@@ -14,11 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from common.errors import FieldViolation, Reason, RequestError, invalid
-from inflight.v1 import types_pb2
-from router.api.tokenizer_turns import TokenizerTurns
-from router.constraint.answer_grammar import AnswerRules
-from router.constraint.process import (
+from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.router.api.tokenizer_turns import TokenizerTurns
+from inflight.router.constraint.answer_grammar import AnswerRules
+from inflight.router.constraint.process import (
     TOO_LARGE,
     TOO_LONG,
     CompilerFailedError,
@@ -26,7 +25,7 @@ from router.constraint.process import (
     CompilerTimeoutError,
     CompilingProcess,
 )
-from router.constraint.source import (
+from inflight.router.constraint.source import (
     DEFAULT_MAX_WHITESPACE,
     MAX_CHOICES,
     MAX_CONSTRAINT_BYTES,
@@ -36,7 +35,8 @@ from router.constraint.source import (
     ConstraintError,
     ConstraintSource,
 )
-from router.request.errors import RETRY_AFTER_MS
+from inflight.router.request.errors import RETRY_AFTER_MS
+from inflight.v1 import types_pb2
 
 log = logging.getLogger(__name__)
 

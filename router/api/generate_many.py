@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from google.rpc import code_pb2, status_pb2
 
-from common.errors import FieldViolation, Reason, RequestError, invalid
-from common.rpc.status import Unparsed, to_rpc_status
+from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.common.rpc.status import Unparsed, to_rpc_status
+from inflight.router.stream.outbox import Outbox, StreamWriter, ended_update
+from inflight.router.stream.relay import EventWriter, TimedWriter
 from inflight.v1 import inference_pb2
-from router.stream.outbox import Outbox, StreamWriter, ended_update
-from router.stream.relay import EventWriter, TimedWriter
 
 log = logging.getLogger(__name__)
 

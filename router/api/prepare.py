@@ -11,24 +11,23 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
-from common.errors import RequestError
-from common.grammar import grammar_hash
-from common.protocol import MAX_FRAME_INTERVAL
-from common.time_of_day import unix_ms
-from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
-from router.api.attached import MAX_GRPC_DEADLINE_S, checked_context
-from router.api.constraining import Constraining
-from router.api.tokenizing import Tokenizing, check_rates, most_tokens
-from router.api.validation import fit_tokens, validate_generate
-from router.auth.resume_token import ResumeTokens
-from router.config.tenants import TenantConfig, TenantConfigFile
-from router.constraint.answer_grammar import AnswerRules
-from router.constraint.json_text import read_json
-from router.constraint.source import TOOLS, ConstraintSource
-from router.dispatch.pools import ModelBackend
-from router.lifecycle.events import End
-from router.request.errors import shut_out, unknown_tenant
-from router.request.ids import (
+from inflight.common.errors import RequestError
+from inflight.common.grammar import grammar_hash
+from inflight.common.protocol import MAX_FRAME_INTERVAL
+from inflight.common.time_of_day import unix_ms
+from inflight.router.api.attached import MAX_GRPC_DEADLINE_S, checked_context
+from inflight.router.api.constraining import Constraining
+from inflight.router.api.tokenizing import Tokenizing, check_rates, most_tokens
+from inflight.router.api.validation import fit_tokens, validate_generate
+from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.config.tenants import TenantConfig, TenantConfigFile
+from inflight.router.constraint.answer_grammar import AnswerRules
+from inflight.router.constraint.json_text import read_json
+from inflight.router.constraint.source import TOOLS, ConstraintSource
+from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.lifecycle.events import End
+from inflight.router.request.errors import shut_out, unknown_tenant
+from inflight.router.request.ids import (
     call_id,
     choice_ids,
     choice_of,
@@ -39,7 +38,7 @@ from router.request.ids import (
     ledger_id,
     prefix_hashes,
 )
-from router.request.spec import (
+from inflight.router.request.spec import (
     ChatPrompt,
     ChoiceCounts,
     Deadlines,
@@ -48,15 +47,16 @@ from router.request.spec import (
     GenerateSpec,
     ModelLimits,
 )
-from router.settings import RouterSettings
-from router.store.types import DEFAULT_TENANT, NO_LIMITS, Demand, TenantLimits
-from router.stream.request_stream import RequestStream
-from router.telemetry.events import RequestFacts, class_name
-from router.text.output import OutputText
-from router.text.stop_scope import StopScope
-from router.text.tokenizer import TextModel
-from router.tools.formats import AnswerFormat, answer_format
-from router.tools.parser import AnswerParser
+from inflight.router.settings import RouterSettings
+from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, Demand, TenantLimits
+from inflight.router.stream.request_stream import RequestStream
+from inflight.router.telemetry.events import RequestFacts, class_name
+from inflight.router.text.output import OutputText
+from inflight.router.text.stop_scope import StopScope
+from inflight.router.text.tokenizer import TextModel
+from inflight.router.tools.formats import AnswerFormat, answer_format
+from inflight.router.tools.parser import AnswerParser
+from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 
 NUM_SEEDS = 2**64
 # As most models write JSON in calls: a space behind a colon or a comma.

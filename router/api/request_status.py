@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.store.types import Explanation, LedgerState, PrefixHolder, WaitReason
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
-from router.executors.link import ExecutorLink
-from router.store.types import Explanation, LedgerState, PrefixHolder, WaitReason
-from router.stream.request_stream import RequestStream
 
 REQUEST_STATE_PROTO: dict[LedgerState, inference_pb2.RequestState] = {
     LedgerState.WAITING: inference_pb2.REQUEST_STATE_WAITING,

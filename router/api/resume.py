@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.errors import FieldViolation, invalid
-from common.protocol import MAX_CHOICES
+from inflight.common.errors import FieldViolation, invalid
+from inflight.common.protocol import MAX_CHOICES
+from inflight.router.auth.caller import Caller, effective_tenant, sees_model
+from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.request.errors import beyond_output, unknown_request
+from inflight.router.request.ids import choice_ids, ledger_id
+from inflight.router.request.spec import ReadPosition
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import inference_pb2
-from router.auth.caller import Caller, effective_tenant, sees_model
-from router.auth.resume_token import ResumeTokens
-from router.dispatch.pools import ModelBackend, ModelRegistry
-from router.request.errors import beyond_output, unknown_request
-from router.request.ids import choice_ids, ledger_id
-from router.request.spec import ReadPosition
-from router.stream.request_stream import RequestStream
 
 
 def resumed_places(request: inference_pb2.ResumeRequest, num_choices: int) -> tuple[ReadPosition, ...]:

@@ -20,17 +20,16 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 from opentelemetry.trace import NoOpTracer, Span, Tracer
 
-from common.errors import Reason, RequestError
-from common.rpc.status import Unparsed, takes_unparsed
-from inflight.v1 import inference_pb2, inference_pb2_grpc
-from router.api.constraining import Constraining
-from router.api.generate_many import TRACE_KEYS, ManyCall, StreamLimit
-from router.api.prepare import PreparedRequest, RequestPreparation, model_limits
-from router.api.request_status import REQUEST_STATE_PROTO, request_standing
-from router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
-from router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
-from router.api.validation import validate_detokenize, validate_tokenize
-from router.auth.caller import (
+from inflight.common.errors import Reason, RequestError
+from inflight.common.rpc.status import Unparsed, takes_unparsed
+from inflight.router.api.constraining import Constraining
+from inflight.router.api.generate_many import TRACE_KEYS, ManyCall, StreamLimit
+from inflight.router.api.prepare import PreparedRequest, RequestPreparation, model_limits
+from inflight.router.api.request_status import REQUEST_STATE_PROTO, request_standing
+from inflight.router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
+from inflight.router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
+from inflight.router.api.validation import validate_detokenize, validate_tokenize
+from inflight.router.auth.caller import (
     Authenticator,
     Caller,
     Metadata,
@@ -40,22 +39,23 @@ from router.auth.caller import (
     sees_model,
     verified_caller,
 )
-from router.auth.resume_token import ResumeTokens
-from router.config.tenants import TenantConfigFile
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.pools import ModelBackend, ModelRegistry
-from router.lifecycle.events import Admitted
-from router.request.errors import draining, not_in_the_ledger, unknown_request
-from router.settings import RouterSettings
-from router.stats.capacity import add_capacity, described_model, described_variants
-from router.stats.source import StatsSource
-from router.store.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
-from router.stream.choices import AnyRelay, relay_of, run_all
-from router.stream.outbox import varint
-from router.stream.relay import EventWriter, TimedWriter, Write, grace_after
-from router.stream.request_stream import Reader, RequestStream
-from router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
-from router.telemetry.tracing import call_span
+from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.config.tenants import TenantConfigFile
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.lifecycle.events import Admitted
+from inflight.router.request.errors import draining, not_in_the_ledger, unknown_request
+from inflight.router.settings import RouterSettings
+from inflight.router.stats.capacity import add_capacity, described_model, described_variants
+from inflight.router.stats.source import StatsSource
+from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
+from inflight.router.stream.choices import AnyRelay, relay_of, run_all
+from inflight.router.stream.outbox import varint
+from inflight.router.stream.relay import EventWriter, TimedWriter, Write, grace_after
+from inflight.router.stream.request_stream import Reader, RequestStream
+from inflight.router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
+from inflight.router.telemetry.tracing import call_span
+from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from common.errors import Reason, RequestError
-from common.machine import num_usable_cores
-from router.request.errors import RETRY_AFTER_MS
+from inflight.common.errors import Reason, RequestError
+from inflight.common.machine import num_usable_cores
+from inflight.router.request.errors import RETRY_AFTER_MS
 
 T = TypeVar("T")
 

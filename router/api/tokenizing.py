@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from common.errors import FieldViolation, invalid
-from router.api.tokenizer_turns import TokenizerTurns
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.pools import ModelBackend
-from router.request.errors import refusal
-from router.request.sampling import with_bad_word_ids
-from router.request.spec import (
+from inflight.common.errors import FieldViolation, invalid
+from inflight.router.api.tokenizer_turns import TokenizerTurns
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.request.errors import refusal
+from inflight.router.request.sampling import with_bad_word_ids
+from inflight.router.request.spec import (
     ChatPrompt,
     GenerateSpec,
     ModelLimits,
@@ -24,8 +24,8 @@ from router.request.spec import (
     TextPrompt,
     TokenPrompt,
 )
-from router.store.types import TenantLimits
-from router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
+from inflight.router.store.types import TenantLimits
+from inflight.router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
 
 # A text that need not fit the context, because it is truncated or only tokenized, may have this many contexts of
 # tokens.

@@ -18,13 +18,18 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
-from common.protocol import MAX_CHOICES, MAX_DRAFTS, MAX_INTER_TOKEN_TARGET_MS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
-from inflight.v1 import inference_pb2, types_pb2
-from router.api.constraining import constraint_source, constraint_violations
-from router.constraint.answer_grammar import ToolSchema
-from router.request.sampling import first_outside, outside_violation, resolve_sampling, sampling_violations
-from router.request.spec import (
+from inflight.common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
+from inflight.common.protocol import (
+    MAX_CHOICES,
+    MAX_DRAFTS,
+    MAX_INTER_TOKEN_TARGET_MS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
+from inflight.router.api.constraining import constraint_source, constraint_violations
+from inflight.router.constraint.answer_grammar import ToolSchema
+from inflight.router.request.sampling import first_outside, outside_violation, resolve_sampling, sampling_violations
+from inflight.router.request.spec import (
     ChatPrompt,
     ChoiceCounts,
     FittedRequest,
@@ -38,8 +43,9 @@ from router.request.spec import (
     TokenPrompt,
     ToolUse,
 )
-from router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
-from router.text.tokenizer import chat_violations
+from inflight.router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
+from inflight.router.text.tokenizer import chat_violations
+from inflight.v1 import inference_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, AwareDatetime, Field
 from pydantic_core import PydanticCustomError
 
+from inflight.router.auth.caller import Caller
+from inflight.router.config.tenants import TenantName
+from inflight.router.config.toml_file import BELOW, Table, read_toml
 from inflight.v1 import types_pb2
-from router.auth.caller import Caller
-from router.config.tenants import TenantName
-from router.config.toml_file import BELOW, Table, read_toml
 
 MIN_KEY_CHARACTERS = 32
 MAX_KEYS = 10_000

@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from common.errors import Reason, RequestError
-from router.auth.api_keys import ApiKey, find_key, parse_keys
-from router.auth.caller import AnonymousAuthenticator, Authenticator, Caller, Metadata, remember_verified
-from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, verify_token
-from router.config.watched_file import FileWatcher
-from router.settings import RouterSettings
+from inflight.common.errors import Reason, RequestError
+from inflight.router.auth.api_keys import ApiKey, find_key, parse_keys
+from inflight.router.auth.caller import AnonymousAuthenticator, Authenticator, Caller, Metadata, remember_verified
+from inflight.router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, verify_token
+from inflight.router.config.watched_file import FileWatcher
+from inflight.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.store.types import DEFAULT_TENANT
 from inflight.v1 import inference_pb2, types_pb2
-from router.store.types import DEFAULT_TENANT
 
 Metadata = Sequence[tuple[str, Any]]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from common.rpc.addresses import is_loopback
-from common.rpc.server import ConnectionLimits
-from common.rpc.tls import TlsFiles, TlsPaths
-from router.settings import RouterSettings
+from inflight.common.rpc.addresses import is_loopback
+from inflight.common.rpc.server import ConnectionLimits
+from inflight.common.rpc.tls import TlsFiles, TlsPaths
+from inflight.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import rsa
 from jwt.utils import base64url_decode
 
-from common.rpc.json_counts import MAX_NESTING, nests_deeper
+from inflight.common.rpc.json_counts import MAX_NESTING, nests_deeper
+from inflight.router.auth.api_keys import CLASSES
+from inflight.router.auth.caller import Caller
+from inflight.router.config.tenants import is_tenant_name
+from inflight.router.config.watched_file import ContentError, Problem
 from inflight.v1 import types_pb2
-from router.auth.api_keys import CLASSES
-from router.auth.caller import Caller
-from router.config.tenants import is_tenant_name
-from router.config.watched_file import ContentError, Problem
 
 CLASSES_CLAIM = "inflight_classes"
 MODELS_CLAIM = "inflight_models"

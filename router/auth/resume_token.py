@@ -19,8 +19,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.errors import Reason, RequestError
-from router.request.errors import RETRY_AFTER_MS
+from inflight.common.errors import Reason, RequestError
+from inflight.router.request.errors import RETRY_AFTER_MS
 
 log = logging.getLogger(__name__)
 

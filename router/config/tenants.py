@@ -29,9 +29,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from router.config.toml_file import BELOW, Table, read_toml
-from router.config.watched_file import FileWatcher
-from router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
+from inflight.router.config.toml_file import BELOW, Table, read_toml
+from inflight.router.config.watched_file import FileWatcher
+from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from router.config.watched_file import ContentError, Problem
+from inflight.router.config.watched_file import ContentError, Problem
 
 Path = tuple[str, ...]
 Location = tuple[str | int, ...]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from common.followed import FileVersion, poll, version_of
-from common.settings import SettingError
+from inflight.common.followed import FileVersion, poll, version_of
+from inflight.common.settings import SettingError
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Grammars of whole answers in llguidance's Lark: reasoning, then tool calls in a model's format or a constraint.
 
-The same table of formats drives the parser (`router.tools.parser`). Text is free until a call begins; from there on the
-call names a tool and its arguments satisfy that tool's schema. Markers that are special tokens of the model are written
-by id, because no text matches them.
+The same table of formats drives the parser (`inflight.router.tools.parser`). Text is free until a call begins; from
+there on the call names a tool and its arguments satisfy that tool's schema. Markers that are special tokens of the
+model are written by id, because no text matches them.
 
 A limit of the reasoning is part of the grammar, so that it holds wherever the output is continued: the position in the
 grammar is a function of the output's tokens. llguidance copies the position in such a grammar, but does not roll it
@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router.constraint.exclusive import with_any_of
-from router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
-from router.constraint.json_text import JsonTextError, parse_json
-from router.tools.formats import AnswerFormat, ReasoningFormat, ToolFormat, answer_format
+from inflight.router.constraint.exclusive import with_any_of
+from inflight.router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
+from inflight.router.constraint.json_text import JsonTextError, parse_json
+from inflight.router.tools.formats import AnswerFormat, ReasoningFormat, ToolFormat, answer_format
 
 ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

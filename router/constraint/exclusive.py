@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from router.constraint.json_schema import SCHEMA_LISTS, SCHEMA_MAPS, Schema
+from inflight.router.constraint.json_schema import SCHEMA_LISTS, SCHEMA_MAPS, Schema
 
 ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 # References and `allOf` that are followed for one alternative.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from router.constraint.ecma_pattern import PatternError, rust_pattern
-from router.constraint.json_text import shortened
+from inflight.router.constraint.ecma_pattern import PatternError, rust_pattern
+from inflight.router.constraint.json_text import shortened
 
 Schema = dict[str, Any] | bool
 

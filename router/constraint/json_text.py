@@ -12,7 +12,7 @@ import math
 import sys
 from typing import Any
 
-from common.rpc.json_counts import MAX_NESTING, nests_deeper
+from inflight.common.rpc.json_counts import MAX_NESTING, nests_deeper
 
 # Longer ones are larger than any double.
 MAX_INTEGER_DIGITS = 309

@@ -16,7 +16,7 @@ import time
 import weakref
 from pathlib import Path
 
-from router.constraint.source import ConstraintError, ConstraintSource
+from inflight.router.constraint.source import ConstraintError, ConstraintSource
 
 ROOT = Path(__file__).parents[3]
 # Of the wall clock, which runs on while the machine is busy elsewhere. The process ends itself after much less
@@ -47,7 +47,7 @@ class CompilingProcess:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "router.constraint.worker"],
+            [sys.executable, "-P", "-m", "inflight.router.constraint.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

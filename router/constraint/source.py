@@ -1,7 +1,7 @@
 """Constraints of clients, and their canonical grammars.
 
 `canonical` is a function of the constraint alone: equal constraints give equal text, on every router. It takes time in
-proportion to the constraint's size, and runs in a compiling process (`router.constraint.worker`).
+proportion to the constraint's size, and runs in a compiling process (`inflight.router.constraint.worker`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.grammar import canonical_grammar, canonical_grammars
-from common.protocol import MAX_GRAMMAR_BYTES
-from router.constraint.answer_grammar import AnswerRules, ToolSchemaError, answer_lark, answer_rules, tool_patterns
-from router.constraint.exclusive import with_any_of
-from router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
-from router.constraint.json_text import JsonTextError, parse_json
+from inflight.common.grammar import canonical_grammar, canonical_grammars
+from inflight.common.protocol import MAX_GRAMMAR_BYTES
+from inflight.router.constraint.answer_grammar import (
+    AnswerRules,
+    ToolSchemaError,
+    answer_lark,
+    answer_rules,
+    tool_patterns,
+)
+from inflight.router.constraint.exclusive import with_any_of
+from inflight.router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
+from inflight.router.constraint.json_text import JsonTextError, parse_json
 
 DEFAULT_MAX_WHITESPACE = 8
 MAX_WHITESPACE = 64

@@ -23,10 +23,10 @@ from typing import BinaryIO
 
 import llguidance
 
-from common.grammar import PARSER_LIMITS, canonical_grammar
-from router.constraint.json_schema import MAX_VIOLATIONS
-from router.constraint.process import LENGTH_BYTES, OUT_OF_MEMORY
-from router.constraint.source import TOOLS, ConstraintError, ConstraintSource, canonical, patterns, source_of
+from inflight.common.grammar import PARSER_LIMITS, canonical_grammar
+from inflight.router.constraint.json_schema import MAX_VIOLATIONS
+from inflight.router.constraint.process import LENGTH_BYTES, OUT_OF_MEMORY
+from inflight.router.constraint.source import TOOLS, ConstraintError, ConstraintSource, canonical, patterns, source_of
 
 # Processor time for one constraint.
 MAX_COMPILE_S = 2.0
@@ -36,7 +36,7 @@ MAX_MEMORY_BYTES = 256 * 1024 * 1024
 PROBED_STEPS = 64
 # Processor time for these steps. With a model's vocabulary a step costs more, and each token needs one.
 MAX_PROBE_S = 0.5
-# As `router.constraint.answer_grammar` writes it; in a text of JSON the quotes before it would be escaped.
+# As `inflight.router.constraint.answer_grammar` writes it; in a text of JSON the quotes before it would be escaped.
 _TOKEN_ID = re.compile(r"<\[\d+\]>")
 
 

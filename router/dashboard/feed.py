@@ -16,10 +16,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
+from inflight.router.auth.caller import Caller
+from inflight.router.dashboard.as_json import line_of
 from inflight.v1 import inference_pb2
-from router.auth.caller import Caller
-from router.dashboard.as_json import line_of
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from common.errors import Reason
-from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.common.errors import Reason
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 
 MAX_ENDED = 200
 # Live requests beyond this number are counted but have no timeline.
@@ -71,7 +71,7 @@ class Entry:
 
 
 class Timeline:
-    """One request. Implements `router.telemetry.events.RequestRecorder`."""
+    """One request. Implements `inflight.router.telemetry.events.RequestRecorder`."""
 
     __slots__ = (
         "_log",
@@ -201,7 +201,8 @@ def _key(facts: RequestFacts) -> Key:
 
 
 class RequestLog:
-    """Live requests, and the most recently ended ones. Implements `router.telemetry.events.RequestObserver`."""
+    """Live requests, and the most recently ended ones. Implements
+    `inflight.router.telemetry.events.RequestObserver`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now_s = clock

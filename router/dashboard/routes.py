@@ -20,10 +20,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.errors import Reason, RequestError
-from router.auth.caller import Authenticator, Caller, Metadata
-from router.dashboard.feed import Feed, Feeds
-from router.dashboard.watching import Seen, Watching, joined
+from inflight.common.errors import Reason, RequestError
+from inflight.router.auth.caller import Authenticator, Caller, Metadata
+from inflight.router.dashboard.feed import Feed, Feeds
+from inflight.router.dashboard.watching import Seen, Watching, joined
 
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -65,7 +65,7 @@ def board_routes(feeds: Feeds, authenticator: Authenticator, watching: Watching 
 
 
 def _static_files() -> list[Traversable]:
-    folder = resources.files("router.dashboard") / "static"
+    folder = resources.files("inflight.router.dashboard") / "static"
     return [path for path in folder.iterdir() if PurePosixPath(path.name).suffix in CONTENT_TYPES]
 
 

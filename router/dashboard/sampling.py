@@ -11,8 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from inflight.v1 import executor_pb2
-from router.dashboard.history import (
+from inflight.router.dashboard.history import (
     EXECUTOR_FIELDS,
     MODEL_FIELDS,
     SAMPLE_S,
@@ -22,11 +21,12 @@ from router.dashboard.history import (
     Row,
     row_of,
 )
-from router.dashboard.requests import RequestLog, Tally
-from router.dispatch.pools import ModelBackend
-from router.executors.link import ExecutorLink
-from router.store.types import Snapshot
-from router.telemetry.latencies import Latencies
+from inflight.router.dashboard.requests import RequestLog, Tally
+from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.store.types import Snapshot
+from inflight.router.telemetry.latencies import Latencies
+from inflight.v1 import executor_pb2
 
 log = logging.getLogger(__name__)
 

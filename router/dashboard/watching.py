@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from router.auth.caller import Caller, sees_model
-from router.dashboard.history import (
+from inflight.router.auth.caller import Caller, sees_model
+from inflight.router.dashboard.history import (
     EXECUTOR_FIELDS,
     MODEL_FIELDS,
     NUM_SAMPLES,
@@ -25,8 +25,8 @@ from router.dashboard.history import (
     Sample,
     sample_as_json,
 )
-from router.dashboard.requests import Entry, RequestLog, Timeline
-from router.telemetry.event_log import Event, EventLog
+from inflight.router.dashboard.requests import Entry, RequestLog, Timeline
+from inflight.router.telemetry.event_log import Event, EventLog
 
 # Timelines per line: as many as the page lists.
 MAX_TIMELINES = 200

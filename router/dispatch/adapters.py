@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.errors import FieldViolation, Reason, RequestError
+from inflight.common.errors import FieldViolation, Reason, RequestError
 from inflight.v1 import executor_pb2
 
 MAX_LISTED_NAMES = 32

@@ -18,16 +18,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from common.errors import Reason, RequestError
-from inflight.v1 import executor_pb2, types_pb2
-from router.dispatch.ledger_writer import LedgerWriter, ledger_report
-from router.dispatch.moves import Moves
-from router.dispatch.queue_updates import QueueWatch
-from router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
-from router.dispatch.waiting_audit import WaitingAudit
-from router.executors.link import Answer as LinkAnswer
-from router.executors.link import ExecutorLink, NotAttached, OnAnswer
-from router.lifecycle.events import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.dispatch.ledger_writer import LedgerWriter, ledger_report
+from inflight.router.dispatch.moves import Moves
+from inflight.router.dispatch.queue_updates import QueueWatch
+from inflight.router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
+from inflight.router.dispatch.waiting_audit import WaitingAudit
+from inflight.router.executors.link import Answer as LinkAnswer
+from inflight.router.executors.link import ExecutorLink, NotAttached, OnAnswer
+from inflight.router.lifecycle.events import (
     Admitted,
     AdoptedElsewhere,
     AttachAnswered,
@@ -46,7 +45,7 @@ from router.lifecycle.events import (
     Unlinked,
     WithdrawAnswered,
 )
-from router.lifecycle.lifecycle import (
+from inflight.router.lifecycle.lifecycle import (
     KEEPS_EXECUTOR,
     Answer,
     Attach,
@@ -69,7 +68,7 @@ from router.lifecycle.lifecycle import (
     SettleUnused,
     SubmitToLedger,
 )
-from router.request.errors import (
+from inflight.router.request.errors import (
     RETRY_AFTER_MS,
     being_cancelled,
     draining,
@@ -81,9 +80,9 @@ from router.request.errors import (
     refusal,
     still_waits,
 )
-from router.request.ids import client_id
-from router.store.store import AdmissionStore
-from router.store.types import (
+from inflight.router.request.ids import client_id
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     CancelOutcome,
@@ -99,14 +98,15 @@ from router.store.types import (
     StoreEvent,
     TenantLimits,
 )
-from router.stream.relay import Relay, unattended_s
-from router.stream.request_stream import Reader, RequestStream, unread_stream
-from router.subpools.store import SubPoolStore
+from inflight.router.stream.relay import Relay, unattended_s
+from inflight.router.stream.request_stream import Reader, RequestStream, unread_stream
+from inflight.router.subpools.store import SubPoolStore
+from inflight.v1 import executor_pb2, types_pb2
 
 Outcome = TypeVar("Outcome")
 
-# The number of requests that fit into the concurrent calls of submit.lua (`router.store.batches`). A new request that
-# gets no turn within `SUBMIT_TURN_S` is refused. Its client can try another router, or try again later.
+# The number of requests that fit into the concurrent calls of submit.lua (`inflight.router.store.batches`). A new
+# request that gets no turn within `SUBMIT_TURN_S` is refused. Its client can try another router, or try again later.
 MAX_CONCURRENT_SUBMITS = 32
 SUBMIT_TURN_S = 2.0
 
@@ -506,7 +506,7 @@ class Dispatcher:
     def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
         self._execute([CancelSequence(executor_id, attempt.request_id, attempt.attempt)])
 
-    # Calls of the audit (`router.dispatch.waiting_audit`).
+    # Calls of the audit (`inflight.router.dispatch.waiting_audit`).
 
     def waiting(self) -> list[RequestStream]:
         """Returns the requests that are in the queue, as far as this router knows."""

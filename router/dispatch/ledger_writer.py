@@ -1,7 +1,8 @@
 """Background writes of a router to the ledger: ends of placements and executors' reports.
 
 While a call is in progress, further writes collect for the next call. While Redis is unavailable, ends wait here. Of an
-executor's reports only the newest counts, and not every router writes every report (`router.dispatch.report_pacer`).
+executor's reports only the newest counts, and not every router writes every report
+(`inflight.router.dispatch.report_pacer`).
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from common.errors import RequestError
-from common.protocol import RESERVATION_VERSION
+from inflight.common.errors import RequestError
+from inflight.common.protocol import RESERVATION_VERSION
+from inflight.router.dispatch.report_pacer import ReportPacer
+from inflight.router.dispatch.retry_queue import STORE_RETRY_S
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
+from inflight.router.subpools.store import SubPoolStore
 from inflight.v1 import executor_pb2, types_pb2
-from router.dispatch.report_pacer import ReportPacer
-from router.dispatch.retry_queue import STORE_RETRY_S
-from router.executors.link import ExecutorLink
-from router.store.store import AdmissionStore
-from router.store.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
-from router.subpools.store import SubPoolStore
 
 log = logging.getLogger(__name__)
 
 
 class LedgerWriter:
-    """The background writes for one pool. Implements `router.store.types.PoolListener`.
+    """The background writes for one pool. Implements `inflight.router.store.types.PoolListener`.
 
     `on_superseded(executor_id, attempt)` is called for a sequence that an executor holds although the ledger no longer
     counts its attempt. It must cancel the sequence on the executor.

@@ -18,11 +18,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from common.errors import RequestError
-from router.dispatch.waiting_audit import WaitingRequests
-from router.store.types import Demand
-from router.stream.request_stream import RequestStream
-from router.subpools.store import SubPoolStore
+from inflight.common.errors import RequestError
+from inflight.router.dispatch.waiting_audit import WaitingRequests
+from inflight.router.store.types import Demand
+from inflight.router.stream.request_stream import RequestStream
+from inflight.router.subpools.store import SubPoolStore
 
 log = logging.getLogger(__name__)
 

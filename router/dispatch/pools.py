@@ -14,21 +14,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.router.auth.caller import Caller, model_of, sees_model
+from inflight.router.config.tenants import Variant, choose_variant, share_of
+from inflight.router.discovery import watch
+from inflight.router.dispatch.adapters import Adapter, adapters_of, unknown_adapter
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.executors.channel import ExecutorChannels
+from inflight.router.executors.link import ExecutorLink, LinkEvents
+from inflight.router.lifecycle.events import LinkEvent, SequenceEnded
+from inflight.router.request.errors import no_executor
+from inflight.router.stream.request_stream import RequestStream
+from inflight.router.telemetry.event_log import EventLog
+from inflight.router.telemetry.events import NO_OBSERVERS, RequestObservers
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import executor_pb2, inference_pb2
-from router.auth.caller import Caller, model_of, sees_model
-from router.config.tenants import Variant, choose_variant, share_of
-from router.discovery import watch
-from router.dispatch.adapters import Adapter, adapters_of, unknown_adapter
-from router.dispatch.dispatcher import Dispatcher
-from router.executors.channel import ExecutorChannels
-from router.executors.link import ExecutorLink, LinkEvents
-from router.lifecycle.events import LinkEvent, SequenceEnded
-from router.request.errors import no_executor
-from router.stream.request_stream import RequestStream
-from router.telemetry.event_log import EventLog
-from router.telemetry.events import NO_OBSERVERS, RequestObservers
-from router.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ModelBackend:
 
 
 class ModelRegistry:
-    """All models of this router, and its links. Implements `router.executors.link.LinkRegistry`."""
+    """All models of this router, and its links. Implements `inflight.router.executors.link.LinkRegistry`."""
 
     def __init__(
         self,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from common.errors import RequestError
-from router.store.types import Explanation, LedgerState, Queued
-from router.stream.request_stream import RequestStream
+from inflight.common.errors import RequestError
+from inflight.router.store.types import Explanation, LedgerState, Queued
+from inflight.router.stream.request_stream import RequestStream
 
 Explain = Callable[[str], Awaitable[Explanation | None]]
 

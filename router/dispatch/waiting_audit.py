@@ -24,10 +24,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from common.errors import RequestError
-from router.dispatch.retry_queue import STORE_RETRY_S
-from router.store.types import ANY_ATTEMPT, Attempt
-from router.stream.request_stream import RequestStream
+from inflight.common.errors import RequestError
+from inflight.router.dispatch.retry_queue import STORE_RETRY_S
+from inflight.router.store.types import ANY_ATTEMPT, Attempt
+from inflight.router.stream.request_stream import RequestStream
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ MAX_PER_CHECK = 256
 
 
 class WaitingRequests(Protocol):
-    """The waiting requests of a router, implemented by `router.dispatch.dispatcher.Dispatcher`."""
+    """The waiting requests of a router, implemented by `inflight.router.dispatch.dispatcher.Dispatcher`."""
 
     def waiting(self) -> list[RequestStream]:
         """Returns the requests that this router believes to be in the queue."""

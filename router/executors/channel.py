@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import grpc.aio
 
-from common.rpc.options import NO_PROXY, channel_options
-from common.rpc.server import MAX_LINK_BYTES
-from common.rpc.tls import TlsFiles, TlsPaths
-from common.settings import SettingError
-from router.settings import RouterSettings
+from inflight.common.rpc.options import NO_PROXY, channel_options
+from inflight.common.rpc.server import MAX_LINK_BYTES
+from inflight.common.rpc.tls import TlsFiles, TlsPaths
+from inflight.common.settings import SettingError
+from inflight.router.settings import RouterSettings
 
 
 class ExecutorChannels:

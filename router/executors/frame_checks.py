@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sized
 from types import MappingProxyType
 
-from common.protocol import MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
+from inflight.common.protocol import MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
+from inflight.router.request.executor_context import ADAPTER_HASH, FrameError
+from inflight.router.request.sampling import sampling_violations
 from inflight.v1 import executor_pb2, types_pb2
-from router.request.executor_context import ADAPTER_HASH, FrameError
-from router.request.sampling import sampling_violations
 
 # The ledger's scripts compute with doubles, which represent integers exactly up to this number.
 MAX_COUNT = 2**53

@@ -5,10 +5,10 @@ of the request's life cycle go to the pool (`LinkEvents`). A link that breaks re
 then void: either the executor is dead, or a router attaches to them. If a token is missing, the link attaches to the
 placement again, from that token on. If that fails, the placement is given up and the request continues elsewhere.
 
-An executor's description or frame ends at most this link. `router.executors.frame_checks` refuses what cannot be true
-before any of it is applied. Any other error in handling a frame, an `IllegalTransition` included, is a bug of this
-router; it ends the link as well, so that the executor that sends such frames cannot end the router. Both are logged and
-counted. The pause before the next connection then doubles each time, up to `MAX_BREACH_BACKOFF_S`.
+An executor's description or frame ends at most this link. `inflight.router.executors.frame_checks` refuses what cannot
+be true before any of it is applied. Any other error in handling a frame, an `IllegalTransition` included, is a bug of
+this router; it ends the link as well, so that the executor that sends such frames cannot end the router. Both are
+logged and counted. The pause before the next connection then doubles each time, up to `MAX_BREACH_BACKOFF_S`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from common.cancellation import task_is_cancelled
-from common.protocol import ATTACH_VERSION, LOGITS_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from inflight.common.cancellation import task_is_cancelled
+from inflight.common.protocol import ATTACH_VERSION, LOGITS_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from inflight.router.executors.channel import ExecutorChannels
+from inflight.router.executors.frame_checks import check_description, check_frame
+from inflight.router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, SequenceEnded, Withdrawn
+from inflight.router.request.executor_context import FrameError
+from inflight.router.stream.request_stream import RequestStream, unread_stream
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from router.executors.channel import ExecutorChannels
-from router.executors.frame_checks import check_description, check_frame
-from router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, SequenceEnded, Withdrawn
-from router.request.executor_context import FrameError
-from router.stream.request_stream import RequestStream, unread_stream
 
 CHECK_INTERVAL_S = 1.0
 LATE_S = 1.0

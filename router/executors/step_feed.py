@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from common.cancellation import task_is_cancelled
+from inflight.common.cancellation import task_is_cancelled
+from inflight.router.executors.link import ExecutorLink
 from inflight.v1 import executor_pb2, stats_pb2
-from router.executors.link import ExecutorLink
 
 log = logging.getLogger(__name__)
 

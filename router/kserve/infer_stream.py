@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
 from inflight.kserve import grpc_service_pb2
-from router.kserve.responses import error_response
+from inflight.router.kserve.responses import error_response
 
 Write = Callable[[grpc_service_pb2.ModelStreamInferResponse], Awaitable[None]]
 Serve = Callable[

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.kserve import grpc_service_pb2, model_config_pb2
-from router.kserve import translation
-from router.kserve.options import OPTIONS, SAMPLING_PARAMETERS
-from router.kserve.tensors import BYTES
-from router.kserve.translation import VERSION
+from inflight.router.kserve import translation
+from inflight.router.kserve.options import OPTIONS, SAMPLING_PARAMETERS
+from inflight.router.kserve.tensors import BYTES
+from inflight.router.kserve.translation import VERSION
 
 PLATFORM = "inflight"
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, cast
 
-from common.errors import FieldViolation, RequestError, invalid
-from common.rpc.json_counts import MAX_NESTING, has_more_values, nests_deeper
+from inflight.common.errors import FieldViolation, RequestError, invalid
+from inflight.common.rpc.json_counts import MAX_NESTING, has_more_values, nests_deeper
 from inflight.kserve import grpc_service_pb2
-from router.kserve.tensors import BYTES, Tensor
+from inflight.router.kserve.tensors import BYTES, Tensor
 
 SAMPLING_PARAMETERS = "sampling_parameters"
 MAX_JSON_BYTES = 2**20

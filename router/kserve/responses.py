@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
 from inflight.kserve import grpc_service_pb2
+from inflight.router.kserve import translation
+from inflight.router.kserve.logprobs import logprob_of, logprobs_json
+from inflight.router.kserve.tensors import BYTES, Element, Tensor, encode_output
+from inflight.router.kserve.translation import VERSION, Wanted
 from inflight.v1 import inference_pb2, types_pb2
-from router.kserve import translation
-from router.kserve.logprobs import logprob_of, logprobs_json
-from router.kserve.tensors import BYTES, Element, Tensor, encode_output
-from router.kserve.translation import VERSION, Wanted
 
 FINAL_RESPONSE = "triton_final_response"
 

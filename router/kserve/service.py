@@ -15,17 +15,17 @@ from weakref import WeakValueDictionary
 
 import grpc.aio
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
+from inflight.router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model, verified_caller
+from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.kserve.infer_stream import InferStream
+from inflight.router.kserve.models import model_config, model_metadata
+from inflight.router.kserve.responses import FINAL_RESPONSE, Responder, Send
+from inflight.router.kserve.translation import VERSION, Inference, check_version, in_client_words, translate
+from inflight.router.settings import RouterSettings
+from inflight.router.stream.relay import TimedWriter, Write
 from inflight.v1 import inference_pb2
-from router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model, verified_caller
-from router.dispatch.pools import ModelBackend, ModelRegistry
-from router.kserve.infer_stream import InferStream
-from router.kserve.models import model_config, model_metadata
-from router.kserve.responses import FINAL_RESPONSE, Responder, Send
-from router.kserve.translation import VERSION, Inference, check_version, in_client_words, translate
-from router.settings import RouterSettings
-from router.stream.relay import TimedWriter, Write
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 

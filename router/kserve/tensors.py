@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.errors import FieldViolation, invalid
+from inflight.common.errors import FieldViolation, invalid
 from inflight.kserve import grpc_service_pb2
 
 Element = bool | int | float | bytes

@@ -1,7 +1,7 @@
 """Translation of an inference request into a GenerateRequest, and the form of the answer. Pure.
 
-Values are checked where every request's are, by `router.api.validation`; a refusal that comes back from there names
-fields of a GenerateRequest, and `in_client_words` puts the client's own names in their place.
+Values are checked where every request's are, by `inflight.router.api.validation`; a refusal that comes back from there
+names fields of a GenerateRequest, and `in_client_words` puts the client's own names in their place.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from common.errors import FieldViolation, RequestError, not_implemented
-from common.protocol import MAX_CHOICES
+from inflight.common.errors import FieldViolation, RequestError, not_implemented
+from inflight.common.protocol import MAX_CHOICES
 from inflight.kserve import grpc_service_pb2
+from inflight.router.kserve.options import OPTION_OF, OPTIONS, Given, Kind, parameter_values, read_options, wrong
+from inflight.router.kserve.tensors import MAX_TENSORS, decode_inputs
 from inflight.v1 import inference_pb2, types_pb2
-from router.kserve.options import OPTION_OF, OPTIONS, Given, Kind, parameter_values, read_options, wrong
-from router.kserve.tensors import MAX_TENSORS, decode_inputs
 
 MAX_ID_CHARACTERS = 256
 VERSION = "1"

@@ -1,7 +1,7 @@
 """The states of a request and the events that change them. Plain data.
 
-Events that the ledger sends unasked are defined in `router.store.types`. Answers to calls, events of executors, clients
-and timers are defined here.
+Events that the ledger sends unasked are defined in `inflight.router.store.types`. Answers to calls, events of
+executors, clients and timers are defined here.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.errors import RequestError
-from inflight.v1 import types_pb2
-from router.store.types import (
+from inflight.common.errors import RequestError
+from inflight.router.store.types import (
     Adopted,
     CancelOutcome,
     Dropped,
@@ -24,6 +23,7 @@ from router.store.types import (
     Refused,
     StoreEvent,
 )
+from inflight.v1 import types_pb2
 
 SubmitOutcome = Placement | Queued | Dropped | Adopted | Refused | Duplicate | RequestError
 Admitted = Placement | Queued | Dropped | Adopted
@@ -31,7 +31,7 @@ HandBackOutcome = Placement | Queued | Dropped | HandBackRefusal
 
 
 class RequestState(Enum):
-    """The state of a request; `router.lifecycle.lifecycle` has the table."""
+    """The state of a request; `inflight.router.lifecycle.lifecycle` has the table."""
 
     NEW = auto()
     SUBMITTING = auto()
@@ -199,7 +199,8 @@ class CancelFound:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The ledger does not have the request, which waits here, in its queue (`router.dispatch.waiting_audit`)."""
+    """The ledger does not have the request, which waits here, in its queue
+    (`inflight.router.dispatch.waiting_audit`)."""
 
 
 # Events of links ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """The life cycle of requests on one router: a pure state machine.
 
-Events go in: events and answers of the ledger, events of links and clients, and timers (`router.lifecycle.events`).
-Effects come out. `router.dispatch.dispatcher` executes them, and in virtual time `bench.simulation`. No module in this
-folder does I/O, waits, reads a clock or draws a random number.
+Events go in: events and answers of the ledger, events of links and clients, and timers
+(`inflight.router.lifecycle.events`). Effects come out. `inflight.router.dispatch.dispatcher` executes them, and in
+virtual time `inflight.bench.simulation`. No module in this folder does I/O, waits, reads a clock or draws a random
+number.
 
 `LiveRequests` holds the requests of one model. A `Lifecycle` is one request. Its state says where the request is, as
 far as this router knows:
@@ -21,8 +22,8 @@ far as this router knows:
 
 Several calls can be under way at once (`calls`). For example, a submit whose reply is lost is overtaken by a
 resubmission, or a client leaves while a placement is handed back. So an answer is legal in every state in which its
-call is under way, and its effect depends on the state. `router.lifecycle.transitions` has every state that an event can
-lead to. Any other transition raises `IllegalTransition` and changes nothing.
+call is under way, and its effect depends on the state. `inflight.router.lifecycle.transitions` has every state that an
+event can lead to. Any other transition raises `IllegalTransition` and changes nothing.
 
 A placement is fenced by its attempt: `Lifecycle.handle` drops an event whose attempt is not the current one, so the
 code behind it need not check that. Output does not pass through here; a link compares the same `current_attempt` when
@@ -40,9 +41,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from common.errors import Reason, RequestError
-from inflight.v1 import types_pb2
-from router.lifecycle.events import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.lifecycle.events import (
     CANCELLED_END,
     DEADLINE_END,
     FENCED,
@@ -80,10 +80,10 @@ from router.lifecycle.events import (
     WithdrawDue,
     Withdrawn,
 )
-from router.lifecycle.transitions import TRANSITIONS, UNSERVED
-from router.request.errors import ADAPTER, duplicate, mismatch, out_of_reach, output_lost, refusal, taken_over
-from router.request.ids import client_id
-from router.store.types import (
+from inflight.router.lifecycle.transitions import TRANSITIONS, UNSERVED
+from inflight.router.request.errors import ADAPTER, duplicate, mismatch, out_of_reach, output_lost, refusal, taken_over
+from inflight.router.request.ids import client_id
+from inflight.router.store.types import (
     Adopted,
     Cancelled,
     CancelRequested,
@@ -102,6 +102,7 @@ from router.store.types import (
     StoreEvent,
     TakenOver,
 )
+from inflight.v1 import types_pb2
 
 # How often in a row a request that was preempted before its next token is placed again at once; then at the pace of
 # reports.

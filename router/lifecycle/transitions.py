@@ -1,14 +1,14 @@
 """The table of a request's transitions: every state that an event can lead to. Plain data.
 
-An event that a state does not allow is illegal (`router.lifecycle.lifecycle`). An answer is legal only while its call
-is under way, whatever the state.
+An event that a state does not allow is illegal (`inflight.router.lifecycle.lifecycle`). An answer is legal only while
+its call is under way, whatever the state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.lifecycle.events import (
+from inflight.router.lifecycle.events import (
     AdoptedElsewhere,
     AttachAnswered,
     CancelFound,
@@ -35,7 +35,7 @@ from router.lifecycle.events import (
     WithdrawDue,
     Withdrawn,
 )
-from router.store.types import (
+from inflight.router.store.types import (
     Cancelled,
     CancelRequested,
     Dropped,

@@ -6,9 +6,9 @@ import re
 
 from google.protobuf.message import DecodeError
 
-from common.protocol import MAX_CHOICES
+from inflight.common.protocol import MAX_CHOICES
+from inflight.router.request.ids import choice_ids, ledger_id
 from inflight.v1 import executor_pb2, resume_pb2
-from router.request.ids import choice_ids, ledger_id
 
 # The ledger searches a text for the hash, so it must have no other characters.
 ADAPTER_HASH = re.compile("[0-9a-f]{64}")

@@ -17,8 +17,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from inflight.router.store.types import DEFAULT_TENANT
 from inflight.v1 import inference_pb2
-from router.store.types import DEFAULT_TENANT
 
 _ID_BYTES = 16
 _SEED_BYTES = 8

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from common.errors import FieldViolation, invalid
-from common.protocol import (
+from inflight.common.errors import FieldViolation, invalid
+from inflight.common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
@@ -20,8 +20,8 @@ from common.protocol import (
     MAX_LOGIT_BIASES,
     MAX_PENALTY,
 )
+from inflight.router.request.spec import ResolvedSampling
 from inflight.v1 import types_pb2
-from router.request.spec import ResolvedSampling
 
 MAX_BAD_WORD_CHARACTERS = 1024
 

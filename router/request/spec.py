@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight.router.constraint.answer_grammar import ToolSchema
+from inflight.router.constraint.source import ConstraintSource
+from inflight.router.text.output import OutputText
+from inflight.router.tools.parser import AnswerParser
 from inflight.v1 import inference_pb2, types_pb2
-from router.constraint.answer_grammar import ToolSchema
-from router.constraint.source import ConstraintSource
-from router.text.output import OutputText
-from router.tools.parser import AnswerParser
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.store.types import ClassQueue, ExecutorStanding, Snapshot
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.dispatch.pools import ModelBackend
-from router.executors.link import ExecutorLink
-from router.store.types import ClassQueue, ExecutorStanding, Snapshot
 
 # Fields that an executor may not have measured.
 MEASURES = (

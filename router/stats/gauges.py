@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from common.errors import RequestError
-from router.dispatch.pools import ModelBackend
-from router.store.types import Snapshot
-from router.telemetry.events import CLASS_NAMES
+from inflight.common.errors import RequestError
+from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.store.types import Snapshot
+from inflight.router.telemetry.events import CLASS_NAMES
 
 MIN_INTERVAL_S = 1.0
 

@@ -13,17 +13,17 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from common.errors import FieldViolation, RequestError, invalid
-from common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
-from common.time_of_day import unix_ms
+from inflight.common.errors import FieldViolation, RequestError, invalid
+from inflight.common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
+from inflight.common.time_of_day import unix_ms
+from inflight.router.auth.caller import Caller
+from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.executors.step_feed import StepFeeds, Subscription, Wants
+from inflight.router.stats.capacity import executor_capacities
+from inflight.router.stats.visibility import seen_queues, seen_sequence
+from inflight.router.store.types import Snapshot
+from inflight.router.telemetry.latencies import Latencies
 from inflight.v1 import inference_pb2
-from router.auth.caller import Caller
-from router.dispatch.pools import ModelBackend, ModelRegistry
-from router.executors.step_feed import StepFeeds, Subscription, Wants
-from router.stats.capacity import executor_capacities
-from router.stats.visibility import seen_queues, seen_sequence
-from router.store.types import Snapshot
-from router.telemetry.latencies import Latencies
 
 MIN_AGE_S = 0.25
 MAX_TENANT_QUEUES = 100

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from inflight.router.auth.caller import Caller
+from inflight.router.request.ids import client_id, tenant_of
+from inflight.router.store.types import Snapshot, TenantQueue
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
-from router.auth.caller import Caller
-from router.request.ids import client_id, tenant_of
-from router.store.types import Snapshot, TenantQueue
 
 
 def seen_sequence(held: stats_pb2.SequenceStats, caller: Caller) -> stats_pb2.SequenceStats:

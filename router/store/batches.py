@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from common.errors import Reason
-from router.store.lua import Argument
-from router.store.settings import StoreSettings
-from router.store.types import (
+from inflight.common.errors import Reason
+from inflight.router.store.lua import Argument
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     Cancelled,

@@ -24,12 +24,12 @@ from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from common.cancellation import task_is_cancelled
-from common.errors import Reason, RequestError
-from router.store.call_pool import CallPool, NotSentError
-from router.store.cluster import ClusterClient, Node
-from router.store.redis_url import RedisAddress, RedisKind, parse_redis_url
-from router.store.settings import StoreSettings
+from inflight.common.cancellation import task_is_cancelled
+from inflight.common.errors import Reason, RequestError
+from inflight.router.store.call_pool import CallPool, NotSentError
+from inflight.router.store.cluster import ClusterClient, Node
+from inflight.router.store.redis_url import RedisAddress, RedisKind, parse_redis_url
+from inflight.router.store.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
-from common.errors import RequestError
-from router.store.connection import Turns, answered, close, connect, unavailable
-from router.store.lua import ScriptCaller
-from router.store.script_calls import FORGET, is_unreadable, run_source
-from router.store.settings import StoreSettings
-from router.store.store import AdmissionStore
-from router.store.types import StoreCall, StoreEvent
+from inflight.common.errors import RequestError
+from inflight.router.store.connection import Turns, answered, close, connect, unavailable
+from inflight.router.store.lua import ScriptCaller
+from inflight.router.store.script_calls import FORGET, is_unreadable, run_source
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import StoreCall, StoreEvent
 
 logger = logging.getLogger(__name__)
 

@@ -30,12 +30,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from common.errors import RequestError
-from router.store.codec import parse_event
-from router.store.connection import answered
-from router.store.script_calls import FORGET, is_unreadable, run_source
-from router.store.settings import StoreSettings
-from router.store.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
+from inflight.common.errors import RequestError
+from inflight.router.store.codec import parse_event
+from inflight.router.store.connection import answered
+from inflight.router.store.script_calls import FORGET, is_unreadable, run_source
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
 
 logger = logging.getLogger(__name__)
 

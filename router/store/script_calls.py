@@ -26,8 +26,8 @@ from typing import Any
 
 from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
-from router.store.cluster import ClusterClient
-from router.store.lua import LIBRARY_PREFIX, Argument, Library, Script, ScriptCaller
+from inflight.router.store.cluster import ClusterClient
+from inflight.router.store.lua import LIBRARY_PREFIX, Argument, Library, Script, ScriptCaller
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import Any, TypeVar, Unpack
 
 from redis.asyncio import Redis
 
-from common.errors import RequestError
-from router.store.batches import Batches
-from router.store.codec import (
+from inflight.common.errors import RequestError
+from inflight.router.store.batches import Batches
+from inflight.router.store.codec import (
     Reply,
     hand_back_args,
     parse_adopt,
@@ -43,14 +43,14 @@ from router.store.codec import (
     submit_args,
     verify_args,
 )
-from router.store.connection import NotSent, Turns, answered, close, connect_reader, unavailable
-from router.store.keys import NUM_CLASSES, PoolKeys
-from router.store.lua import Argument, Script, load_scripts
-from router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
-from router.store.outage import Outage
-from router.store.script_calls import ScriptCalls
-from router.store.settings import StoreSettings
-from router.store.types import (
+from inflight.router.store.connection import NotSent, Turns, answered, close, connect_reader, unavailable
+from inflight.router.store.keys import NUM_CLASSES, PoolKeys
+from inflight.router.store.lua import Argument, Script, load_scripts
+from inflight.router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
+from inflight.router.store.outage import Outage
+from inflight.router.store.script_calls import ScriptCalls
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     CancelOutcome,

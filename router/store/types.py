@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypedDict
 
-from common.errors import Reason
+from inflight.common.errors import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Demand:
     - `reservation_tokens` limits the output that one placement reserves beyond the output so far, on executors that end
       a placement at its reservation. `placement_blocks` are then the blocks of the next placement.
     - `num_bytes` is the router memory that the prompt takes while the request waits.
-    - `prefix_hashes` identify prefixes of the prompt, of increasing length, chosen by `router.request.ids`.
+    - `prefix_hashes` identify prefixes of the prompt, of increasing length, chosen by `inflight.router.request.ids`.
     - `digest` is the hash of the whole request. A submit with the same id and digest, from any router, is a repeat. If
       the digest is empty, only the owner can repeat the request.
     - `is_served`: the submit comes from the router that already serves the request, not from a client. It neither takes

@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import TypeVar
 
-from common.errors import FieldViolation, invalid
+from inflight.common.errors import FieldViolation, invalid
+from inflight.router.request.errors import output_lost
+from inflight.router.request.spec import BEGINNING, ReadPosition
+from inflight.router.store.types import Queued
+from inflight.router.stream.relay import Relay, Write
+from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import inference_pb2, types_pb2
-from router.request.errors import output_lost
-from router.request.spec import BEGINNING, ReadPosition
-from router.store.types import Queued
-from router.stream.relay import Relay, Write
-from router.stream.request_stream import Reader, RequestStream
 
 Result = TypeVar("Result")
 

@@ -13,9 +13,9 @@ from collections import deque
 
 from google.rpc import status_pb2
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
+from inflight.router.stream.relay import OnWritten, TimedWriter, stalled
 from inflight.v1 import inference_pb2
-from router.stream.relay import OnWritten, TimedWriter, stalled
 
 # A message ends with the update that reaches this size. Far below the largest message that a client accepts.
 MAX_MESSAGE_BYTES = 1024 * 1024

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from inflight.router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning, merged
 from inflight.v1 import inference_pb2
-from router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning, merged
 
 
 def wire_parts(parts: Iterable[Part], call_id: Callable[[int], str]) -> Iterator[inference_pb2.OutputPart]:

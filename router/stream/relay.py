@@ -17,16 +17,16 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from google.protobuf import duration_pb2
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.lifecycle.events import DEADLINE_END, End
+from inflight.router.request.errors import beyond_output, output_lost
+from inflight.router.request.ids import choice_of
+from inflight.router.request.spec import BEGINNING, Delivery, ReadPosition
+from inflight.router.store.types import Queued
+from inflight.router.stream.parts import ReasoningCount, wire_parts
+from inflight.router.stream.request_stream import UNKNOWN_LOGPROBS, News, Reader, RequestStream
+from inflight.router.tools.parser import Part
 from inflight.v1 import inference_pb2, types_pb2
-from router.lifecycle.events import DEADLINE_END, End
-from router.request.errors import beyond_output, output_lost
-from router.request.ids import choice_of
-from router.request.spec import BEGINNING, Delivery, ReadPosition
-from router.store.types import Queued
-from router.stream.parts import ReasoningCount, wire_parts
-from router.stream.request_stream import UNKNOWN_LOGPROBS, News, Reader, RequestStream
-from router.tools.parser import Part
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 `RequestStream` collects the tokens that executors send, by offset, and gives them to one `Reader`, which writes to the
 client. A later reader gets all output from the beginning, and the previous reader fails with TAKEN_OVER. The life cycle
-(`router.lifecycle`) tracks the state of the request. A stream never uses Redis or gRPC. Invariants: `output_ids[i]` is
-the token at offset i and never changes; no output arrives after the end.
+(`inflight.router.lifecycle`) tracks the state of the request. A stream never uses Redis or gRPC. Invariants:
+`output_ids[i]` is the token at offset i and never changes; no output arrives after the end.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import TypeVar
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.lifecycle.events import End, ReaderEnded, RequestState, RequeueReason, Submit
+from inflight.router.lifecycle.lifecycle import Lifecycle
+from inflight.router.request.errors import taken_over
+from inflight.router.request.executor_context import FrameError, context_of
+from inflight.router.request.spec import Delivery
+from inflight.router.store.types import Demand, Ending, Placement, Queued, TakenOver
+from inflight.router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, RequestRecord, outcome_of
 from inflight.v1 import executor_pb2, types_pb2
-from router.lifecycle.events import End, ReaderEnded, RequestState, RequeueReason, Submit
-from router.lifecycle.lifecycle import Lifecycle
-from router.request.errors import taken_over
-from router.request.executor_context import FrameError, context_of
-from router.request.spec import Delivery
-from router.store.types import Demand, Ending, Placement, Queued, TakenOver
-from router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, RequestRecord, outcome_of
 
 Result = TypeVar("Result")
 

@@ -12,8 +12,8 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 
-from router.store.settings import StoreSettings
-from router.store.types import ClassQueue, EstimateAccuracy, Snapshot, TenantLimits, TenantQueue
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import ClassQueue, EstimateAccuracy, Snapshot, TenantLimits, TenantQueue
 
 # A tenant with a bound on its running requests uses so few sub-pools that each has this share of the bound.
 MIN_RUNNING_PER_SUBPOOL = 16

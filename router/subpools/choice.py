@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from router.store.types import Demand, PoolLoad
-from router.subpools.assignment import ranked
+from inflight.router.store.types import Demand, PoolLoad
+from inflight.router.subpools.assignment import ranked
 
 MAX_PREFIXES = 100_000
 UNKNOWN = PoolLoad(0, 0, 0)

@@ -10,7 +10,7 @@ A router moves a waiting request to another sub-pool only while the claim names 
 the request writes its own name into the claim before it submits: so one of the two fails, and neither submits the
 request where the other has taken it from. A claim outlives the ledger's memory of the request's end.
 
-Claims of one sub-pool that wait while calls are under way go out together (`router.store.batches`).
+Claims of one sub-pool that wait while calls are under way go out together (`inflight.router.store.batches`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from router.store.batches import Batches
-from router.store.keys import PoolKeys
-from router.store.ledgers import Ledgers
-from router.store.settings import StoreSettings
-from router.subpools.assignment import home_of
+from inflight.router.store.batches import Batches
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.ledgers import Ledgers
+from inflight.router.store.settings import StoreSettings
+from inflight.router.subpools.assignment import home_of
 
 # KEYS the claims  ARGV [1] router  [2] milliseconds to keep them, then for each: the sub-pool that the router chose, 1
 # to write the router's name into an earlier claim, too. Returns of each the sub-pool of an earlier claim, or the chosen

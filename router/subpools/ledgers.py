@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from router.store.keys import PoolKeys
-from router.store.ledgers import Ledgers, OnCall, OnEvent
-from router.store.settings import StoreSettings
-from router.store.store import AdmissionStore
-from router.store.types import StoreEvent
-from router.subpools.assignment import share_of_settings
-from router.subpools.claims import Claims
-from router.subpools.store import SubPoolStore
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.ledgers import Ledgers, OnCall, OnEvent
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import StoreEvent
+from inflight.router.subpools.assignment import share_of_settings
+from inflight.router.subpools.claims import Claims
+from inflight.router.subpools.store import SubPoolStore
 
 # Loads come with renewals; a choice is only as good as these.
 RENEW_INTERVAL_MS = 500

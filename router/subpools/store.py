@@ -4,9 +4,10 @@ Redis runs the scripts of a pool one after the other. Sub-pools have different h
 nodes of a cluster, or on several servers, and their scripts run at the same time. `SubPoolStore` is to its users what
 the `AdmissionStore` of a single pool is. It passes each call to the sub-pool that it concerns:
 
-- An executor belongs to one sub-pool, by its id (`router.subpools.assignment`).
-- A new request goes where `router.subpools.choice` says, and to another sub-pool if that one refuses it. If a client
-  can name it, this router claims the id first (`router.subpools.claims`): a request is in one ledger only.
+- An executor belongs to one sub-pool, by its id (`inflight.router.subpools.assignment`).
+- A new request goes where `inflight.router.subpools.choice` says, and to another sub-pool if that one refuses it. If a
+  client can name it, this router claims the id first (`inflight.router.subpools.claims`): a request is in one ledger
+  only.
 - Later calls go to the sub-pool that has the request. This router remembers it for its own requests; for others it
   reads the claim, and else asks all sub-pools.
 
@@ -25,9 +26,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar, Unpack
 
-from common.errors import Reason, RequestError
-from router.store.store import AdmissionStore, SubmitOutcome
-from router.store.types import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.store.store import AdmissionStore, SubmitOutcome
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     Cancelled,
@@ -54,9 +55,9 @@ from router.store.types import (
     TakenOver,
     TenantLimits,
 )
-from router.subpools.assignment import home_of, merged, open_to, share_of_limits, without_bounds
-from router.subpools.choice import SubPoolChoice
-from router.subpools.claims import Claims
+from inflight.router.subpools.assignment import home_of, merged, open_to, share_of_limits, without_bounds
+from inflight.router.subpools.choice import SubPoolChoice
+from inflight.router.subpools.claims import Claims
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from common.time_of_day import unix_ms
-from router.store.types import StoreCall
+from inflight.common.time_of_day import unix_ms
+from inflight.router.store.types import StoreCall
 
 MAX_EVENTS = 200
 # Executors whose last state is remembered; the one that reported least recently is forgotten first.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import Reason
+from inflight.common.errors import Reason
 from inflight.v1 import types_pb2
 
 CANCELLED = "cancelled"

@@ -10,9 +10,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 
-from common.errors import Reason
+from inflight.common.errors import Reason
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 from inflight.v1 import inference_pb2
-from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 
 MINUTE_S = 60
 RATE_S = 10

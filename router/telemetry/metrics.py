@@ -1,7 +1,7 @@
 """Prometheus metrics of a router's requests and store calls; docs/metrics.md defines each name.
 
-The registry belongs to the process. All input comes from `router.telemetry.events` and the store. In the path of a
-token there is one count and one observation for each delivery.
+The registry belongs to the process. All input comes from `inflight.router.telemetry.events` and the store. In the path
+of a token there is one count and one observation for each delivery.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from common.errors import Reason
-from router.store.types import StoreCall
-from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.common.errors import Reason
+from inflight.router.store.types import StoreCall
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 
 # The value of gen_ai.provider.name.
 PROVIDER = "inflight"
@@ -32,7 +32,8 @@ REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 
 
 class RouterMetrics:
-    """The metrics of one router: a `router.telemetry.events.RequestObserver`. The store calls `store_called`."""
+    """The metrics of one router: a `inflight.router.telemetry.events.RequestObserver`. The store calls
+    `store_called`."""
 
     def __init__(self, registry: CollectorRegistry, models: Collection[str]) -> None:
         self._registry = registry
@@ -149,7 +150,7 @@ class _Measures:
 
 
 class RequestMeter:
-    """Implements `router.telemetry.events.RequestRecorder`."""
+    """Implements `inflight.router.telemetry.events.RequestRecorder`."""
 
     def __init__(self, measures: _Measures, prompt_tokens: int, prior_tokens: int) -> None:
         self._measures = measures

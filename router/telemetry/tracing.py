@@ -18,11 +18,11 @@ from opentelemetry import context as current
 from opentelemetry import trace
 from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
 
-from common.errors import Reason, RequestError
-from common.telemetry.trace_context import context_in, traceparent_of, unix_ns
-from router.store.types import StoreCall
-from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
-from router.telemetry.metrics import PROVIDER
+from inflight.common.errors import Reason, RequestError
+from inflight.common.telemetry.trace_context import context_in, traceparent_of, unix_ns
+from inflight.router.store.types import StoreCall
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.router.telemetry.metrics import PROVIDER
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def trace_store_calls(tracer: Tracer, call: StoreCall) -> None:
 
 
 class RequestTracer:
-    """Implements `router.telemetry.events.RequestObserver`, with traces of requests whose call is traced."""
+    """Implements `inflight.router.telemetry.events.RequestObserver`, with traces of requests whose call is traced."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -72,7 +72,7 @@ class RequestTracer:
 
 
 class RequestTrace:
-    """Implements `router.telemetry.events.RequestRecorder`."""
+    """Implements `inflight.router.telemetry.events.RequestRecorder`."""
 
     def __init__(self, tracer: Tracer, facts: RequestFacts) -> None:
         self._context = current.get_current()

@@ -1,6 +1,7 @@
 """Limits on the entries of a conversation, counted before its content is looked at. Pure.
 
-The counts stop at the limits of `router.text.count_limits`, so they cost little for a conversation of any size.
+The counts stop at the limits of `inflight.router.text.count_limits`, so they cost little for a conversation of any
+size.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from collections.abc import Iterable, Iterator
 
 from google.protobuf import struct_pb2
 
-from common.errors import FieldViolation
-from common.rpc.json_counts import has_more_values
+from inflight.common.errors import FieldViolation
+from inflight.common.rpc.json_counts import has_more_values
+from inflight.router.text.count_limits import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS, MAX_VALUES
 from inflight.v1 import inference_pb2
-from router.text.count_limits import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS, MAX_VALUES
 
 
 def count_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViolation]:

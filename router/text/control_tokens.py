@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from common.errors import FieldViolation, invalid
-from router.text.marking import MarkedText
+from inflight.common.errors import FieldViolation, invalid
+from inflight.router.text.marking import MarkedText
 
 Span = tuple[int, int]
 

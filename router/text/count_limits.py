@@ -1,13 +1,13 @@
 """Limits on the entries of a request's repeated fields.
 
 The limits are far above what clients send. They bound the work that a request causes before anything is known about it.
-`common.rpc.wire_counts` applies them to its bytes before these are parsed, and `router.api.validation` to the parsed
-message.
+`inflight.common.rpc.wire_counts` applies them to its bytes before these are parsed, and
+`inflight.router.api.validation` to the parsed message.
 """
 
 from __future__ import annotations
 
-from common.rpc.wire_counts import WireLimits
+from inflight.common.rpc.wire_counts import WireLimits
 
 MAX_MESSAGES = 4096
 # All messages of a conversation together.

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from router.text.detokenizer import IncrementalDetokenizer
-from router.text.stop_scope import StopScope
+from inflight.router.text.detokenizer import IncrementalDetokenizer
+from inflight.router.text.stop_scope import StopScope
 
 # A transition's key is `state * NUM_CODE_POINTS + code point`: one flat dict costs a third of a dict per state.
 NUM_CODE_POINTS = 0x110000

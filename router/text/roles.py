@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from common.errors import FieldViolation
+from inflight.common.errors import FieldViolation
 from inflight.v1 import inference_pb2
 
 Messages = list[dict[str, Any]]

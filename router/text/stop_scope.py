@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.tools.formats import AnswerFormat, ReasoningFormat
-from router.tools.parser import AnswerParser, Content, Part
+from inflight.router.tools.formats import AnswerFormat, ReasoningFormat
+from inflight.router.tools.parser import AnswerParser, Content, Part
 
 
 class StopScope:

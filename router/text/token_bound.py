@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from router.text.detokenizer import TokenPieces
+from inflight.router.text.detokenizer import TokenPieces
 
 # For text that is not pure ASCII these may rewrite characters.
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})

@@ -18,23 +18,22 @@ from typing import Any
 from google.protobuf import struct_pb2
 from transformers import PreTrainedTokenizerBase
 
-from common.errors import FieldViolation, invalid
-from inflight.v1 import inference_pb2
-from router.constraint.json_text import JsonTextError, parse_json, read_json
-from router.text.chat_counts import count_violations
-from router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
-from router.text.count_limits import MAX_VIOLATIONS
-from router.text.detokenizer import (
+from inflight.common.errors import FieldViolation, invalid
+from inflight.router.constraint.json_text import JsonTextError, parse_json, read_json
+from inflight.router.text.chat_counts import count_violations
+from inflight.router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
+from inflight.router.text.count_limits import MAX_VIOLATIONS
+from inflight.router.text.detokenizer import (
     IncrementalDetokenizer,
     PieceDetokenizer,
     WindowDetokenizer,
     read_pieces,
     special_token_ids,
 )
-from router.text.marking import MarkedText, Marker, TemplateInput
-from router.text.roles import USUAL_ROLES, Messages, role_violations, supported_roles, written_prompts
-from router.text.token_bound import read_bound
-from router.tools.support import (
+from inflight.router.text.marking import MarkedText, Marker, TemplateInput
+from inflight.router.text.roles import USUAL_ROLES, Messages, role_violations, supported_roles, written_prompts
+from inflight.router.text.token_bound import read_bound
+from inflight.router.tools.support import (
     ToolSettings,
     ToolSupport,
     find_support,
@@ -42,6 +41,7 @@ from router.tools.support import (
     template_function,
     with_tool_prompt,
 )
+from inflight.v1 import inference_pb2
 
 ENCODE_IN_THREAD_CHARACTERS = 2048
 # No word begins or ends with it, so that tokens of words do not contain it.

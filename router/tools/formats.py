@@ -1,7 +1,7 @@
 """Formats in which models write tool calls and reasoning: one declarative table.
 
-A format drives both the grammar that constrains an answer (`router.constraint.answer_grammar`) and the parser that
-reads it (`router.tools.parser`). A TOML file adds formats. Pure, except for `read_formats`.
+A format drives both the grammar that constrains an answer (`inflight.router.constraint.answer_grammar`) and the parser
+that reads it (`inflight.router.tools.parser`). A TOML file adds formats. Pure, except for `read_formats`.
 
     layout       a call
     object       begin {"name": "f", "arguments": {…}} end
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from common.rpc.json_counts import MAX_NESTING, nests_deeper
+from inflight.common.rpc.json_counts import MAX_NESTING, nests_deeper
 
 Layout = Literal["object", "list", "named", "parameters"]
 LAYOUTS: tuple[Layout, ...] = ("object", "list", "named", "parameters")

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from common.rpc.json_counts import nests_deeper
-from router.tools.formats import AnswerFormat, ToolFormat
+from inflight.common.rpc.json_counts import nests_deeper
+from inflight.router.tools.formats import AnswerFormat, ToolFormat
 
 # A longer name or key is none.
 MAX_NAME_CHARACTERS = 256

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.tools.formats import HERMES, REASONING, ReasoningFormat, ToolFormat, detected, with_added
+from inflight.router.tools.formats import HERMES, REASONING, ReasoningFormat, ToolFormat, detected, with_added
 
 PROBE = "inflightprobetool"
 DETECTED = "auto"

@@ -13,11 +13,11 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from bench.chaos.disturbance import ChaosRun, System, disturb, running_system
-from bench.chaos.options import parse_options
-from bench.chaos.setting import setting_of
-from bench.fleet.health import Leak
-from bench.targets.command_errors import with_command_errors
+from inflight.bench.chaos.disturbance import ChaosRun, System, disturb, running_system
+from inflight.bench.chaos.options import parse_options
+from inflight.bench.chaos.setting import setting_of
+from inflight.bench.fleet.health import Leak
+from inflight.bench.targets.command_errors import with_command_errors
 from inflight.cli.console import EXIT_FAILURE, run_in_foreground, run_main
 from tests.answers.load import Answers
 from tests.answers.verdict import Verdict
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m tests.answers",
         description="Asks a real system for answers under forty JSON schemas at temperature 1.5, the last third of "
         "them while faults happen, and validates each. Exits 1 where an answer is invalid or a request did not end "
-        "well. Other options are those of `python -m bench.chaos`.",
+        "well. Other options are those of `python -m inflight.bench.chaos`.",
         allow_abbrev=False,
     )
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first request; default: 0")

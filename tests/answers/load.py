@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from bench.chaos.load import MAX_RETRY_S, STREAM_TIMEOUT_S
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
+from inflight.bench.chaos.load import MAX_RETRY_S, STREAM_TIMEOUT_S
 from inflight.errors import InflightError
 from inflight.events import Completion
 from tests.answers.schemas import QUESTIONS

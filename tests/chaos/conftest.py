@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from bench.chaos.setting import TINY_STEP_MS
-from bench.fleet.fleet import running_fleet
-from bench.fleet.fork_server import ForkServer
-from bench.fleet.health import Observer
-from bench.fleet.tiny_model import NAME, write_tiny_model
 from inflight import AsyncClient
+from inflight.bench.chaos.setting import TINY_STEP_MS
+from inflight.bench.fleet.fleet import running_fleet
+from inflight.bench.fleet.fork_server import ForkServer
+from inflight.bench.fleet.health import Observer
+from inflight.bench.fleet.tiny_model import NAME, write_tiny_model
 from inflight.local.options import StackOptions
 from tests.braked import ProcessBrake
 from tests.chaos.system import BRAKED_FROM, PATIENCE_S, System

@@ -1,7 +1,7 @@
 """`inflight` with executors that die of a certain prompt: `python -m tests.chaos.poisoned PIPE 20 12 executor …`.
 
 A sequence whose prompt begins with `POISON` kills the process that boards it, as a bug of a kernel would. Otherwise as
-`tests.braked` and `bench.fleet.paced`.
+`tests.braked` and `inflight.bench.fleet.paced`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bench.fleet.paced import main as run_paced
+from inflight.bench.fleet.paced import main as run_paced
 from tests.braked import brake
 
 if TYPE_CHECKING:
-    from executor.engine.runner import PendingStep, StepRunner
-    from executor.main import Loaded
-    from executor.scheduler.sequence import StepPlan
-    from executor.settings import ExecutorSettings
+    from inflight.executor.engine.runner import PendingStep, StepRunner
+    from inflight.executor.main import Loaded
+    from inflight.executor.scheduler.sequence import StepPlan
+    from inflight.executor.settings import ExecutorSettings
 
 POISON = (13, 66, 6)
 
@@ -51,14 +51,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _poison() -> None:
-    import executor.main
+    import inflight.executor.main
 
-    start_runner = executor.main.start_runner
+    start_runner = inflight.executor.main.start_runner
 
     def start_poisoned(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
         return PoisonedRunner(start_runner(settings, loaded))
 
-    executor.main.start_runner = start_poisoned
+    inflight.executor.main.start_runner = start_poisoned
 
 
 if __name__ == "__main__":

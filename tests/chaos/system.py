@@ -10,12 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench.chaos.observed import Observed, judge
-from bench.chaos.requests import Expected, SampleKind, SampleRequest
-from bench.fleet.fleet import Fleet, Member
-from bench.fleet.health import Leak, Observer
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
+from inflight.bench.chaos.observed import Observed, judge
+from inflight.bench.chaos.requests import Expected, SampleKind, SampleRequest
+from inflight.bench.fleet.fleet import Fleet, Member
+from inflight.bench.fleet.health import Leak, Observer
 from tests.braked import ProcessBrake
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.

@@ -14,7 +14,7 @@ LAST_LINE = re.compile(r"chaos: requests=(\d+) deaths=(\d+) resumed=(\d+) lost=0
 
 def run_chaos(folder: Path, *options: str) -> tuple[int, int]:
     """Runs it, and returns the numbers of requests and deaths."""
-    command = [sys.executable, "-m", "bench.chaos", "--model", "tiny", "--seed", "5", "--copies"]
+    command = [sys.executable, "-m", "inflight.bench.chaos", "--model", "tiny", "--seed", "5", "--copies"]
     folders = ("--run-dir", str(folder), "--out", str(folder))
     ended = subprocess.run([*command, *options, *folders], capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

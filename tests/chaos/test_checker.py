@@ -9,16 +9,16 @@ from typing import cast
 import grpc
 import pytest
 
-from bench.chaos.adapters import AdapterHistory
-from bench.chaos.gaps import Window, gaps_by_kind
-from bench.chaos.load import AdapterSamples, Load, Manner, Sent, is_adapter_gone, is_promised_refusal
-from bench.chaos.observed import Observed, Verdict, judge
-from bench.chaos.report import BEGIN, END, fill, page
-from bench.chaos.requests import Expected, SampleKind, SampleRequest
-from bench.chaos.schedule import Fault, FaultKind, faults
-from bench.chaos.tally import Tally, tally
-from bench.fleet.health import Leak
 from inflight import AsyncClient
+from inflight.bench.chaos.adapters import AdapterHistory
+from inflight.bench.chaos.gaps import Window, gaps_by_kind
+from inflight.bench.chaos.load import AdapterSamples, Load, Manner, Sent, is_adapter_gone, is_promised_refusal
+from inflight.bench.chaos.observed import Observed, Verdict, judge
+from inflight.bench.chaos.report import BEGIN, END, fill, page
+from inflight.bench.chaos.requests import Expected, SampleKind, SampleRequest
+from inflight.bench.chaos.schedule import Fault, FaultKind, faults
+from inflight.bench.chaos.tally import Tally, tally
+from inflight.bench.fleet.health import Leak
 from inflight.errors import InflightError
 from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Timing, Usage
 

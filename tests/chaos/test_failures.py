@@ -18,14 +18,14 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from bench.chaos.inject import KEPT, KEYS
-from bench.chaos.load import Load, Manner
-from bench.chaos.requests import SampleKind, SampleRequest
-from bench.fleet.proxy import Weather
-from bench.simulation.store_link import REMEMBER, RESTORE
 from inflight import AsyncClient
+from inflight.bench.chaos.inject import KEPT, KEYS
+from inflight.bench.chaos.load import Load, Manner
+from inflight.bench.chaos.requests import SampleKind, SampleRequest
+from inflight.bench.fleet.proxy import Weather
+from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.errors import InflightError
-from router.store.connection import connect
+from inflight.router.store.connection import connect
 from tests.chaos.poisoned import POISON
 from tests.chaos.system import LONG, PATIENCE_S, SHORT, Reading, System, numbered
 from tests.store_pool import PATIENT

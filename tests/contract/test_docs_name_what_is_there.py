@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import words_of
 from docs.generate.commands import commands_below, parsers
 from docs.generate.settings_page import settings_classes
 from inflight.cli.doctor import supported_versions
 from inflight.cli.main import ALIASES
+from inflight.common.settings import words_of
 from tests.contract.docs_text import PAGES, anchors_of, code_spans, commands, links, name_of
 from tests.contract.test_imports import PACKAGES, REPOSITORY, sources
 

@@ -24,7 +24,7 @@ PURE_LIBRARY = frozenset(
     | {"array", "base64", "math", "operator", "struct", "types", "typing"}
 )
 # gRPC for the names of its status codes only.
-PURE_ELSEWHERE = {"common.errors": frozenset({"grpc"})}
+PURE_ELSEWHERE = {"inflight.common.errors": frozenset({"grpc"})}
 
 
 def sources(*packages: str) -> Iterator[Path]:
@@ -127,8 +127,13 @@ def test_kserve_is_imported_only_by_the_router() -> None:
 
 def test_client_library_imports_no_server_no_command_and_little_of_common() -> None:
     """So that it can be installed, and loaded, without their packages."""
-    common = {"common.rpc.addresses", "common.cancellation", "common.errors", "common.rpc.options"}
-    common.add("common.telemetry.trace_context")  # only in programs that have loaded OpenTelemetry
+    common = {
+        "inflight.common.rpc.addresses",
+        "inflight.common.cancellation",
+        "inflight.common.errors",
+        "inflight.common.rpc.options",
+    }
+    common.add("inflight.common.telemetry.trace_context")  # only in programs that have loaded OpenTelemetry
     forbidden = ("inflight.local", "inflight.cli", "inflight.tools")
     for path in (REPOSITORY / "inflight").glob("*.py"):
         imported = imports_of(path)

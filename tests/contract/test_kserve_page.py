@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from router.kserve import translation
-from router.kserve.options import OPTIONS, SAMPLING_PARAMETERS
+from inflight.router.kserve import translation
+from inflight.router.kserve.options import OPTIONS, SAMPLING_PARAMETERS
 from tests.contract.test_imports import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "kserve.md"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 
-from router.store.codec import parse_event
-from router.store.keys import FINGERPRINT, FORMAT, PoolKeys
-from router.store.lua import compose, shared_source
-from router.store.types import Placement
+from inflight.router.store.codec import parse_event
+from inflight.router.store.keys import FINGERPRINT, FORMAT, PoolKeys
+from inflight.router.store.lua import compose, shared_source
+from inflight.router.store.types import Placement
 
 RECORD = re.compile(r"^--@record (\w+) ", re.MULTILINE)
 PACKED = re.compile(r"struct\.pack\('[^']*', #?record\b.*\)")

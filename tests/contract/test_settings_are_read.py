@@ -6,10 +6,10 @@ import ast
 
 import pytest
 
-from common.settings import ProcessSettings
-from executor.settings import ExecutorSettings
-from gateway.settings import GatewaySettings
-from router.settings import RouterSettings
+from inflight.common.settings import ProcessSettings
+from inflight.executor.settings import ExecutorSettings
+from inflight.gateway.settings import GatewaySettings
+from inflight.router.settings import RouterSettings
 from tests.contract.test_imports import parsed, sources
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.errors import STATUS_OF_REASON, Reason
+from inflight.common.errors import STATUS_OF_REASON, Reason
 from inflight.v1 import inference_pb2
 from tests.fuzz.statuses import COMMON, NO_REASON, documented
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.disk_cache import build_once, cache_folder
+from inflight.common.disk_cache import build_once, cache_folder
 from tests.deploy.manifests import Object
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "helm"

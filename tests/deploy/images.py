@@ -33,8 +33,8 @@ from filelock import FileLock
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-from common.disk_cache import build_once, cache_folder
-from common.guard import guarded
+from inflight.common.disk_cache import build_once, cache_folder
+from inflight.common.guard import guarded
 
 REPOSITORY = Path(__file__).parents[2]
 LOCKS = REPOSITORY / "deploy" / "locks"

@@ -34,8 +34,8 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.disk_cache import CACHE_VARIABLE, cache_folder
-from common.guard import guarded
+from inflight.common.disk_cache import CACHE_VARIABLE, cache_folder
+from inflight.common.guard import guarded
 from inflight.local.redis_server import find_redis_binary
 from tests.deploy.images import Image, Mount, first_process
 from tests.deploy.manifests import EVERYWHERE, Object, Overlay, environment_of, expanded

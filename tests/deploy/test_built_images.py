@@ -25,12 +25,12 @@ import pytest
 import yaml
 from packaging.utils import canonicalize_name
 
-from common.guard import guarded
-from common.version import installed_version
-from executor.native.library import INSTRUCTION_SETS
 from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
+from inflight.common.guard import guarded
+from inflight.common.version import installed_version
 from inflight.events import Completion, Delta, FinishReason
+from inflight.executor.native.library import INSTRUCTION_SETS
 from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, layer_sizes, servers_to_build
 from tests.deploy.manifests import EVERYWHERE
 from tests.redis_servers import server_for

@@ -17,9 +17,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.settings import words_of
 from inflight.cli.flags import ADDRESS_VARIABLE, API_KEY_VARIABLE, CA_FILE_VARIABLE, SERVER_NAME_VARIABLE
 from inflight.cli.main import COMMANDS
+from inflight.common.settings import words_of
 from tests.dashboards.queries import selectors_of
 from tests.deploy.chart import CHART, FOLDER, run_helm, template
 from tests.deploy.manifests import OVERLAYS, WORKLOADS, Object, matches, needs_kubectl, overlay, pod_labels

@@ -15,8 +15,8 @@ from types import MappingProxyType
 import pytest
 from redis.asyncio import Redis
 
-from bench.fleet.tiny_model import write_tiny_model
 from inflight import AsyncClient
+from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.events import Completion, FinishReason
 from tests.deploy.images import NEEDS_IMAGES, Image
 from tests.deploy.kubelet import Node, Pod, addresses_of

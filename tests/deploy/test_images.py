@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from common.settings import ENV_PREFIX
 from inflight.cli.main import COMMANDS
+from inflight.common.settings import ENV_PREFIX
 from inflight.local.redis_server import ACL_RULES, USER
 from tests.deploy import images
 from tests.deploy.test_manifests import SETTINGS

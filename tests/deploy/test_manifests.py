@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from common.disk_cache import CACHE_VARIABLE
-from common.rpc.server import LIVE_SERVICE
-from common.settings import ENV_PREFIX, ProcessSettings
-from executor.settings import ExecutorSettings
-from gateway.settings import GatewaySettings
 from inflight.cli import flags
 from inflight.cli.flags import ADDRESS_VARIABLE
-from router.settings import RouterSettings
+from inflight.common.disk_cache import CACHE_VARIABLE
+from inflight.common.rpc.server import LIVE_SERVICE
+from inflight.common.settings import ENV_PREFIX, ProcessSettings
+from inflight.executor.settings import ExecutorSettings
+from inflight.gateway.settings import GatewaySettings
+from inflight.router.settings import RouterSettings
 from tests.deploy.manifests import (
     COMPONENT,
     NAMESPACE,

@@ -17,10 +17,10 @@ from urllib.parse import parse_qs, urlsplit
 import grpc
 import pytest
 
-from common.rpc.server import bind
 from inflight import Client
 from inflight.catalogue import Capacity, ExecutorCapacity
 from inflight.cli.deploy.pod_costs import DEFAULT_SELECTOR
+from inflight.common.rpc.server import bind
 from inflight.errors import InflightError
 from inflight.local.certificates import make_certificates
 from inflight.tools.pod_costs.costs import ANNOTATION, changed_costs, deletion_cost

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
-from gateway.metrics import Metrics
-from router.settings import RouterSettings
-from router.store.redis_url import parse_redis_url
+from inflight.gateway.metrics import Metrics
+from inflight.router.settings import RouterSettings
+from inflight.router.store.redis_url import parse_redis_url
 from tests.dashboards.queries import selectors_of
 from tests.deploy.custom_resources import SCHEMAS
 from tests.deploy.manifests import (

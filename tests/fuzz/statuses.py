@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 
-from common.errors import DETAILS_KEY
+from inflight.common.errors import DETAILS_KEY
 
 PAGE = Path(__file__).parents[2] / "docs" / "statuses.md"
 NO_REASON = "–"

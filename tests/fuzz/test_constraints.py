@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.constraint.process import CompilingProcess
-from router.constraint.source import ConstraintError, ConstraintSource
+from inflight.router.constraint.process import CompilingProcess
+from inflight.router.constraint.source import ConstraintError, ConstraintSource
 from tests.examples import examples
 from tests.grammars import TOKENIZER, matcher_of
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
+from inflight.router.dispatch.ledger_writer import ledger_report
+from inflight.router.executors.frame_checks import check_description, check_frame
+from inflight.router.executors.link import ExecutorLink, LinkEvents
+from inflight.router.lifecycle.events import LinkEvent, Withdrawn
+from inflight.router.request.executor_context import FrameError, context_of
+from inflight.router.store.types import Adopted, Demand, Ending
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
-from router.dispatch.ledger_writer import ledger_report
-from router.executors.frame_checks import check_description, check_frame
-from router.executors.link import ExecutorLink, LinkEvents
-from router.lifecycle.events import LinkEvent, Withdrawn
-from router.request.executor_context import FrameError, context_of
-from router.store.types import Adopted, Demand, Ending
-from router.stream.request_stream import RequestStream
 from tests.examples import examples
 from tests.fuzz.messages import messages_of
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executor.serving.router_session import Session
+from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, types_pb2
 from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.fuzz.messages import bytes_of

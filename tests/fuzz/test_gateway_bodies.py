@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.logits.grammar import CompiledGrammar, GrammarCompiler
-from gateway.bodies import MAX_VALUES
+from inflight.executor.logits.grammar import CompiledGrammar, GrammarCompiler
+from inflight.gateway.bodies import MAX_VALUES
 from tests.cluster import run_cluster, start_executor
 from tests.fuzz.served import check_unharmed
 from tests.gateways import run_gateway

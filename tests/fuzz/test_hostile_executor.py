@@ -14,11 +14,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.lifecycle.events import Detached, LinkEvent
+from inflight.router.lifecycle.lifecycle import IllegalTransition
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, executor_pb2_grpc, inference_pb2, resume_pb2
-from router.dispatch.dispatcher import Dispatcher
-from router.lifecycle.events import Detached, LinkEvent
-from router.lifecycle.lifecycle import IllegalTransition
-from router.stream.request_stream import RequestStream
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_router, start_executor, token_request, until_ready
 from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.served import HANG_S, check_unharmed
@@ -161,7 +161,7 @@ async def check_frame_harms_only_its_link(
 ) -> None:
     """Sends the frame to two routers. Their requests continue at the honest executor, and the log names the hostile one
     and `why`."""
-    caplog.set_level(logging.WARNING, "router.executors.link")
+    caplog.set_level(logging.WARNING, "inflight.router.executors.link")
     honest = await start_executor("honest", pool, ExecutorShape())
     hostile = HostileExecutor(pool, frame)
     try:
@@ -226,7 +226,7 @@ async def test_frame_that_no_check_foresees_breaks_that_link_and_nothing_else(
 async def test_hostile_answer_to_an_attach_breaks_that_link_and_nothing_else(
     redis_url: str, pool: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "router.executors.link")
+    caplog.set_level(logging.WARNING, "inflight.router.executors.link")
     make_attachment, why = HOSTILE_ATTACHMENTS[name]
     attachment = make_attachment()
     attachment.submit.router_context = renamed(attachment.submit.router_context, "named")

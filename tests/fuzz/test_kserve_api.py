@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.kserve import grpc_service_pb2
-from router.kserve.models import INPUTS, OUTPUTS
-from router.kserve.service import SERVICE_NAME
+from inflight.router.kserve.models import INPUTS, OUTPUTS
+from inflight.router.kserve.service import SERVICE_NAME
 from tests.cluster import run_cluster
 from tests.fuzz.messages import bytes_of
 from tests.fuzz.served import Loop, check_unharmed

@@ -17,25 +17,25 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
+from inflight.router.api.prepare import model_limits
+from inflight.router.auth.caller import ANYBODY
+from inflight.router.dispatch.ledger_writer import ledger_report
+from inflight.router.executors import link as link_module
+from inflight.router.executors.frame_checks import check_description
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.executors.step_feed import StepFeed
+from inflight.router.lifecycle.events import RequestState
+from inflight.router.request.executor_context import FrameError
+from inflight.router.settings import RouterSettings
+from inflight.router.stats.capacity import described_model, executor_capacities
+from inflight.router.stats.visibility import seen_sequence
+from inflight.router.store.codec import report_args
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import Adopted, Demand, Snapshot
+from inflight.router.stream.relay import Relay
+from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
-from router.api.prepare import model_limits
-from router.auth.caller import ANYBODY
-from router.dispatch.ledger_writer import ledger_report
-from router.executors import link as link_module
-from router.executors.frame_checks import check_description
-from router.executors.link import ExecutorLink
-from router.executors.step_feed import StepFeed
-from router.lifecycle.events import RequestState
-from router.request.executor_context import FrameError
-from router.settings import RouterSettings
-from router.stats.capacity import described_model, executor_capacities
-from router.stats.visibility import seen_sequence
-from router.store.codec import report_args
-from router.store.settings import StoreSettings
-from router.store.types import Adopted, Demand, Snapshot
-from router.stream.relay import Relay
-from router.stream.request_stream import Reader, RequestStream
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_router, start_executor, token_request, until_ready
 from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.mutation import Mutator

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from executor.adapters.peft_files import parse, read_files
-from executor.adapters.weights import AdapterLimits
-from executor.gpu.runner import GpuRunner
+from inflight.executor.adapters.peft_files import parse, read_files
+from inflight.executor.adapters.weights import AdapterLimits
+from inflight.executor.gpu.runner import GpuRunner
 from tests.kernels.adapted import (
     NUM_TOKENS,
     adapted_requests,

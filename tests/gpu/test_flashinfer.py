@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executor.attention.backend import KvShape, Scoring
-from executor.attention.flashinfer import Heads, open_flashinfer
-from executor.attention.triton import TritonAttention
+from inflight.executor.attention.backend import KvShape, Scoring
+from inflight.executor.attention.flashinfer import Heads, open_flashinfer
+from inflight.executor.attention.triton import TritonAttention
 from tests.kernels.comparison import TOLERANCE, filled
 from tests.paged_cases import Spec, make_case
 

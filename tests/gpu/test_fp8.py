@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.gpu.fp8_emulation import rounded
-from common.model_source import resolve_model
-from executor.attention.backend import KvShape, Scoring
-from executor.attention.quantized import MIN_FP8_CAPABILITY
-from executor.checkpoint.fp8_weight import round_rows
-from executor.gpu.layers import linear, rounded_rows
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
+from inflight.bench.gpu.fp8_emulation import rounded
+from inflight.common.model_source import resolve_model
+from inflight.executor.attention.backend import KvShape, Scoring
+from inflight.executor.attention.quantized import MIN_FP8_CAPABILITY
+from inflight.executor.checkpoint.fp8_weight import round_rows
+from inflight.executor.gpu.layers import linear, rounded_rows
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
 from tests.kernels.fp8_kv import (
     assert_attends_to_fp8,
     assert_fused_rounding_changes_nothing,

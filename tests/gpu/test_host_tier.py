@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.model_source import resolve_model
-from executor.attention.backend import KvShape
-from executor.attention.gpu_host_tier import GpuHostTier
-from executor.attention.triton import TritonAttention
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
+from inflight.common.model_source import resolve_model
+from inflight.executor.attention.backend import KvShape
+from inflight.executor.attention.gpu_host_tier import GpuHostTier
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
 from tests.kernels.test_gpu_decoder import FAMILY
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 from tests.tiny_models import save_model

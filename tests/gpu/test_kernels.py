@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executor.attention.backend import KvShape, Scoring
-from executor.gpu.layers import gated, residual_norm
-from executor.gpu.sampling import DrawRows, draw
-from executor.scheduler.sequence import Sampling
-from executor.step.sampling import SampleRow, sample
+from inflight.executor.attention.backend import KvShape, Scoring
+from inflight.executor.gpu.layers import gated, residual_norm
+from inflight.executor.gpu.sampling import DrawRows, draw
+from inflight.executor.scheduler.sequence import Sampling
+from inflight.executor.step.sampling import SampleRow, sample
 from tests.kernels.comparison import assert_attends_as_the_reference, assert_rows_are_independent
 from tests.kernels.test_triton_processing import assert_every_combination_as_the_reference
 from tests.paged_cases import Spec

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.model_source import ModelError, resolve_model
-from executor.gpu.graphs import Bucket, Graph, capture
-from executor.gpu.runner import GpuRunner
-from executor.main import load_model
-from executor.model.gpu_memory import working_bytes
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.settings import ExecutorSettings
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.gpu.graphs import Bucket, Graph, capture
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.main import load_model
+from inflight.executor.model.gpu_memory import working_bytes
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.settings import ExecutorSettings
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.kernels.test_gpu_decoder import FAMILY, PROMPTS
 from tests.kernels.test_gpu_drafts import MAKERS, check_drafts, folders

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from executor.serving import service
-from executor.serving.submission import SubmissionLimits, sequence_from_submit
+from inflight.executor.serving import service
+from inflight.executor.serving.submission import SubmissionLimits, sequence_from_submit
 from inflight.v1 import executor_pb2
 from tests.cluster import Cluster, run_cluster
 from tests.gateways import RunningGateway, run_gateway

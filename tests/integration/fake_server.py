@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from common.http.port import HttpPort
-from common.rpc.server import GrpcServer, ListenError, Signals
+from inflight.common.http.port import HttpPort
+from inflight.common.rpc.server import GrpcServer, ListenError, Signals
 
 Stop = Callable[[], Awaitable[None]]
 SERVICES = {"executor": "inflight.v1.ExecutorService", "router": "inflight.v1.InferenceService"}

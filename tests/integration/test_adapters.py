@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from common.settings import SettingError
-from executor.main import Parts, load_model
-from executor.serving.metrics import executor_metrics
-from executor.settings import ExecutorSettings
+from inflight.common.settings import SettingError
+from inflight.executor.main import Parts, load_model
+from inflight.executor.serving.metrics import executor_metrics
+from inflight.executor.settings import ExecutorSettings
 from inflight.v1 import executor_pb2, types_pb2
 from tests.adapter_files import save_adapter
 from tests.real_executor import run_real_executor

@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
-from router.settings import RouterSettings
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from executor.serving.placements import RetentionPolicy
+from inflight.executor.serving.placements import RetentionPolicy
 from inflight.v1 import executor_pb2, types_pb2
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_requests import expected_ids

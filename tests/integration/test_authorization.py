@@ -14,9 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from inflight.router.auth.caller import Caller
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from router.auth.caller import Caller
-from router.settings import RouterSettings
 from tests.cluster import Cluster, RunningRouter, run_cluster, token_request
 from tests.credentials import AUDIENCE, ISSUER, Signer, ec_key, key_entry, public_jwk, write_jwks
 from tests.integration.test_requests import expected_ids, ids_of

@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 from playwright.async_api import Locator, expect
 
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from router.settings import RouterSettings
 from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, chromium, opened
 from tests.cluster import Brake, RunningRouter, run_cluster, token_request
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common.http.port import HttpPort
+from inflight.common.http.port import HttpPort
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from router.settings import RouterSettings
 from tests.cluster import run_cluster, token_request
 
 TIMEOUT_S = 60

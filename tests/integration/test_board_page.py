@@ -20,15 +20,15 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, expect
 from starlette.applications import Starlette
 
-from common.http.port import HttpPort
+from inflight.common.http.port import HttpPort
+from inflight.router.auth.authenticator import Authentication
+from inflight.router.auth.caller import AnonymousAuthenticator, Authenticator
+from inflight.router.dashboard.feed import Feeds
+from inflight.router.dashboard.history import MODEL_FIELDS, ModelSample, row_of
+from inflight.router.dashboard.routes import board_routes
+from inflight.router.dashboard.watching import Watching
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
-from router.auth.authenticator import Authentication
-from router.auth.caller import AnonymousAuthenticator, Authenticator
-from router.dashboard.feed import Feeds
-from router.dashboard.history import MODEL_FIELDS, ModelSample, row_of
-from router.dashboard.routes import board_routes
-from router.dashboard.watching import Watching
-from router.settings import RouterSettings
 from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, Complaints, chromium, opened
 from tests.board_scenes import Rider, Scene, ScriptedStatistics, full_bus, watching_of
 from tests.credentials import key_entry

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from inflight.router.main import load_texts
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from router.main import load_texts
-from router.settings import RouterSettings
 from tests.chat_models import control_ids, user_says
 from tests.cluster import Cluster, tiny_tokenizer
 from tests.fuzz.statuses import status_of

@@ -14,9 +14,9 @@ import pytest
 from inflight import AsyncClient
 from inflight.beams.search import BeamParams, BeamSearch
 from inflight.events import Logprob
+from inflight.router.settings import RouterSettings
+from inflight.router.store.types import Demand
 from inflight.v1 import inference_pb2, types_pb2
-from router.settings import RouterSettings
-from router.store.types import Demand
 from tests.cluster import Brake, Cluster, ExecutorShape, RunningExecutor, RunningRouter, run_cluster, token_request
 from tests.fake_device import token_logprobs
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest

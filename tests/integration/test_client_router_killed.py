@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.errors import Reason, RequestError
 from inflight import aio, sync
+from inflight.common.errors import Reason, RequestError
 from inflight.events import Delta
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, ending, serving

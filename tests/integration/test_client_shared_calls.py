@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from common.errors import Reason
 from inflight import AsyncClient, aio_many
 from inflight.aio_stream import AsyncStream
+from inflight.common.errors import Reason
 from inflight.errors import InflightError
 from inflight.events import FinishReason
-from router.api.generate_many import ManyCall
-from router.settings import RouterSettings
+from inflight.router.api.generate_many import ManyCall
+from inflight.router.settings import RouterSettings
 from tests.cluster import Cluster, ExecutorShape, run_cluster
 from tests.fuzz.served import until_empty
 from tests.integration.test_client_resumes import WAIT_S, addresses, serving

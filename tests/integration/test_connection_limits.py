@@ -16,9 +16,14 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS, MAX_METADATA_BYTES, channel_options
-from common.rpc.server import MIN_PING_INTERVAL_MS, ConnectionLimits, GrpcServer
-from common.rpc.tls import TlsFiles, TlsPaths
+from inflight.common.rpc.options import (
+    CHANNEL_KEEPALIVE_TIMEOUT_MS,
+    KEEPALIVE_TIME_MS,
+    MAX_METADATA_BYTES,
+    channel_options,
+)
+from inflight.common.rpc.server import MIN_PING_INTERVAL_MS, ConnectionLimits, GrpcServer
+from inflight.common.rpc.tls import TlsFiles, TlsPaths
 from inflight.local.certificates import make_certificates
 from inflight.local.ports import free_ports
 from inflight.local.ready import wait_until_serving

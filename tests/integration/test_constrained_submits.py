@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from executor.logits.grammar import CompiledGrammar, GrammarCompiler, GrammarError
-from executor.scheduler.sequence import Constraint
-from executor.serving import service
+from inflight.executor.logits.grammar import CompiledGrammar, GrammarCompiler, GrammarError
+from inflight.executor.scheduler.sequence import Constraint
+from inflight.executor.serving import service
 from inflight.v1 import executor_pb2, stats_pb2, types_pb2
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_requests import expected_ids

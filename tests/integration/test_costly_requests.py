@@ -17,12 +17,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.rpc.wire_counts import WireCounts
+from inflight.common.rpc.wire_counts import WireCounts
+from inflight.router.api.tokenizing import MAX_CONTEXTS
+from inflight.router.api.validation import MAX_DETOKENIZED_IDS
+from inflight.router.settings import RouterSettings
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2
-from router.api.tokenizing import MAX_CONTEXTS
-from router.api.validation import MAX_DETOKENIZED_IDS
-from router.settings import RouterSettings
-from router.text.tokenizer import TextModel
 from tests.cluster import CONTEXT_LENGTH, run_cluster, token_request
 from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.messages import nested

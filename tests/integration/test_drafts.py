@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from executor.speculation.counts import NO_DRAFT_COUNTS
-from executor.speculation.proposer import NgramProposer, Proposer
+from inflight.executor.speculation.counts import NO_DRAFT_COUNTS
+from inflight.executor.speculation.proposer import NgramProposer, Proposer
 from inflight.v1 import inference_pb2, types_pb2
 from tests.cluster import ExecutorShape, run_cluster, start_executor, token_request
 from tests.drafting import half_right, right, wrong

@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 import pytest
 from rich.console import Console
 
-from executor.main import _default_executor_id
 from inflight.catalogue import decode_capacity
 from inflight.cli.status import capacity_view
+from inflight.executor.main import _default_executor_id
 from inflight.v1 import inference_pb2
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_router, start_executor, token_request, until_ready
 from tests.fuzz.served import HANG_S, check_unharmed

@@ -9,14 +9,14 @@ from urllib.error import URLError
 
 import pytest
 
-from common.process import EXIT_FAILED
-from executor import main
-from executor.engine.runner import PendingStep
-from executor.main import Loaded, run_executor
-from executor.scheduler.sequence import StepPlan, TokenLogprobs
-from executor.serving.service import ExecutorService, Identity
-from executor.serving.submission import SubmissionLimits
-from executor.settings import ExecutorSettings
+from inflight.common.process import EXIT_FAILED
+from inflight.executor import main
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.main import Loaded, run_executor
+from inflight.executor.scheduler.sequence import StepPlan, TokenLogprobs
+from inflight.executor.serving.service import ExecutorService, Identity
+from inflight.executor.serving.submission import SubmissionLimits
+from inflight.executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
 from inflight.v1 import executor_pb2
 from tests.fake_device import VOCABULARY_SIZE, RunStep
@@ -111,7 +111,7 @@ async def test_process_ends_with_1_when_a_steps_output_is_lost(monkeypatch: pyte
 async def test_process_ends_with_1_when_its_reports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     address, process = start_process(monkeypatch, FaultyDevice(num_good_steps=100))
     async with router_stream(address) as router:
-        monkeypatch.setattr("executor.serving.service.report_of", None)
+        monkeypatch.setattr("inflight.executor.serving.service.report_of", None)
         router.send(submits=[make_submit("a", [1], LENGTH)])
         assert await asyncio.wait_for(process, 60) == EXIT_FAILED
 

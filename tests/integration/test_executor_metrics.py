@@ -15,11 +15,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from starlette.applications import Starlette
 
-from common.http.metrics_page import metrics_route
-from common.http.port import HttpPort
-from executor.scheduler.limits import KvWindow
-from executor.serving.metrics import executor_metrics
-from executor.serving.report import Rates, report_of
+from inflight.common.http.metrics_page import metrics_route
+from inflight.common.http.port import HttpPort
+from inflight.executor.scheduler.limits import KvWindow
+from inflight.executor.serving.metrics import executor_metrics
+from inflight.executor.serving.report import Rates, report_of
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.http_pages import page

@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from inflight.local.certificates import make_certificates
-from router.lifecycle.events import RequestState
-from router.settings import RouterSettings
+from inflight.router.lifecycle.events import RequestState
+from inflight.router.settings import RouterSettings
 from tests.cluster import Cluster, ExecutorShape, run_cluster
 from tests.fuzz.served import until_empty
 from tests.gateways import RunningGateway, ServerSentEvent, events_of, run_gateway, text_of
@@ -318,7 +318,7 @@ async def test_what_is_wrong_is_told_as_openai_tells_it(client: openai.AsyncOpen
 async def test_keys_are_passed_on_as_they_are(
     redis_url: str, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.service.READY_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("inflight.gateway.service.READY_TIMEOUT_S", WAIT_S)
     async with locked_cluster(redis_url, pool, tmp_path) as cluster, run_gateway(address_of(cluster)) as gateway:
         async with gateway.openai(api_key("all")) as client:
             assert (await client.completions.create(model=pool, prompt=[1, 2], max_tokens=3)).usage is not None
@@ -527,7 +527,7 @@ async def test_https_shows_a_new_certificate_to_new_connections_and_keeps_the_ol
         assert (await open_connection.get(f"{gateway.url}/health")).status_code == 200
         assert not await is_accepted(trusting_new)
         # When only one of the files is replaced, then the old pair stays in use, with one warning
-        with caplog.at_level("INFO", "common.rpc.tls"):
+        with caplog.at_level("INFO", "inflight.common.rpc.tls"):
             next_made.certificate("router").replace(made.certificate("router"))
             gateway.certificates.look()
             gateway.certificates.look()

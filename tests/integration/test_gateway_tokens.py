@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 
-from common.version import installed_version
+from inflight.common.version import installed_version
 from tests.gateways import RunningGateway, run_gateway
 from tests.integration.test_authorization import api_key, locked_cluster
 from tests.integration.test_chat_texts import speaking_tokenizer

@@ -14,10 +14,10 @@ import pytest
 from pydantic import BaseModel
 
 from inflight import AsyncClient, Completion, ToolCall
+from inflight.router.stream.parts import wire_parts
+from inflight.router.tools.formats import FORMATS, THINK, AnswerFormat
+from inflight.router.tools.parser import AnswerParser
 from inflight.v1 import inference_pb2, types_pb2
-from router.stream.parts import wire_parts
-from router.tools.formats import FORMATS, THINK, AnswerFormat
-from router.tools.parser import AnswerParser
 from tests.gateways import RunningGateway, events_of, run_gateway
 from tests.unit.scripted_router import ScriptedRouter, accepted, asked, delta, ending, serving
 from tests.unit.test_tool_parser import BY_NAME, random_answers, read, written

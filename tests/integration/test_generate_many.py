@@ -14,10 +14,10 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import status_pb2
 
+from inflight.router.api import generate_many
+from inflight.router.settings import RouterSettings
+from inflight.router.stream.outbox import StreamWriter
 from inflight.v1 import inference_pb2, types_pb2
-from router.api import generate_many
-from router.settings import RouterSettings
-from router.stream.outbox import StreamWriter
 from tests.cluster import PATIENCE_S, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.fuzz.served import check_unharmed, until_empty
 from tests.integration.test_hostile_clients import dispatcher_of, inference_stub, until

@@ -11,11 +11,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.lifecycle.events import RequestState
+from inflight.router.settings import RouterSettings
+from inflight.router.stream.relay import TimedWriter
 from inflight.v1 import inference_pb2, inference_pb2_grpc
-from router.lifecycle.events import RequestState
-from router.settings import RouterSettings
-from router.stream.relay import TimedWriter
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.fuzz.served import HANG_S, check_unharmed, until_empty
 from tests.fuzz.statuses import status_of

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
-from router.store.types import DEFAULT_TENANT
+from inflight.router.store.types import DEFAULT_TENANT
 from tests.cluster import Cluster, run_cluster, token_request
 from tests.fuzz.served import check_unharmed, until_empty
 from tests.fuzz.statuses import status_of

@@ -13,16 +13,16 @@ from unittest.mock import patch
 import pytest
 from redis.asyncio import Redis
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
+from inflight.router.dispatch import dispatcher as dispatching
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.store.connection import close, connect
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreCall, StoreEvent
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
-from router.dispatch import dispatcher as dispatching
-from router.dispatch.dispatcher import Dispatcher
-from router.store.connection import close, connect
-from router.store.keys import PoolKeys
-from router.store.settings import StoreSettings
-from router.store.store import AdmissionStore
-from router.store.types import Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreCall, StoreEvent
-from router.stream.request_stream import RequestStream
 from tests.cluster import PATIENCE_S
 from tests.store_pool import START_MS, steered_scripts
 

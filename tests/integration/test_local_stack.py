@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from common.guard import guarded
+from inflight.common.guard import guarded
 from inflight.local.options import StackOptions
 from inflight.local.ports import free_ports
 from inflight.local.process import ChildProcess

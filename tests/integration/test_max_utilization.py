@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from executor.scheduler.scheduler import SchedulerPolicy
+from inflight.executor.scheduler.scheduler import SchedulerPolicy
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.cluster import BLOCK_SIZE, ExecutorShape, start_executor
 from tests.integration.test_requests import DEFAULT_SALT, expected_ids

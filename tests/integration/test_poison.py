@@ -11,12 +11,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from bench.fleet.proxy import Proxy, Weather
-from executor.engine.runner import PendingStep
-from executor.scheduler.sequence import StepPlan
+from inflight.bench.fleet.proxy import Proxy, Weather
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.scheduler.sequence import StepPlan
 from inflight.local.ports import free_ports
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from router.settings import RouterSettings
 from tests.cluster import (
     ExecutorShape,
     RunningExecutor,

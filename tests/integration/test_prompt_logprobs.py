@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from executor.serving.router_session import Session
 from inflight import AsyncClient
+from inflight.executor.serving.router_session import Session
 from inflight.v1 import inference_pb2, types_pb2
 from tests.cluster import Cluster, run_cluster, token_request
 from tests.fake_device import VOCABULARY_SIZE

@@ -14,12 +14,12 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from common.errors import RequestError
-from router.store.connection import connect
-from router.store.keys import PoolKeys
-from router.store.settings import StoreSettings
-from router.store.store import AdmissionStore
-from router.store.types import Attempt, Demand, ExecutorReport, Placement, Queued, StoreEvent
+from inflight.common.errors import RequestError
+from inflight.router.store.connection import connect
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import Attempt, Demand, ExecutorReport, Placement, Queued, StoreEvent
 from tests.credentials import ec_key
 from tests.redis_servers import WAYS, Server, Watched, cluster_servers, sentinel_servers, server_for, start
 

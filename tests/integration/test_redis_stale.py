@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bench.simulation.store_link import REMEMBER, RESTORE
+from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.local.redis_server import PrivateRedis
-from router.store.connection import connect
-from router.store.keys import PoolKeys
+from inflight.router.store.connection import connect
+from inflight.router.store.keys import PoolKeys
 from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.fuzz.served import check_unharmed
 from tests.integration.test_requests import expected_ids, ids_of, rest

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from executor.logits.grammar import GrammarCompiler
+from inflight.executor.logits.grammar import GrammarCompiler
 from tests.cluster import run_cluster, start_executor
 from tests.fuzz.served import check_unharmed
 from tests.fuzz.test_gateway_bodies import KnownGrammars

@@ -10,10 +10,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from executor.scheduler.scheduler import Batching
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.executor.scheduler.scheduler import Batching
+from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
-from router.settings import RouterSettings
 from tests.cluster import (
     CONTEXT_LENGTH,
     ExecutorShape,

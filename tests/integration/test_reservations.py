@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from router.settings import RouterSettings
 from tests.cluster import CONTEXT_LENGTH, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of
 

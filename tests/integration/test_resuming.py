@@ -12,11 +12,11 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from executor.adapters.folder import AdapterFolder, KnownAdapter
-from executor.adapters.store import AdapterStore
-from executor.adapters.weights import AdapterWeights
+from inflight.executor.adapters.folder import AdapterFolder, KnownAdapter
+from inflight.executor.adapters.store import AdapterStore
+from inflight.executor.adapters.weights import AdapterWeights
+from inflight.router.dispatch import dispatcher as dispatch
 from inflight.v1 import inference_pb2, types_pb2
-from router.dispatch import dispatcher as dispatch
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 

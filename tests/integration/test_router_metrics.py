@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
+from inflight.router.stats.gauges import ScrapeGauges
 from inflight.v1 import inference_pb2
-from router.stats.gauges import ScrapeGauges
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, run_router, token_request
 
 ONE_SEAT = ExecutorShape(max_num_sequences=1)

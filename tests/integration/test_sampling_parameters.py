@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from common.protocol import LOGITS_VERSION
+from inflight.common.protocol import LOGITS_VERSION
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.cluster import Cluster, run_cluster
 from tests.integration.test_requests import collect, rest

@@ -15,10 +15,10 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from common.http.port import HttpPort
-from common.rpc.server import GrpcServer, ListenError, bind, check_listen
+from inflight.common.http.port import HttpPort
+from inflight.common.rpc.server import GrpcServer, ListenError, bind, check_listen
 from inflight.local.ready import wait_until_http_ready, wait_until_serving
-from router.discovery import AddressError, check_address, watch
+from inflight.router.discovery import AddressError, check_address, watch
 from tests.cluster import ExecutorShape, run_cluster, run_router, start_executor, token_request, until_ready
 from tests.integration.test_requests import collect, expected_ids, ids_of
 

@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from executor.serving import router_session as sessions
-from executor.serving.router_session import Session
+from inflight.executor.serving import router_session as sessions
+from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_hostile_clients import NO_WINDOW, until

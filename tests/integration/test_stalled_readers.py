@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from inflight.router.api.service import InferenceService
+from inflight.router.settings import RouterSettings
+from inflight.router.stream import relay as patience
+from inflight.router.stream.relay import Write
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.service import InferenceService
-from router.settings import RouterSettings
-from router.stream import relay as patience
-from router.stream.relay import Write
 from tests import cluster as clusters
 from tests.cluster import PATIENCE_S, Cluster, run_cluster, token_request
 from tests.fake_device import VOCABULARY_SIZE

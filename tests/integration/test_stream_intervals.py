@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.protocol import MAX_FRAME_INTERVAL
+from inflight.common.protocol import MAX_FRAME_INTERVAL
 from inflight.v1 import executor_pb2, inference_pb2
 from tests.cluster import run_cluster
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, Client, request_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from inflight.router.settings import RouterSettings
+from inflight.router.subpools.assignment import home_of
+from inflight.router.subpools.store import SubPoolStore
 from inflight.v1 import inference_pb2, types_pb2
-from router.settings import RouterSettings
-from router.subpools.assignment import home_of
-from router.subpools.store import SubPoolStore
 from tests.cluster import PATIENCE_S, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import expected_ids, ids_of, rest
 

@@ -13,19 +13,19 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.protocol import PROTOCOL_VERSION
-from common.rpc.server import GrpcServer
-from common.rpc.tls import TlsFiles, TlsPaths
-from common.settings import load
-from executor.serving.router_auth import PeerNameCheck, load_server_tls
-from executor.settings import ExecutorSettings
+from inflight.common.protocol import PROTOCOL_VERSION
+from inflight.common.rpc.server import GrpcServer
+from inflight.common.rpc.tls import TlsFiles, TlsPaths
+from inflight.common.settings import load
+from inflight.executor.serving.router_auth import PeerNameCheck, load_server_tls
+from inflight.executor.settings import ExecutorSettings
 from inflight.local.certificates import EXECUTOR_NAME, ROUTER_NAME, CertificateFolder, make_certificates
+from inflight.router.executors.channel import ExecutorChannels
+from inflight.router.executors.link import ExecutorLink, LinkEvents
+from inflight.router.lifecycle.events import LinkEvent
+from inflight.router.settings import RouterSettings
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, executor_pb2_grpc
-from router.executors.channel import ExecutorChannels
-from router.executors.link import ExecutorLink, LinkEvents
-from router.lifecycle.events import LinkEvent
-from router.settings import RouterSettings
-from router.stream.request_stream import RequestStream
 
 SERVICE = "inflight.v1.ExecutorService"
 NUM_BLOCKS = 8

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from inflight.router.tools.formats import AnswerFormat
 from inflight.v1 import inference_pb2
-from router.tools.formats import AnswerFormat
 from tests.clients.environments import python_of
 from tests.gateways import run_gateway
 from tests.integration.test_gateway_tools import spoken

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason
-from common.settings import SettingError
-from common.telemetry.trace_context import traceparent_of
-from common.telemetry.tracing import Tracing, open_tracing
 from inflight import AsyncClient
+from inflight.common.errors import Reason
+from inflight.common.settings import SettingError
+from inflight.common.telemetry.trace_context import traceparent_of
+from inflight.common.telemetry.tracing import Tracing, open_tracing
 from inflight.errors import InflightError
-from router.settings import RouterSettings
+from inflight.router.settings import RouterSettings
 from tests.cluster import ExecutorShape, run_router, start_executor, until_ready
 from tests.collector import CollectedSpan, Collector, run_collector
 

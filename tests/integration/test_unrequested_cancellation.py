@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason, RequestError
-from router.dispatch import dispatcher as dispatch
-from router.store.types import Lost
+from inflight.common.errors import Reason, RequestError
+from inflight.router.dispatch import dispatcher as dispatch
+from inflight.router.store.types import Lost
 from tests.cluster import run_cluster
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, begun
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 
-from common.rpc import server
+from inflight.common.rpc import server
 from tests.cluster import run_cluster, token_request
 from tests.fuzz.served import check_unharmed
 from tests.integration.test_hostile_clients import dispatcher_of, inference_stub, until

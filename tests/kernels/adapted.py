@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from common.model_source import resolve_model
-from executor.adapters.peft_files import parse, read_files
-from executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights
-from executor.checkpoint.decoder_weights import DecoderShape
-from executor.gpu.adapters import PARTS, AdapterSlots, Product
-from executor.gpu.decoder import GpuDecoder
-from executor.gpu.row_groups import RowGroups
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
-from executor.step.batch import StepBatch, pack
+from inflight.common.model_source import resolve_model
+from inflight.executor.adapters.peft_files import parse, read_files
+from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights
+from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.gpu.adapters import PARTS, AdapterSlots, Product
+from inflight.executor.gpu.decoder import GpuDecoder
+from inflight.executor.gpu.row_groups import RowGroups
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
+from inflight.executor.step.batch import StepBatch, pack
 from tests.adapter_files import SHAPE, save_adapter
 from tests.tiny_models import VOCABULARY_SIZE
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
-from executor.attention.reference import ReferenceAttention
-from executor.attention.triton import TritonAttention
-from executor.step.batch import StepBatch
+from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
+from inflight.executor.attention.reference import ReferenceAttention
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.step.batch import StepBatch
 from tests.paged_cases import PagedCase, Spec, make_case
 
 CPU = torch.device("cpu")

@@ -27,19 +27,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import executor.attention.triton
-from executor.attention.backend import KvShape, Scoring
-from executor.attention.triton import TritonAttention
-from executor.checkpoint.decoder_weights import DecoderShape, Rope
-from executor.gpu.adapters import AdapterSlots, Product
-from executor.gpu.idle import idle_processed_sampling
-from executor.gpu.layers import Fp8Product, gated, gated_fp8, residual_norm, residual_norm_fp8, rope_write, rounded_rows
-from executor.gpu.processing import Processing, name_excluded
-from executor.gpu.row_groups import TILE_ROWS, RowGroups
-from executor.gpu.sampling import DrawRows, draw
-from executor.gpu.step_buffers import StepBuffers
-from executor.gpu.step_layout import StepLayout
-from executor.step.batch import StepBatch
+import inflight.executor.attention.triton
+from inflight.executor.attention.backend import KvShape, Scoring
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.checkpoint.decoder_weights import DecoderShape, Rope
+from inflight.executor.gpu.adapters import AdapterSlots, Product
+from inflight.executor.gpu.idle import idle_processed_sampling
+from inflight.executor.gpu.layers import (
+    Fp8Product,
+    gated,
+    gated_fp8,
+    residual_norm,
+    residual_norm_fp8,
+    rope_write,
+    rounded_rows,
+)
+from inflight.executor.gpu.processing import Processing, name_excluded
+from inflight.executor.gpu.row_groups import TILE_ROWS, RowGroups
+from inflight.executor.gpu.sampling import DrawRows, draw
+from inflight.executor.gpu.step_buffers import StepBuffers
+from inflight.executor.gpu.step_layout import StepLayout
+from inflight.executor.step.batch import StepBatch
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
@@ -123,7 +131,7 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
     # The assembler's report is written to stdout; it has none for what is taken from the cache.
     triton.knobs.nvidia.dump_ptxas_log = True
     JITFunction.run = compile_launch
-    vars(executor.attention.triton)["is_hopper"] = lambda device: capability == 90
+    vars(inflight.executor.attention.triton)["is_hopper"] = lambda device: capability == 90
     for variant in VARIANTS:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))

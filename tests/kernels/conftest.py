@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 from triton.runtime import interpreter
 
-from executor.kernels import tiling
+from inflight.executor.kernels import tiling
 from tests.kernels.interpreter import LaunchPatches
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads

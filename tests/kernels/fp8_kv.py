@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bench.gpu.fp8_emulation import rounded
-from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.attention.reference import ReferenceAttention
-from executor.attention.triton import TritonAttention
-from executor.checkpoint.fp8_weight import round_rows
-from executor.gpu.layers import (
+from inflight.bench.gpu.fp8_emulation import rounded
+from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
+from inflight.executor.attention.reference import ReferenceAttention
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.checkpoint.fp8_weight import round_rows
+from inflight.executor.gpu.layers import (
     Fp8Rows,
     Projected,
     dense,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from executor.kernels.sampling import gumbel, philox
+from inflight.executor.kernels.sampling import gumbel, philox
 
 
 @triton.jit

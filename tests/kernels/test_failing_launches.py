@@ -16,14 +16,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.engine.runner import PendingStep
-from executor.gpu.runner import GpuRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import (
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import (
     NO_PROCESSORS,
     FinishReason,
     Processors,

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from bench.gpu.fp8_emulation import load_emulated
-from common.model_source import resolve_model
-from executor.model.model import PagedModel
-from executor.model.self_check import relative_distance
+from inflight.bench.gpu.fp8_emulation import load_emulated
+from inflight.common.model_source import resolve_model
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.self_check import relative_distance
 from tests.kernels.test_fp8_weights import logits_of
 from tests.paged_cases import Spec, make_case
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes

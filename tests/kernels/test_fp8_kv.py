@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu.fp8_emulation import rounded
-from common.model_source import ModelError, resolve_model
-from executor.attention.backend import KvShape, Scoring
-from executor.attention.quantized import check_backend
-from executor.attention.triton import TritonAttention
-from executor.gpu.layers import rope_write, rotation_table
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
+from inflight.bench.gpu.fp8_emulation import rounded
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.attention.backend import KvShape, Scoring
+from inflight.executor.attention.quantized import check_backend
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.gpu.layers import rope_write, rotation_table
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.arithmetic import Machine, MemoryOptions, pool_of
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.greedy import generate_together

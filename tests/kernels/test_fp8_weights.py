@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config
 
-from bench.gpu.fp8_emulation import rounded
-from common.model_source import ModelError, resolve_model
-from executor.checkpoint.fp8_weight import Fp8Weight, round_rows, stacked
-from executor.gpu.layers import linear, rounded_rows
-from executor.model.model import PagedModel
-from executor.model.self_check import relative_distance
-from executor.step.batch import StepBatch
+from inflight.bench.gpu.fp8_emulation import rounded
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.checkpoint.fp8_weight import Fp8Weight, round_rows, stacked
+from inflight.executor.gpu.layers import linear, rounded_rows
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.self_check import relative_distance
+from inflight.executor.step.batch import StepBatch
 from inflight.tools.sizing.arithmetic import fp8_weight_bytes
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.kernels.fp8_kv import assert_fused_rounding_changes_nothing, assert_kernels_apply_scales

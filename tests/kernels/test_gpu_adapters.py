@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from common.settings import load
-from executor.gpu.adapters import AdapterSlots, slot_bytes
-from executor.gpu.runner import GpuRunner
-from executor.main import load_model
-from executor.model.model import DTYPES
-from executor.model.runner import ModelRunner
-from executor.settings import ExecutorSettings
+from inflight.common.settings import load
+from inflight.executor.gpu.adapters import AdapterSlots, slot_bytes
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.main import load_model
+from inflight.executor.model.model import DTYPES
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, pool_of
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.adapter_files import SHAPE

@@ -25,8 +25,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from common.model_source import resolve_model
-from executor.model.model import PagedModel
+from inflight.common.model_source import resolve_model
+from inflight.executor.model.model import PagedModel
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.tiny_models import save_model, sizes
 

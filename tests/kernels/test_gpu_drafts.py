@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from executor.gpu.graphs import Capture
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sequence
+from inflight.executor.gpu.graphs import Capture
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sequence
 from tests.drafting import CHEAP, GuessingProposer, eager
 from tests.kernels import test_gpu_constrained, test_gpu_runner
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, assert_same_sequences, load

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.attention.backend import KvShape
-from executor.attention.flashinfer import FlashInfer, Heads
-from executor.attention.triton import TritonAttention
-from executor.gpu import graph_check
-from executor.gpu.graph_check import AttentionCheck, TrialRows
-from executor.gpu.runner import GpuRunner
-from executor.kernels import tiling
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling
+from inflight.executor.attention.backend import KvShape
+from inflight.executor.attention.flashinfer import FlashInfer, Heads
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.gpu import graph_check
+from inflight.executor.gpu.graph_check import AttentionCheck, TrialRows
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.kernels import tiling
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sampling
 from tests.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper as StandIn
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, load, outputs, sequence
 
@@ -38,7 +38,7 @@ def model(folder: Path) -> PagedModel:
 def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes that warm up compile nothing in the interpreter, and splits of decodes are tested elsewhere."""
     monkeypatch.setattr(tiling, "MAX_SPLITS", 1)
-    monkeypatch.setattr("executor.gpu.runner.warm_up_lengths", lambda *_: [])
+    monkeypatch.setattr("inflight.executor.gpu.runner.warm_up_lengths", lambda *_: [])
     monkeypatch.setattr(StandIn, "num_runs", 0)
     monkeypatch.setattr(StandIn, "scale_error", 1.0)
     monkeypatch.setattr(graph_check, "REPETITIONS", 1)
@@ -72,7 +72,7 @@ def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
 ) -> None:
     timed(monkeypatch, 1.0, 2.0)
     runner = runner_of(model)
-    with caplog.at_level(logging.INFO, "executor.gpu.runner"):
+    with caplog.at_level(logging.INFO, "inflight.executor.gpu.runner"):
         runner.prepare()
     assert runner.uses_flashinfer
     times = "1000.00 ms for 16 tokens of 16, 2000.00 ms with triton; 1000.00 ms for 16 tokens of 24, 2000.00 ms"

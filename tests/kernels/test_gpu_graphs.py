@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.model_source import ModelError, resolve_model
-from executor.attention.backend import StepAttention
-from executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
-from executor.gpu.graph_check import StepResult, TrialRows, difference
-from executor.gpu.graphs import Bucket, Graph, frozen_garbage
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.attention.backend import StepAttention
+from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
+from inflight.executor.gpu.graph_check import StepResult, TrialRows, difference
+from inflight.executor.gpu.graphs import Bucket, Graph, frozen_garbage
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
 from tests.kernels.test_gpu_drafts import check_drafts
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, assert_same_sequences, load, outputs, requests
 
@@ -59,7 +59,7 @@ class Captured:
 @pytest.fixture(autouse=True)
 def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that compile kernels compile nothing in the interpreter, and `test_gpu_runner` runs them."""
-    monkeypatch.setattr("executor.gpu.runner.warm_up_lengths", lambda *_: [])
+    monkeypatch.setattr("inflight.executor.gpu.runner.warm_up_lengths", lambda *_: [])
 
 
 @pytest.fixture

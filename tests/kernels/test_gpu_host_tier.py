@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
 from tests.evicted_prefixes import conversations
 from tests.kernels.test_gpu_runner import loaded
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.gpu.engine.peers import serve_static
-from bench.gpu.engine.random_model import RandomModel, make_model
-from bench.gpu.engine.serving import TimedRequest, blocks_of, serve
-from bench.gpu.engine.session import Sizes
-from bench.gpu.engine.steps import decode_step_s, prefill_step_s
-from bench.gpu.engine.traffic import decode_launches
-from executor.attention.triton import TritonAttention
-from executor.gpu.runner import GpuRunner
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.sequence import Processors
+from inflight.bench.gpu.engine.peers import serve_static
+from inflight.bench.gpu.engine.random_model import RandomModel, make_model
+from inflight.bench.gpu.engine.serving import TimedRequest, blocks_of, serve
+from inflight.bench.gpu.engine.session import Sizes
+from inflight.bench.gpu.engine.steps import decode_step_s, prefill_step_s
+from inflight.bench.gpu.engine.traffic import decode_launches
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.sequence import Processors
 from tests.tiny_models import sizes
 
 BLOCK_SIZE = 16

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 from transformers import Gemma2Config, LlamaConfig, Olmo2Config, PretrainedConfig, Qwen3Config
 
-from common.model_source import ModelError, resolve_model
-from executor.checkpoint.shards import WHOLE, Shard
-from executor.gpu.graphs import Bucket
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.parallel.device_messages import RunnerSizes
-from executor.parallel.gpu_shard import GpuShard
-from executor.parallel.messages import Kind
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Processors, Sampling, Sequence, Stopping
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.checkpoint.shards import WHOLE, Shard
+from inflight.executor.gpu.graphs import Bucket
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.parallel.device_messages import RunnerSizes
+from inflight.executor.parallel.gpu_shard import GpuShard
+from inflight.executor.parallel.messages import Kind
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Processors, Sampling, Sequence, Stopping
 from tests.kernels.test_gpu_graphs import Captured
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, NUM_BLOCKS, assert_same_sequences, outputs
 from tests.kernels.test_gpu_runner import LIMITS as LIMITS_OF_ONE
@@ -214,8 +214,8 @@ def test_ranks_choose_the_tokens_of_the_generic_forward_pass(folder: Path, monke
     replays: list[dict[Bucket, int]] = [{}, {}]
     graphed = partial(GpuRunner, capture_graphs=Captured(replays[1]))
     # There is nothing to compile.
-    monkeypatch.setattr("executor.gpu.runner.warm_up_lengths", lambda *_: [[1]])
-    monkeypatch.setattr("executor.parallel.gpu_shard.GpuRunner", graphed)
+    monkeypatch.setattr("inflight.executor.gpu.runner.warm_up_lengths", lambda *_: [[1]])
+    monkeypatch.setattr("inflight.executor.parallel.gpu_shard.GpuRunner", graphed)
     group = Group(folder, 2)
     with group.leading():
         runner = leading_runner(folder, group, Captured(replays[0]))

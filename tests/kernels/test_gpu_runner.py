@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from common.model_source import resolve_model
-from executor.engine.runner import StepRunner
-from executor.gpu.device_step import DeviceStep
-from executor.gpu.runner import MAX_IN_FLIGHT, GpuRunner
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, Stopping
+from inflight.common.model_source import resolve_model
+from inflight.executor.engine.runner import StepRunner
+from inflight.executor.gpu.device_step import DeviceStep
+from inflight.executor.gpu.runner import MAX_IN_FLIGHT, GpuRunner
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, Stopping
 from tests.scheduling import run_overlapped
 from tests.tiny_models import VOCABULARY_SIZE
 

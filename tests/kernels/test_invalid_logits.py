@@ -10,15 +10,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.model_source import resolve_model
-from executor.engine.runner import PendingStep, StepRunner
-from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.scheduler import INVALID_LOGITS, Scheduler
-from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
+from inflight.common.model_source import resolve_model
+from inflight.executor.engine.runner import PendingStep, StepRunner
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.scheduler import INVALID_LOGITS, Scheduler
+from inflight.executor.scheduler.sequence import (
+    FinishEvent,
+    FinishReason,
+    Sampling,
+    Sequence,
+    StepPlan,
+    StepResult,
+    Stopping,
+)
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 
 BLOCK_SIZE = 16

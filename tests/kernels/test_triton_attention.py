@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from executor.attention.backend import KvShape, Scoring
-from executor.attention.triton import TritonAttention
+from inflight.executor.attention.backend import KvShape, Scoring
+from inflight.executor.attention.triton import TritonAttention
 from tests.kernels.comparison import (
     assert_attends_as_the_reference,
     assert_padding_changes_nothing,
@@ -53,7 +53,7 @@ def test_decodes_of_one_and_of_many_spans_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, num_programs: int, window: int | None
 ) -> None:
     # Spans have 256 keys: a split has none, one or two, whole and in part
-    monkeypatch.setattr("executor.kernels.tiling.MAX_PROGRAMS", num_programs)
+    monkeypatch.setattr("inflight.executor.kernels.tiling.MAX_PROGRAMS", num_programs)
     specs = tuple(Spec(1, context) for context in (1, 255, 256, 257, 520, 1000))
     assert_attends_as_the_reference(specs, KvShape(1, 10), 1, scoring=Scoring(0.2, window), block_size=48)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.attention.backend import KvShape
-from executor.attention.triton import TritonAttention
-from executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
+from inflight.executor.attention.backend import KvShape
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
 
 CPU = torch.device("cpu")
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.engine.runner import NO_TOKEN
-from executor.gpu.processing import ROWS, ChangedIds, Processing, name_excluded, row_mask
-from executor.gpu.sampling import CHUNK, draw
-from executor.logits.reference import banned_ids, process_row
-from executor.logits.row import LogitsRow, bits_of, mask_of
-from executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
-from executor.step.sampling import SampleRow, numbers_of, sample
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.gpu.processing import ROWS, ChangedIds, Processing, name_excluded, row_mask
+from inflight.executor.gpu.sampling import CHUNK, draw
+from inflight.executor.logits.reference import banned_ids, process_row
+from inflight.executor.logits.row import LogitsRow, bits_of, mask_of
+from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
+from inflight.executor.step.sampling import SampleRow, numbers_of, sample
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.kernels.test_triton_sampling import draw_rows
 from tests.torch_threads import torch_threads
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.engine.runner import NO_TOKEN
-from executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
-from executor.scheduler.sequence import Sampling
-from executor.step.philox import MASK
-from executor.step.philox import philox_words as torch_philox
-from executor.step.sampling import LARGEST_UNIFORM, SampleRow, min_p_logs, sample
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
+from inflight.executor.scheduler.sequence import Sampling
+from inflight.executor.step.philox import MASK
+from inflight.executor.step.philox import philox_words as torch_philox
+from inflight.executor.step.sampling import LARGEST_UNIFORM, SampleRow, min_p_logs, sample
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.kernels.probes import noise_kernel, words_kernel
 from tests.torch_threads import torch_threads
 

@@ -17,12 +17,12 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.errors import Reason, RequestError
-from router.store.keys import PoolKeys
-from router.store.mailbox import Mailbox
-from router.store.settings import StoreSettings
-from router.store.store import AdmissionStore
-from router.store.types import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.mailbox import Mailbox
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     Demand,

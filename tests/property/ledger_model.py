@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import Reason
-from router.store.settings import StoreSettings
-from router.store.types import (
+from inflight.common.errors import Reason
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     Cancelled,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import ceil
 
-from common.errors import Reason
-from router.store.types import Refused
+from inflight.common.errors import Reason
+from inflight.router.store.types import Refused
 from tests.property.ledger_estimates import MARGIN
 from tests.property.ledger_pool import LEASE_MS, Pool, Request
 from tests.property.ledger_tenants import exceeded

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from executor.scheduler.scheduler import Batching, SchedulerLimits
-from executor.scheduler.sequence import Sequence, StepPlan
-from executor.scheduler.step_constraint import StepConstraint
+from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
+from inflight.executor.scheduler.sequence import Sequence, StepPlan
+from inflight.executor.scheduler.step_constraint import StepConstraint
 
 
 @dataclass(frozen=True, slots=True)

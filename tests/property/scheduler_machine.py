@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.queues import turn
-from executor.scheduler.scheduler import INVALID_LOGITS, NOTHING_ALLOWED, Refusal, Scheduler, SchedulerLimits
-from executor.scheduler.sequence import (
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.queues import turn
+from inflight.executor.scheduler.scheduler import INVALID_LOGITS, NOTHING_ALLOWED, Refusal, Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
     NewTokens,
@@ -19,7 +19,7 @@ from executor.scheduler.sequence import (
     StepPlan,
     StepResult,
 )
-from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
+from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
 from tests.drafting import CHEAP, PROPOSERS, AnyTokens, eager
 from tests.fake_device import FakeDevice, block_contents, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing

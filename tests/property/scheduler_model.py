@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from common.kv_size import WindowSize
-from executor.scheduler.limits import KvWindow, Overcommit, PreemptionCost
-from executor.scheduler.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sampling, Sequence, Stopping
+from inflight.common.kv_size import WindowSize
+from inflight.executor.scheduler.limits import KvWindow, Overcommit, PreemptionCost
+from inflight.executor.scheduler.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sampling, Sequence, Stopping
 from tests.fake_device import VOCABULARY_SIZE
 
 # Prompts start like one of these, so that prefixes meet.

@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from router.store.settings import StoreSettings
-from router.store.types import (
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import (
     NO_LIMITS,
     Adopted,
     Attempt,

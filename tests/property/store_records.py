@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from router.store.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
-from router.store.lua import ScriptCaller, compose, shared_source
+from inflight.router.store.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
+from inflight.router.store.lua import ScriptCaller, compose, shared_source
 from tests.store_pool import STEERED_CLOCK
 
 # JSON has no infinity, and cjson writes 14 digits: what is not a small whole number comes as text behind "~".

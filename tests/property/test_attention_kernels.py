@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
-from executor.attention.cpu import CpuAttention
-from executor.attention.quantized import quantize
-from executor.attention.reference import ReferenceAttention
-from executor.native.library import NativeLibrary
-from executor.native.pool import NativePool
+from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
+from inflight.executor.attention.cpu import CpuAttention
+from inflight.executor.attention.quantized import quantize
+from inflight.executor.attention.reference import ReferenceAttention
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.native.pool import NativePool
 from tests.examples import examples
 from tests.native_builds import INSTRUCTION_SETS, emulation_of_amx, library_of
 from tests.paged_cases import PagedCase, Spec, make_case

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2
-from router.text.tokenizer import TextModel
 from tests import chat_models
 from tests.chat_models import chat_model, control_ids, trusting_model
 from tests.examples import examples

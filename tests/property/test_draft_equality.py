@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.model_source import resolve_model
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.engine.runner import PendingStep
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.limits import Overcommit
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import (
+from inflight.common.model_source import resolve_model
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.limits import Overcommit
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.sequence import (
     Constraint,
     FinishReason,
     Processors,
@@ -38,10 +38,10 @@ from executor.scheduler.sequence import (
     Stopping,
     TokenLogprobs,
 )
-from executor.scheduler.sequence import Sequence as Request
-from executor.speculation.budget import DraftBudget
-from executor.speculation.counts import DraftCounts
-from executor.speculation.proposer import NgramProposer, Proposer
+from inflight.executor.scheduler.sequence import Sequence as Request
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.counts import DraftCounts
+from inflight.executor.speculation.proposer import NgramProposer, Proposer
 from tests.drafting import CHEAP, EagerBudget, GuessingProposer, eager
 from tests.examples import examples
 from tests.small_vocabulary import (
@@ -114,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[PagedModel]:
     with torch_threads(1), pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":
-            patch.setattr("executor.model.model._native_sampler", lambda *_: None)
+            patch.setattr("inflight.executor.model.model._native_sampler", lambda *_: None)
         loaded = PagedModel.load(
             resolve_model(str(folder)), dtype_name="float32", device_name="cpu", backend_name=request.param
         )

@@ -33,13 +33,13 @@ from transformers import (
 )
 from transformers import Gemma3TextConfig as Gemma3Config
 
-from common.model_source import ModelError, resolve_model
-from executor.checkpoint.decoder_weights import FAMILIES
-from executor.checkpoint.support import check_configuration
-from executor.model.model import PagedModel
-from executor.model.self_check import relative_distance
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.step.batch import pack
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.checkpoint.decoder_weights import FAMILIES
+from inflight.executor.checkpoint.support import check_configuration
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.self_check import relative_distance
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.step.batch import pack
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.property.test_row_invariance import BLOCK_SIZE, one_by_one, sequence_of
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.engine.engine import MAX_COMMANDS, Engine
-from executor.engine.output import EngineOutput
-from executor.engine.runner import PendingStep
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler, SchedulerLimits
-from executor.scheduler.sequence import FinishReason, Sequence, StepPlan
+from inflight.executor.engine.engine import MAX_COMMANDS, Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
 from tests.examples import examples
 from tests.fake_device import FakeDevice
 from tests.property.scheduler_model import limits_strategy, sequence_strategy

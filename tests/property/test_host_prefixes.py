@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, Overcommit, PreemptionCost, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import (
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Batching, Overcommit, PreemptionCost, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
     Sampling,
@@ -22,8 +22,8 @@ from executor.scheduler.sequence import (
     StepResult,
     Stopping,
 )
-from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
-from executor.scheduler.step_record import HostPrefixCounts
+from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
+from inflight.executor.scheduler.step_record import HostPrefixCounts
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice, block_contents, solo_output
 
 BLOCK_SIZE = 2

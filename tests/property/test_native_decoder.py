@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from common.model_source import ModelError, resolve_model
-from executor.cpu.decoder import PARTS
-from executor.cpu.streams import STREAMS
-from executor.model.model import PagedModel
-from executor.model.self_check import relative_distance
-from executor.step.batch import StepBatch
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.cpu.decoder import PARTS
+from inflight.executor.cpu.streams import STREAMS
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.self_check import relative_distance
+from inflight.executor.step.batch import StepBatch
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.native_builds import BEST_FIRST
 from tests.paged_cases import PagedCase, Spec, make_case

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.model_source import resolve_model
-from executor.engine.runner import NO_TOKEN
-from executor.logits.row import LogitsRow
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
-from executor.step.batch import StepBatch
-from executor.step.sampling import SampleRow, name_excluded, sample
-from executor.step.sampling_columns import SamplingBatch
+from inflight.common.model_source import resolve_model
+from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.logits.row import LogitsRow
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling import SampleRow, name_excluded, sample
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.native_builds import BEST_FIRST
 from tests.paged_cases import Spec, make_case
 from tests.tiny_models import save_model, sizes

@@ -11,15 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from executor.cpu.logits import NativeRow
-from executor.cpu.sampler import NativeSampler
-from executor.engine.runner import NO_TOKEN
-from executor.logits.reference import process_row
-from executor.logits.row import LogitsRow, mask_of
-from executor.native.library import NativeLibrary
-from executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
-from executor.step.sampling import SampleRow, name_excluded, numbers_of, sample
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.cpu.logits import NativeRow
+from inflight.executor.cpu.sampler import NativeSampler
+from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.logits.reference import process_row
+from inflight.executor.logits.row import LogitsRow, mask_of
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
+from inflight.executor.step.sampling import SampleRow, name_excluded, numbers_of, sample
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.examples import examples
 from tests.native_builds import INSTRUCTION_SETS, library_of
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.cpu.sampler import NativeSampler
-from executor.native.pool import NativePool
-from executor.scheduler.sequence import Sampling
-from executor.step.sampling import SampleRow, sample
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.cpu.sampler import NativeSampler
+from inflight.executor.native.pool import NativePool
+from inflight.executor.scheduler.sequence import Sampling
+from inflight.executor.step.sampling import SampleRow, sample
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.examples import examples
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.sampling_oracle import is_right

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Phi3Config, PretrainedConfig
 
-from common.model_source import ModelError, ModelSource, resolve_model
-from executor.adapters.peft_files import parse, read_files
-from executor.adapters.weights import AdapterLimits
-from executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
-from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
-from executor.checkpoint.rounding import round_linears
-from executor.formats.loading import load_network
-from executor.model.model import PagedModel
-from executor.model.self_check import relative_distance
+from inflight.common.model_source import ModelError, ModelSource, resolve_model
+from inflight.executor.adapters.peft_files import parse, read_files
+from inflight.executor.adapters.weights import AdapterLimits
+from inflight.executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
+from inflight.executor.checkpoint.rounding import round_linears
+from inflight.executor.formats.loading import load_network
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.self_check import relative_distance
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.native_builds import BEST_FIRST
 from tests.property.test_native_decoder import filled_case, load, logits_of
@@ -87,7 +87,7 @@ def dense_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets models be loaded with quantized layers, the same for every dtype."""
-    monkeypatch.setattr("executor.model.model.load_network", load_quantized)
+    monkeypatch.setattr("inflight.executor.model.model.load_network", load_quantized)
 
 
 def load_quantized(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[Any, Path]:

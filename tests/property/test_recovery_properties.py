@@ -15,7 +15,7 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import Reason
+from inflight.common.errors import Reason
 from inflight.errors import InflightError
 from inflight.events import Delta, Done, Event, Resumed
 from inflight.recovery import Call, Recovery, RecoveryPolicy

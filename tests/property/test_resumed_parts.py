@@ -8,9 +8,9 @@ import random
 import pytest
 
 from inflight.events import Choice, ToolCall, decode_parts
+from inflight.router.request.spec import BEGINNING, ReadPosition
+from inflight.router.tools.formats import AnswerFormat
 from inflight.v1 import inference_pb2
-from router.request.spec import BEGINNING, ReadPosition
-from router.tools.formats import AnswerFormat
 from tests.property.test_resumed_text import ENDING_ID, Stage
 from tests.text_models import smollm2
 from tests.unit.test_tool_parser import random_answers, read

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.router.lifecycle.events import End
+from inflight.router.request.spec import Deadlines, Delivery, ReadPosition
+from inflight.router.store.types import Demand
+from inflight.router.stream.relay import Relay, TimedWriter
+from inflight.router.stream.request_stream import Reader, RequestStream
+from inflight.router.text.output import OutputText
+from inflight.router.tools.formats import AnswerFormat
+from inflight.router.tools.parser import AnswerParser
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.lifecycle.events import End
-from router.request.spec import Deadlines, Delivery, ReadPosition
-from router.store.types import Demand
-from router.stream.relay import Relay, TimedWriter
-from router.stream.request_stream import Reader, RequestStream
-from router.text.output import OutputText
-from router.tools.formats import AnswerFormat
-from router.tools.parser import AnswerParser
 from tests import text_models
 from tests.examples import examples
 from tests.text_models import text_model

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from common.model_source import resolve_model
-from executor.adapters.peft_files import parse, read_files
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
-from executor.scheduler.sequence import Sequence as Request
-from executor.step.batch import pack
+from inflight.common.model_source import resolve_model
+from inflight.executor.adapters.peft_files import parse, read_files
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
+from inflight.executor.scheduler.sequence import Sequence as Request
+from inflight.executor.step.batch import pack
 from tests.adapter_files import LIMITS, TARGETS, save_adapter, tensors
 from tests.examples import examples
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.scheduler.sequence import Sampling
-from executor.step.sampling import SampleRow, keep_top, sample
+from inflight.executor.scheduler.sequence import Sampling
+from inflight.executor.step.sampling import SampleRow, keep_top, sample
 from tests.torch_threads import torch_threads
 
 VOCABULARY_SIZE = 300

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler, SchedulerLimits
-from executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
-from executor.scheduler.step_constraint import PrefillAllowance, PrefillCost
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
+from inflight.executor.scheduler.step_constraint import PrefillAllowance, PrefillCost
 from tests.drafting import CHEAP, PROPOSERS, eager
 from tests.examples import examples
 from tests.fake_device import FakeDevice, solo_output

@@ -28,18 +28,18 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from common.kv_size import numbers_of_ranks
-from executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights, module_name
-from executor.attention.backend import KvShape, LayerKv
-from executor.attention.cpu import CpuAttention
-from executor.attention.transformers_hook import ATTENTION_NAME, LayerProbe, register_attention
-from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
-from executor.checkpoint.shards import WHOLE, Shard, digest_of, indivisible_reason
-from executor.cpu.decoder import ALL_GATHER, ExchangeError, NativeDecoder, form_of
-from executor.cpu.streams import DEFAULT_STREAM
-from executor.native.library import NativeLibrary, load_native
-from executor.native.pool import NativePool
-from executor.step.batch import StepBatch
+from inflight.common.kv_size import numbers_of_ranks
+from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights, module_name
+from inflight.executor.attention.backend import KvShape, LayerKv
+from inflight.executor.attention.cpu import CpuAttention
+from inflight.executor.attention.transformers_hook import ATTENTION_NAME, LayerProbe, register_attention
+from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from inflight.executor.checkpoint.shards import WHOLE, Shard, digest_of, indivisible_reason
+from inflight.executor.cpu.decoder import ALL_GATHER, ExchangeError, NativeDecoder, form_of
+from inflight.executor.cpu.streams import DEFAULT_STREAM
+from inflight.executor.native.library import NativeLibrary, load_native
+from inflight.executor.native.pool import NativePool
+from inflight.executor.step.batch import StepBatch
 from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, outputs_of_rank
 from inflight.tools.sizing.layer_sizes import LayerSizes
 from tests.adapter_files import SHAPE

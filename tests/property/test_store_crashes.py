@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from bench.simulation.store_link import REMEMBER, RESTORE
-from router.store.connection import connect
-from router.store.keys import PoolKeys
-from router.store.settings import StoreSettings
-from router.store.types import Demand, TenantLimits
+from inflight.bench.simulation.store_link import REMEMBER, RESTORE
+from inflight.router.store.connection import connect
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import Demand, TenantLimits
 from tests.examples import examples
 from tests.property.crashing_pool import (
     BUDGET_BLOCKS,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.native import library as native
-from executor.native.build import BuildFailure
-from executor.speculation.choice import choose_proposer
-from executor.speculation.proposer import NO_DRAFT, NgramProposer, following
-from executor.speculation.suffix import AutomatonLibrary, SuffixProposer
+from inflight.executor.native import library as native
+from inflight.executor.native.build import BuildFailure
+from inflight.executor.speculation.choice import choose_proposer
+from inflight.executor.speculation.proposer import NO_DRAFT, NgramProposer, following
+from inflight.executor.speculation.suffix import AutomatonLibrary, SuffixProposer
 
 MAX_BYTES_PER_TOKEN = 200
 # Few different tokens, so that much repeats.

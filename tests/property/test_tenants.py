@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.tenants import NO_CONFIG, TenantTable, parse_tenants
-from router.config.watched_file import ContentError, Problem
+from inflight.router.config.tenants import NO_CONFIG, TenantTable, parse_tenants
+from inflight.router.config.watched_file import ContentError, Problem
 
 SERVED = frozenset({"m", "n"})
 HEADERS = ("[tenants]", "[tenants.a]", '[tenants."b c"]', "[tenants.default]", "[variants.v]", "[variants]", "[x.'y']")

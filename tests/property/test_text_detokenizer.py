@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from router.text.detokenizer import WindowDetokenizer
-from router.text.tokenizer import TextModel
+from inflight.router.text.detokenizer import WindowDetokenizer
+from inflight.router.text.tokenizer import TextModel
 from tests import text_models
 from tests.examples import examples
 from tests.text_models import BYTE_FALLBACK_OFFSET

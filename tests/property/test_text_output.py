@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.output import OutputText
+from inflight.router.text.output import OutputText
 from tests import text_models
 from tests.examples import examples
 from tests.text_models import text_model

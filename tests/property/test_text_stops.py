@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.output import StopMatcher
+from inflight.router.text.output import StopMatcher
 from tests.examples import examples
 
 # Few letters, so that stops overlap, contain each other and nearly match.

@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.api.validation import fit_tokens, validate_generate
+from inflight.router.request.sampling import resolve_sampling, sampling_violations
+from inflight.router.request.spec import ModelLimits
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.validation import fit_tokens, validate_generate
-from router.request.sampling import resolve_sampling, sampling_violations
-from router.request.spec import ModelLimits
 from tests.examples import examples
 
 FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, 0.5, 1.0]))

@@ -13,18 +13,18 @@ import torch
 from transformers import Gemma2Config, MistralConfig, PretrainedConfig
 from transformers import Gemma3TextConfig as Gemma3Config
 
-from common.kv_size import WindowSize
-from common.model_source import resolve_model
-from executor.main import identity, load_model
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.limits import Batching, KvWindow, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping, TokenLogprobs
-from executor.settings import ExecutorSettings
-from executor.speculation.choice import choose_proposer
+from inflight.common.kv_size import WindowSize
+from inflight.common.model_source import resolve_model
+from inflight.executor.main import identity, load_model
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.limits import Batching, KvWindow, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping, TokenLogprobs
+from inflight.executor.settings import ExecutorSettings
+from inflight.executor.speculation.choice import choose_proposer
 from tests.drafting import CHEAP, EagerBudget
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
@@ -213,7 +213,7 @@ SETTINGS: dict[str, Any] = {
 def test_an_executor_holds_more_tokens_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["gemma3"]
     folder = save_model(config, tmp_path / "gemma3", has_random_vectors=True)
-    monkeypatch.setattr("executor.main.num_available_memory_bytes", lambda: 10_000_000_000)
+    monkeypatch.setattr("inflight.executor.main.num_available_memory_bytes", lambda: 10_000_000_000)
     one, two, host = (
         load_model(ExecutorSettings(model=str(folder), **SETTINGS, **changes))
         for changes in ({"kv_window_groups": "off"}, {}, {"kv_cache_host_memory_bytes": 1_000_000})

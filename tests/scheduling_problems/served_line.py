@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
-from router.store.types import (
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import (
+    FinishEvent,
+    FinishReason,
+    Sampling,
+    Sequence,
+    StepPlan,
+    StepResult,
+    Stopping,
+)
+from inflight.router.store.types import (
     NO_LIMITS,
     Demand,
     Ending,

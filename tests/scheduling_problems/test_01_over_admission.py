@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.scheduler.limits import SchedulerPolicy
-from executor.scheduler.scheduler import Refusal, Scheduler
-from executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.limits import SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Refusal, Scheduler
+from inflight.executor.scheduler.sequence import Sequence
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import StorePool

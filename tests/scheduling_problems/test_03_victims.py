@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.limits import Overcommit, SchedulerPolicy
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.limits import Overcommit, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sequence
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 from tests.scheduling_problems.test_02_ping_pong import crowd
 

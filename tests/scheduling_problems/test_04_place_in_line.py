@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.scheduler.limits import Overcommit, SchedulerPolicy
-from executor.scheduler.scheduler import Scheduler
-from router.store.types import Demand, Placement, Queued
+from inflight.executor.scheduler.limits import Overcommit, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.router.store.types import Demand, Placement, Queued
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import StorePool

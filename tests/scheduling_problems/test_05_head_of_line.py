@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.store.types import Attempt, Demand
+from inflight.router.store.types import Attempt, Demand
 from tests.scheduling import LIMITS, make_scheduler
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import SETTINGS, StorePool

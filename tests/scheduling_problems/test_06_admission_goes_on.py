@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.limits import Overcommit, SchedulerPolicy
-from executor.scheduler.scheduler import Batching, SchedulerLimits
-from router.store.types import Attempt, Demand, Placement
+from inflight.executor.scheduler.limits import Overcommit, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
+from inflight.router.store.types import Attempt, Demand, Placement
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import SETTINGS, StorePool

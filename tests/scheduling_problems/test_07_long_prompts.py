@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from executor.scheduler.scheduler import Batching, SchedulerLimits
-from executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
+from inflight.executor.scheduler.sequence import Sequence
 from tests.cluster import ExecutorShape, run_cluster, token_request
 from tests.modelled_device import Ride
 from tests.scheduling import make_sequence

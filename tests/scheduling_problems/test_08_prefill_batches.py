@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.engine.step_time import StepLoad
-from executor.scheduler.sequence import Sequence
+from inflight.executor.engine.step_time import StepLoad
+from inflight.executor.scheduler.sequence import Sequence
 from tests.modelled_device import Ride, step_seconds
 from tests.scheduling_problems.test_07_long_prompts import LIMITS, arrive
 

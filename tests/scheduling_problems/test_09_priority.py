@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.scheduler.limits import SchedulerPolicy
-from router.store.types import Attempt, Demand, Placement, PreemptRequested, Queued
+from inflight.executor.scheduler.limits import SchedulerPolicy
+from inflight.router.store.types import Attempt, Demand, Placement, PreemptRequested, Queued
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import SETTINGS, StorePool

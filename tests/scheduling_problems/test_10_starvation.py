@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.store.types import Attempt, Demand
+from inflight.router.store.types import Attempt, Demand
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 AGE_MS = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.store.types import TenantLimits
+from inflight.router.store.types import TenantLimits
 from tests.scheduling import LIMITS, make_scheduler
 from tests.scheduling_problems.served_line import Asked, ServedLine, open_line
 from tests.store_pool import StorePool

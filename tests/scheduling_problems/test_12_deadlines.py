@@ -8,10 +8,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.router.request.spec import Deadlines
+from inflight.router.store.types import Demand, Dropped, DropReason
 from inflight.v1 import inference_pb2, types_pb2
-from router.request.spec import Deadlines
-from router.store.types import Demand, Dropped, DropReason
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 from tests.modelled_device import Ride

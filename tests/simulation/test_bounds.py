@@ -1,7 +1,7 @@
 """Time bounds in virtual time: each fault by itself where there is room, and what is too late is seen.
 
-The bounds are those of docs/design/time-bounds.md; `bench.simulation.bounds` states them and checks them in every
-simulation.
+The bounds are those of docs/design/time-bounds.md; `inflight.bench.simulation.bounds` states them and checks them in
+every simulation.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-import router.store.lua
-from bench.simulation import ledger
-from bench.simulation.device import TWO_CORES
-from bench.simulation.ledger_writer import LedgerWriter
-from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.virtual_router import VirtualRouter
-from bench.simulation.world import SimulationFailed, World
-from bench.timeline.faults import FaultKind, SpacedFaults
-from bench.timeline.timeline import US_PER_S
-from bench.timeline.traffic import SimRequest, poisson_us, prompt_of
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sequence
-from router.dispatch.report_pacer import ReportPacer
-from router.store.types import Ending
+import inflight.router.store.lua
+from inflight.bench.simulation import ledger
+from inflight.bench.simulation.device import TWO_CORES
+from inflight.bench.simulation.ledger_writer import LedgerWriter
+from inflight.bench.simulation.sim_executor import ExecutorShape
+from inflight.bench.simulation.virtual_router import VirtualRouter
+from inflight.bench.simulation.world import SimulationFailed, World
+from inflight.bench.timeline.faults import FaultKind, SpacedFaults
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.timeline.traffic import SimRequest, poisson_us, prompt_of
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sequence
+from inflight.router.dispatch.report_pacer import ReportPacer
+from inflight.router.store.types import Ending
 from tests.simulation.worlds import make_world, run_world
 
 COST = replace(TWO_CORES, step_s=0.040)
@@ -113,9 +113,9 @@ SCRIPTS = [
 @pytest.fixture(autouse=True)
 def _own_scripts() -> Iterator[None]:
     """Scripts are composed once per process, so those that a test changes must not stay."""
-    router.store.lua.load_scripts.cache_clear()
+    inflight.router.store.lua.load_scripts.cache_clear()
     yield
-    router.store.lua.load_scripts.cache_clear()
+    inflight.router.store.lua.load_scripts.cache_clear()
 
 
 @pytest.mark.parametrize(("was", "becomes", "kind", "what"), SCRIPTS)
@@ -136,9 +136,9 @@ def test_new_work_for_an_executor_that_has_been_silent_for_longer_is_seen(
 
 def change_script(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> None:
     """Every script has one thing instead of another, which at least one of its sources has."""
-    read = router.store.lua._read
-    assert any(was in path.read_text(encoding="utf-8") for path in router.store.lua.SOURCES.rglob("*.lua"))
-    monkeypatch.setattr(router.store.lua, "_read", lambda name: read(name).replace(was, becomes))
+    read = inflight.router.store.lua._read
+    assert any(was in path.read_text(encoding="utf-8") for path in inflight.router.store.lua.SOURCES.rglob("*.lua"))
+    monkeypatch.setattr(inflight.router.store.lua, "_read", lambda name: read(name).replace(was, becomes))
 
 
 def test_room_that_is_given_with_the_next_report_only_is_seen(

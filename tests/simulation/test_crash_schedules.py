@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulation.invariants import RequestOutcome
-from bench.simulation.sim_executor import ExecutorShape
-from bench.timeline.faults import FaultKind, FaultRates
+from inflight.bench.simulation.invariants import RequestOutcome
+from inflight.bench.simulation.sim_executor import ExecutorShape
+from inflight.bench.timeline.faults import FaultKind, FaultRates
 from tests.simulation.worlds import OVERCOMMITTED, SHAPE, make_world, run_world
 
 

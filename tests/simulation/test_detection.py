@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulation.client import client_of
-from bench.simulation.ledger import Ledger
-from bench.simulation.sim_executor import SimExecutor
-from bench.simulation.virtual_router import VirtualRouter
-from bench.simulation.world import SimulationFailed, World
-from bench.timeline.faults import FaultRates
-from bench.timeline.population import limits_of
-from bench.timeline.traffic import SimRequest, prompt_of
-from executor.scheduler.blocks import BlockPool
-from router.lifecycle import lifecycle
-from router.lifecycle.events import RequeueReason
-from router.lifecycle.lifecycle import Lifecycle
-from router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Lost, Placement
-from router.stream.request_stream import RequestStream
+from inflight.bench.simulation.client import client_of
+from inflight.bench.simulation.ledger import Ledger
+from inflight.bench.simulation.sim_executor import SimExecutor
+from inflight.bench.simulation.virtual_router import VirtualRouter
+from inflight.bench.simulation.world import SimulationFailed, World
+from inflight.bench.timeline.faults import FaultRates
+from inflight.bench.timeline.population import limits_of
+from inflight.bench.timeline.traffic import SimRequest, prompt_of
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.router.lifecycle import lifecycle
+from inflight.router.lifecycle.events import RequeueReason
+from inflight.router.lifecycle.lifecycle import Lifecycle
+from inflight.router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Lost, Placement
+from inflight.router.stream.request_stream import RequestStream
 from tests.simulation.worlds import make_world, run_world
 
 CRASHES = FaultRates(executor_crash=12.0, link_break=12.0)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulation.invariants import RequestOutcome
-from bench.simulation.virtual_router import RouterShape
-from bench.timeline.faults import FaultRates
-from bench.timeline.timeline import US_PER_S
-from bench.timeline.traffic import SimRequest, prompt_of
-from router.store.settings import StoreSettings
+from inflight.bench.simulation.invariants import RequestOutcome
+from inflight.bench.simulation.virtual_router import RouterShape
+from inflight.bench.timeline.faults import FaultRates
+from inflight.bench.timeline.timeline import US_PER_S
+from inflight.bench.timeline.traffic import SimRequest, prompt_of
+from inflight.router.store.settings import StoreSettings
 from tests.simulation.worlds import make_world, run_world
 
 

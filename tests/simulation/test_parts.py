@@ -8,20 +8,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.redis.pipelined import RedisWire
-from bench.redis.wire import WireError, command
-from bench.scheduling.fairness import FAIR, FLOODER, ways_to_bear_a_flood
-from bench.scheduling.figures import tokens_per_s, ttft_ms, wait_figures
-from bench.scheduling.lab import Lab
-from bench.simulation.__main__ import main
-from bench.simulation.invariants import RequestOutcome
-from bench.simulation.push import PushPolicy
-from bench.simulation.store_link import StoreLink
-from bench.timeline.conversations import Conversations
-from bench.timeline.faults import FaultKind, FaultRates
-from bench.timeline.population import Population
-from bench.timeline.timeline import US_PER_S, Process, Timeline
-from bench.timeline.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
+from inflight.bench.redis.pipelined import RedisWire
+from inflight.bench.redis.wire import WireError, command
+from inflight.bench.scheduling.fairness import FAIR, FLOODER, ways_to_bear_a_flood
+from inflight.bench.scheduling.figures import tokens_per_s, ttft_ms, wait_figures
+from inflight.bench.scheduling.lab import Lab
+from inflight.bench.simulation.__main__ import main
+from inflight.bench.simulation.invariants import RequestOutcome
+from inflight.bench.simulation.push import PushPolicy
+from inflight.bench.simulation.store_link import StoreLink
+from inflight.bench.timeline.conversations import Conversations
+from inflight.bench.timeline.faults import FaultKind, FaultRates
+from inflight.bench.timeline.population import Population
+from inflight.bench.timeline.timeline import US_PER_S, Process, Timeline
+from inflight.bench.timeline.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
 from tests.simulation.worlds import make_world
 
 

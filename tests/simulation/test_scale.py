@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulation.invariants import RequestOutcome
-from bench.simulation.world import World, WorldSettings
-from bench.timeline.faults import FaultRates
-from bench.timeline.population import Population
+from inflight.bench.simulation.invariants import RequestOutcome
+from inflight.bench.simulation.world import World, WorldSettings
+from inflight.bench.timeline.faults import FaultRates
+from inflight.bench.timeline.population import Population
 from tests.simulation.worlds import SHAPE, run_world
 
 DURATION_S = 20.0

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from bench.simulation.device import SLOW
-from bench.simulation.invariants import RequestOutcome
-from bench.simulation.world import SimulationFailed, World
-from bench.timeline.faults import FaultKind, FaultRates
-from bench.timeline.traffic import SimRequest, prompt_of
-from router.dispatch.moves import Moves
-from router.store.types import Demand
-from router.subpools.choice import SubPoolChoice
+from inflight.bench.simulation.device import SLOW
+from inflight.bench.simulation.invariants import RequestOutcome
+from inflight.bench.simulation.world import SimulationFailed, World
+from inflight.bench.timeline.faults import FaultKind, FaultRates
+from inflight.bench.timeline.traffic import SimRequest, prompt_of
+from inflight.router.dispatch.moves import Moves
+from inflight.router.store.types import Demand
+from inflight.router.subpools.choice import SubPoolChoice
 from tests.simulation.worlds import SHAPE, make_world, run_world
 
 NUM_SUBPOOLS = 3

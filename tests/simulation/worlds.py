@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from bench.simulation.device import SLOW
-from bench.simulation.push import PushPolicy
-from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.virtual_router import RouterShape
-from bench.simulation.world import World, WorldSettings
-from bench.timeline.faults import NO_FAULTS, FaultRates, SpacedFaults
-from bench.timeline.population import Population
-from bench.timeline.traffic import SimRequest
-from executor.scheduler.scheduler import SchedulerPolicy
+from inflight.bench.simulation.device import SLOW
+from inflight.bench.simulation.push import PushPolicy
+from inflight.bench.simulation.sim_executor import ExecutorShape
+from inflight.bench.simulation.virtual_router import RouterShape
+from inflight.bench.simulation.world import World, WorldSettings
+from inflight.bench.timeline.faults import NO_FAULTS, FaultRates, SpacedFaults
+from inflight.bench.timeline.population import Population
+from inflight.bench.timeline.traffic import SimRequest
+from inflight.executor.scheduler.scheduler import SchedulerPolicy
 
 SHAPE = ExecutorShape(
     num_blocks=32, num_seats=4, max_num_tokens=64, context_length=512, cost=SLOW, has_prefix_cache=True

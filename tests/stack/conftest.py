@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from bench.fleet.tiny_model import write_tiny_model
+from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.executors_linked import wait_for_executors

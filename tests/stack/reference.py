@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common.model_source import resolve_model
-from executor.checkpoint.gguf import import_gguf
+from inflight.common.model_source import resolve_model
+from inflight.executor.checkpoint.gguf import import_gguf
 
 
 def load_reference() -> PreTrainedModel:

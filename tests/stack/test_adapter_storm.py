@@ -13,12 +13,12 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.fleet.health import Leak, leak_of
-from bench.measures.processes import resident_bytes
-from bench.soak.readings import num_open_files
-from executor.adapters.peft_files import WEIGHTS_FILE
 from inflight import AsyncClient
+from inflight.bench.fleet.health import Leak, leak_of
+from inflight.bench.measures.processes import resident_bytes
+from inflight.bench.soak.readings import num_open_files
 from inflight.errors import InflightError
+from inflight.executor.adapters.peft_files import WEIGHTS_FILE
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.adapter_files import save_adapter

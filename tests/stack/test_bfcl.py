@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from bench.bfcl.answers import answers
-from bench.bfcl.cases import CATEGORIES, Case, NotFetchedError, fetched_cases
+from inflight.bench.bfcl.answers import answers
+from inflight.bench.bfcl.cases import CATEGORIES, Case, NotFetchedError, fetched_cases
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.gateways import run_gateway

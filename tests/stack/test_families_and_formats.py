@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from common import model_source
-from common.model_source import resolve_model
-from executor.checkpoint.gguf import import_gguf
-from executor.settings import ExecutorSettings
+from inflight.common import model_source
+from inflight.common.model_source import resolve_model
+from inflight.executor.checkpoint.gguf import import_gguf
+from inflight.executor.settings import ExecutorSettings
 from tests.cluster import run_router, token_request, until_ready
 from tests.greedy import assert_same, generate_alone
 from tests.property.test_families import CONFIGS as OTHER_CONFIGS

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from executor.engine.runner import DeviceLostError
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
-from executor.settings import ExecutorSettings
+from inflight.executor.engine.runner import DeviceLostError
+from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.executor.settings import ExecutorSettings
 from tests.kernels.test_gpu_runner import assert_same_sequences, outputs, sequence
 from tests.ranked_executor import scheduler_of, start_ranks
 from tests.stack.test_tensor_parallel import children_of

@@ -15,8 +15,8 @@ import pytest_asyncio
 import torch
 from transformers import AutoTokenizer
 
-from common.model_source import resolve_model
-from executor.checkpoint.gguf import import_gguf
+from inflight.common.model_source import resolve_model
+from inflight.executor.checkpoint.gguf import import_gguf
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.clients.environments import REPOSITORY

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from bench.openai_load import GUIDELLM, GuideLlmLoad, guidellm_command, run_guidellm, write_tokenizer
+from inflight.bench.openai_load import GUIDELLM, GuideLlmLoad, guidellm_command, run_guidellm, write_tokenizer
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.contract.test_imports import REPOSITORY

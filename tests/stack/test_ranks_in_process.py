@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from common.guard import guarded
-from common.model_source import ModelError
-from executor.adapters.peft_files import AdapterError
-from executor.adapters.store import AdapterStore
-from executor.main import Loaded, load_model
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, StepResult, Stopping
-from executor.settings import ExecutorSettings
+from inflight.common.guard import guarded
+from inflight.common.model_source import ModelError
+from inflight.executor.adapters.peft_files import AdapterError
+from inflight.executor.adapters.store import AdapterStore
+from inflight.executor.main import Loaded, load_model
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, StepResult, Stopping
+from inflight.executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
 from tests.adapter_files import save_adapter
 from tests.ranked_executor import load_ranks

@@ -12,8 +12,8 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.fleet.tiny_model import write_tiny_model
 from inflight import AsyncClient
+from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.greedy import Reference, assert_same, generate_alone

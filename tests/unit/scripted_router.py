@@ -13,8 +13,8 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import status_pb2
 
-from common.errors import DETAILS_KEY, RequestError, not_implemented
-from common.rpc.status import to_rpc_status
+from inflight.common.errors import DETAILS_KEY, RequestError, not_implemented
+from inflight.common.rpc.status import to_rpc_status
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 Script = Callable[[inference_pb2.GenerateRequest, "grpc.ServicerContext"], Iterator[inference_pb2.StreamEvent]]

@@ -12,9 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.adapters.folder import AdapterFolder
-from executor.adapters.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError, AdapterFiles, parse, read_files
-from executor.adapters.weights import MATRICES, AdapterWeights
+from inflight.executor.adapters.folder import AdapterFolder
+from inflight.executor.adapters.peft_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterError,
+    AdapterFiles,
+    parse,
+    read_files,
+)
+from inflight.executor.adapters.weights import MATRICES, AdapterWeights
 from tests.adapter_files import LIMITS, TARGETS, save_adapter, tensors
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from common.model_source import resolve_model
-from executor.adapters.peft_files import parse, read_files
-from executor.adapters.weights import AdapterLimits
-from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.step.batch import pack
+from inflight.common.model_source import resolve_model
+from inflight.executor.adapters.peft_files import parse, read_files
+from inflight.executor.adapters.weights import AdapterLimits
+from inflight.executor.model.model import PagedModel
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.step.batch import pack
 from tests.scheduling import make_sequence
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads

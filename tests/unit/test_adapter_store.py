@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from executor.adapters.folder import AdapterFolder, KnownAdapter
-from executor.adapters.peft_files import (
+from inflight.executor.adapters.folder import AdapterFolder, KnownAdapter
+from inflight.executor.adapters.peft_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterFiles,
     AdapterGoneError,
     read_files,
 )
-from executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
-from executor.adapters.weights import AdapterWeights
-from executor.scheduler.sequence import Sequence
+from inflight.executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
+from inflight.executor.adapters.weights import AdapterWeights
+from inflight.executor.scheduler.sequence import Sequence
 from tests.adapter_files import LIMITS, save_adapter
 from tests.scheduling import make_sequence
 
@@ -206,7 +206,7 @@ async def test_files_that_change_while_they_are_read_are_never_combined(
         return AdapterFiles(config, (path / WEIGHTS_FILE).read_bytes())
 
     with monkeypatch.context() as during:
-        during.setattr("executor.adapters.folder.read_files", redirected_between)
+        during.setattr("inflight.executor.adapters.folder.read_files", redirected_between)
         assert folder.look() == ()
     assert [one.hash for one in folder.look()] == [read_files(new).hash]
 
@@ -215,7 +215,7 @@ async def test_files_that_change_while_they_are_read_are_never_combined(
     save_adapter(new, 3, lora_alpha=32)
     (known,) = folder.look()
     with monkeypatch.context() as during:
-        during.setattr("executor.adapters.folder.read_files", redirected_between)
+        during.setattr("inflight.executor.adapters.folder.read_files", redirected_between)
         os.utime(old / CONFIG_FILE, (1, 1))
         assert folder.look() == (known,)
     assert [one.hash for one in folder.look()] == [read_files(new).hash]

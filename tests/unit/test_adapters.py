@@ -7,17 +7,16 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import Reason, RequestError
-from gateway.answers import model_objects
 from inflight.catalogue import decode_models
-from inflight.v1 import executor_pb2, inference_pb2
-from router.config.tenants import parse_tenants
-from router.dispatch.adapters import Adapter, adapters_of
-from router.executors.frame_checks import check_report
-from router.executors.link import ExecutorLink
-from router.request.executor_context import FrameError, context_of
-from router.request.ids import keyed_request_id, ledger_id, prefix_hashes
-from router.store.types import (
+from inflight.common.errors import Reason, RequestError
+from inflight.gateway.answers import model_objects
+from inflight.router.config.tenants import parse_tenants
+from inflight.router.dispatch.adapters import Adapter, adapters_of
+from inflight.router.executors.frame_checks import check_report
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.request.executor_context import FrameError, context_of
+from inflight.router.request.ids import keyed_request_id, ledger_id, prefix_hashes
+from inflight.router.store.types import (
     DEFAULT_TENANT,
     Dropped,
     DropReason,
@@ -28,6 +27,7 @@ from router.store.types import (
     Refused,
     ServedAdapter,
 )
+from inflight.v1 import executor_pb2, inference_pb2
 from tests.cluster import token_request
 from tests.scripted_store import CallContext, ScriptedRouter, place, settled
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.admission import AttemptLog
-from executor.scheduler.scheduler import Refusal
-from executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
+from inflight.executor.scheduler.admission import AttemptLog
+from inflight.executor.scheduler.scheduler import Refusal
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
 from tests.scheduling import (
     LIMITS,
     STOP_ID,

@@ -8,11 +8,11 @@ from dataclasses import replace
 import llguidance
 import pytest
 
-from router.constraint.answer_grammar import AnswerRules, ToolSchema, answer_rules
-from router.constraint.source import TOOLS, ConstraintError, ConstraintSource
-from router.constraint.worker import Compiler
-from router.text.tokenizer import TextModel
-from router.tools.formats import CHANNELS, FORMATS, THINK, AnswerFormat, ToolFormat
+from inflight.router.constraint.answer_grammar import AnswerRules, ToolSchema, answer_rules
+from inflight.router.constraint.source import TOOLS, ConstraintError, ConstraintSource
+from inflight.router.constraint.worker import Compiler
+from inflight.router.text.tokenizer import TextModel
+from inflight.router.tools.formats import CHANNELS, FORMATS, THINK, AnswerFormat, ToolFormat
 from tests import chat_models
 from tests.unit.test_tool_parser import BY_NAME, read, whole_answer, written
 

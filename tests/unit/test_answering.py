@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from router.api.prepare import answer_constraint_of, answer_format_of, text_parameters
-from router.constraint.answer_grammar import answer_rules
-from router.constraint.source import TOOLS
-from router.request.ids import call_id
-from router.text.tokenizer import TextModel
-from router.tools.formats import AnswerFormat
+from inflight.router.api.prepare import answer_constraint_of, answer_format_of, text_parameters
+from inflight.router.constraint.answer_grammar import answer_rules
+from inflight.router.constraint.source import TOOLS
+from inflight.router.request.ids import call_id
+from inflight.router.text.tokenizer import TextModel
+from inflight.router.tools.formats import AnswerFormat
 from tests import chat_models
 from tests.unit.test_tool_support import HERMES, templated
 from tests.validated import validated

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.model_source import ModelError
-from executor.attention.backend import KvShape
-from executor.attention.choice import choose_backend
+from inflight.common.model_source import ModelError
+from inflight.executor.attention.backend import KvShape
+from inflight.executor.attention.choice import choose_backend
 
 CUDA = torch.device("cuda", 0)
 
@@ -76,5 +76,5 @@ def test_instructions_that_are_asked_for_by_name_are_not_replaced() -> None:
 
 
 def test_backends_are_chosen_where_triton_is_not_installed() -> None:
-    program = "import sys; sys.modules['triton'] = None; import executor.attention.choice"
+    program = "import sys; sys.modules['triton'] = None; import inflight.executor.attention.choice"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from common.errors import Reason
-from router.store.codec import settle_args, submit_args
-from router.store.lua import Argument, load_scripts
-from router.store.types import (
+from inflight.common.errors import Reason
+from inflight.router.store.codec import settle_args, submit_args
+from inflight.router.store.lua import Argument, load_scripts
+from inflight.router.store.types import (
     NO_LIMITS,
     Attempt,
     Demand,

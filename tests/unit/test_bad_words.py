@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from common.errors import RequestError
-from router.api.tokenizing import Tokenizing, bad_word_sequences
-from router.request.sampling import with_bad_word_ids
-from router.request.spec import ResolvedSampling
-from router.text.tokenizer import TextModel
+from inflight.common.errors import RequestError
+from inflight.router.api.tokenizing import Tokenizing, bad_word_sequences
+from inflight.router.request.sampling import with_bad_word_ids
+from inflight.router.request.spec import ResolvedSampling
+from inflight.router.text.tokenizer import TextModel
 from tests import text_models
 from tests.examples import examples
 from tests.validated import limits_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.step.batch import pack
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.step.batch import pack
 from tests.paged_cases import make_sequence
 
 BLOCK_SIZE = 16

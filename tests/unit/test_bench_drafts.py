@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import bench.workloads
-from bench.drafts.replay import Answer, decode_s, num_equal, replay, speed_up, step_s
-from bench.workloads.trace import read_trace
-from executor.speculation.proposer import NgramProposer
+import inflight.bench.workloads
+from inflight.bench.drafts.replay import Answer, decode_s, num_equal, replay, speed_up, step_s
+from inflight.bench.workloads.trace import read_trace
+from inflight.executor.speculation.proposer import NgramProposer
 
 COPY = Answer("copy", (9, 1, 2, 3, 4, 5, 6, 7, 8, 0), (1, 2, 3, 4, 5, 6, 7, 8, 0))
 NEW = Answer("new", (1, 2, 3), (11, 12, 13, 14))
@@ -40,6 +40,6 @@ def test_speed_compares_the_steps_with_and_without_drafts() -> None:
 
 
 def test_requests_of_the_trace_of_edits_are_all_different() -> None:
-    trace = Path(bench.workloads.__file__).with_name("edits.jsonl")
+    trace = Path(inflight.bench.workloads.__file__).with_name("edits.jsonl")
     requests = read_trace(trace, lambda num_tokens: (), scale=1.0)
     assert len({request.prompt_ids for request in requests}) == len(requests) == 32

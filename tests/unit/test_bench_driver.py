@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from bench.measures.run import Run, Slo
-from bench.peers.driver import Request, Setup, TokenBatch, drive
-from bench.targets.driven import Driver, driven, last_words
-from bench.targets.record import DriverRecord
-from bench.targets.target import TargetError
-from bench.workloads.plan import PlannedRequest, Workload
+from inflight.bench.measures.run import Run, Slo
+from inflight.bench.peers.driver import Request, Setup, TokenBatch, drive
+from inflight.bench.targets.driven import Driver, driven, last_words
+from inflight.bench.targets.record import DriverRecord
+from inflight.bench.targets.target import TargetError
+from inflight.bench.workloads.plan import PlannedRequest, Workload
 from tests.scripted_peer import ScriptedEngine
 
 SETUP = Setup(model="", cache_folder="", seats=2, max_request_tokens=64, num_threads=1)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.engine.formats import encodings
-from bench.engine.formats.encodings import Encoder
-from bench.engine.formats.padding import copy_padded
-from bench.engine.formats.superblocks import quantize
-from common.model_source import resolve_model
-from executor.checkpoint.quantized_linear import QuantizedLinear
-from executor.formats.loading import load_network
+from inflight.bench.engine.formats import encodings
+from inflight.bench.engine.formats.encodings import Encoder
+from inflight.bench.engine.formats.padding import copy_padded
+from inflight.bench.engine.formats.superblocks import quantize
+from inflight.common.model_source import resolve_model
+from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
+from inflight.executor.formats.loading import load_network
 from tests.quantized_checkpoints import CONFIGS
 from tests.tiny_models import save_model
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from bench.peers.driver import CannotRun, Request, Setup, drive
-from bench.targets.engine_driver import OwnEngine
+from inflight.bench.peers.driver import CannotRun, Request, Setup, drive
+from inflight.bench.targets.engine_driver import OwnEngine
 from tests.tiny_models import save_model, sizes
 
 FLAGS = ("--dtype", "float32", "--attention-backend", "reference", "--num-threads", "1")

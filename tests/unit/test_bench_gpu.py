@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.gpu import main as bench
-from bench.gpu.figures import (
+from inflight.bench.gpu import main as bench
+from inflight.bench.gpu.figures import (
     AttentionPoint,
     ChunkAttentionPoint,
     DecodePoint,
@@ -20,8 +20,8 @@ from bench.gpu.figures import (
     PrefillPoint,
     ServedRun,
 )
-from bench.gpu.report import page_of, values_of
-from bench.gpu.roofline import LLAMA_3_1B, LLAMA_3_8B, Limits, ModelShape, decode_bytes, prefill_operations
+from inflight.bench.gpu.report import page_of, values_of
+from inflight.bench.gpu.roofline import LLAMA_3_1B, LLAMA_3_8B, Limits, ModelShape, decode_bytes, prefill_operations
 
 TINY = ModelShape("tiny", 4, 2, 2, 1, 2, 8, 10, has_tied_embeddings=True)
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from bench.gpu.engine.launches import Launch
-from bench.gpu.predict import REPORTS
-from bench.gpu.prediction import (
+from inflight.bench.gpu.engine.launches import Launch
+from inflight.bench.gpu.predict import REPORTS
+from inflight.bench.gpu.prediction import (
     COPY_SHARE,
     KIND,
     LAUNCH_S,
@@ -23,7 +23,7 @@ from bench.gpu.prediction import (
     predict,
     steps_of,
 )
-from bench.gpu.roofline import LLAMA_3_8B, decode_bytes
+from inflight.bench.gpu.roofline import LLAMA_3_8B, decode_bytes
 
 
 def test_a_launch_takes_the_larger_of_its_bytes_and_its_operations() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.ledger import main as ledger
-from bench.ledger.commands import ID_MARKERS, Call, CallKind, Commands
-from bench.ledger.figures import (
+from inflight.bench.ledger import main as ledger
+from inflight.bench.ledger.commands import ID_MARKERS, Call, CallKind, Commands
+from inflight.bench.ledger.figures import (
     REPORT,
     REPORTS,
     Latency,
@@ -26,15 +26,15 @@ from bench.ledger.figures import (
     percentiles_ms,
     reports_us,
 )
-from bench.ledger.main import cells
-from bench.ledger.queueing import MAX_NEXT_S, SETTLE, SUBMIT, UPKEEP, next_s, served_s
-from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
-from bench.ledger.server import Server, Slowest, num_stolen_ticks, real_time_stop_ms
-from bench.ledger.traffic import Traffic, TrafficError, shares
-from bench.ledger.upkeep import Relay, Upkeep
-from bench.ledger.wire import Connection, Template, bulk_text
-from bench.redis.wire import Framing, WireError, command
-from router.dispatch.report_pacer import INTERVAL_S
+from inflight.bench.ledger.main import cells
+from inflight.bench.ledger.queueing import MAX_NEXT_S, SETTLE, SUBMIT, UPKEEP, next_s, served_s
+from inflight.bench.ledger.scale import PoolScale, executor_id, request_id, router_id
+from inflight.bench.ledger.server import Server, Slowest, num_stolen_ticks, real_time_stop_ms
+from inflight.bench.ledger.traffic import Traffic, TrafficError, shares
+from inflight.bench.ledger.upkeep import Relay, Upkeep
+from inflight.bench.ledger.wire import Connection, Template, bulk_text
+from inflight.bench.redis.wire import Framing, WireError, command
+from inflight.router.dispatch.report_pacer import INTERVAL_S
 
 LAST_LINE = (
     r"admission: queued=50 executors=3 routers=16 admitted_per_s=(\d+) redis_us=(\d+\.\d+) "

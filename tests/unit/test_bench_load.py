@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from bench.targets import load
-from bench.targets.load import run_workload
-from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
-from common.errors import Reason, RequestError
 from inflight import AsyncClient
+from inflight.bench.targets import load
+from inflight.bench.targets.load import run_workload
+from inflight.bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
+from inflight.common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import Script, ScriptedRouter, delta, serving, speak
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.comparison.options import parse_options
-from bench.comparison.progress import Progress, run_line
-from bench.comparison.start import Field, circumstances
-from bench.main import compare, main, warm_up
-from bench.measures.run import Run
-from bench.targets.target import OnTokens, TargetError
-from bench.workloads.plan import Workload
+from inflight.bench.comparison.options import parse_options
+from inflight.bench.comparison.progress import Progress, run_line
+from inflight.bench.comparison.start import Field, circumstances
+from inflight.bench.main import compare, main, warm_up
+from inflight.bench.measures.run import Run
+from inflight.bench.targets.target import OnTokens, TargetError
+from inflight.bench.workloads.plan import Workload
 from inflight.cli.console import CommandError
 from tests.bench_runs import WORKLOAD, finished_run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.measures.processes import THIS_BENCH, CoreMeter, cpu_seconds, resident_bytes
-from bench.measures.run import (
+from inflight.bench.measures.processes import THIS_BENCH, CoreMeter, cpu_seconds, resident_bytes
+from inflight.bench.measures.run import (
     DeviceTimes,
     Measures,
     Outcome,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.comparison.options import parse_options
-from bench.comparison.stacks import engine_driver, peer_driver, stack_options, usable_cores
-from bench.workloads.generate import build_workload
+from inflight.bench.comparison.options import parse_options
+from inflight.bench.comparison.stacks import engine_driver, peer_driver, stack_options, usable_cores
+from inflight.bench.workloads.generate import build_workload
 
 
 def test_defaults_compare_both_modes_on_mixed() -> None:

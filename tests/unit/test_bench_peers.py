@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers import catalogue, install
-from bench.peers.catalogue import SOURCES, missing_words, parse_peer, peer_environment, preloads, shortcomings
+from inflight.bench.peers import catalogue, install
+from inflight.bench.peers.catalogue import SOURCES, missing_words, parse_peer, peer_environment, preloads, shortcomings
 from tests.contract.test_imports import PACKAGES, package_of
 
 DRIVERS = sorted((SOURCES / "bench" / "peers").glob("*.py"))
@@ -28,8 +28,13 @@ def test_bare_name_stands_for_the_ways_that_are_compared() -> None:
 
 def test_peer_runs_in_its_own_environment_and_transformers_in_ours() -> None:
     (vllm,), (static, *_) = parse_peer("vllm"), parse_peer("transformers")
-    assert vllm.command == (str(Path(".peers/vllm/bin/python").absolute()), "-P", "-m", "bench.peers.vllm_driver")
-    assert static.command == (sys.executable, "-P", "-m", "bench.peers.transformers_driver")
+    assert vllm.command == (
+        str(Path(".peers/vllm/bin/python").absolute()),
+        "-P",
+        "-m",
+        "inflight.bench.peers.vllm_driver",
+    )
+    assert static.command == (sys.executable, "-P", "-m", "inflight.bench.peers.transformers_driver")
 
 
 def test_peer_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +83,7 @@ def test_drivers_import_nothing_of_ours_but_the_protocol(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and node.module is not None
     }
     ours = {name for name in imported if package_of(name) in PACKAGES}
-    assert ours <= {"bench.peers.driver"}
+    assert ours <= {"inflight.bench.peers.driver"}
 
 
 def test_requirements_of_a_wheel_come_without_extras_and_what_is_left_out(tmp_path: Path) -> None:

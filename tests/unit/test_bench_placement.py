@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from bench.placement.known_line import KnownLine
-from bench.placement.main import Row, Run, Sent, Way
-from bench.placement.real_executors import RealExecutors
-from bench.timeline.traffic import SimRequest
 from inflight import AsyncClient
+from inflight.bench.placement.known_line import KnownLine
+from inflight.bench.placement.main import Row, Run, Sent, Way
+from inflight.bench.placement.real_executors import RealExecutors
+from inflight.bench.timeline.traffic import SimRequest
 
 BLOCK = 4
 SYSTEM = list(range(100, 108))

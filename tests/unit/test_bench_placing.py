@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from bench.scheduling.exact_prefixes import by_what_is_told, tell_cached_tokens
-from bench.scheduling.placing import in_turns, whatever_it_holds
-from bench.simulation.sim_executor import ExecutorShape, SimExecutor
-from bench.simulation.world import World, WorldSettings
-from bench.timeline.conversations import Conversations
-from bench.timeline.traffic import SimRequest
+from inflight.bench.scheduling.exact_prefixes import by_what_is_told, tell_cached_tokens
+from inflight.bench.scheduling.placing import in_turns, whatever_it_holds
+from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
+from inflight.bench.simulation.world import World, WorldSettings
+from inflight.bench.timeline.conversations import Conversations
+from inflight.bench.timeline.traffic import SimRequest
 
 
 @pytest.mark.parametrize("change", [None, in_turns, whatever_it_holds])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine import quality
-from bench.engine.quality import (
+from inflight.bench.engine import quality
+from inflight.bench.engine.quality import (
     LongResult,
     QualityReport,
     Result,

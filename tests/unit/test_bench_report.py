@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.build_reports import PAGES, REPORTS
-from bench.comparison.pages import page, sentences, terminal_lines, values_of
-from bench.comparison.report import Report, read_report, section_of, stack_cost
-from bench.measures.run import Run, Slo, measure
-from bench.report.page import Page, Part, dump, write_report
-from bench.report.scale import Scale, even_scale, log_scale
-from bench.report.table import Table
+from inflight.bench.build_reports import PAGES, REPORTS
+from inflight.bench.comparison.pages import page, sentences, terminal_lines, values_of
+from inflight.bench.comparison.report import Report, read_report, section_of, stack_cost
+from inflight.bench.measures.run import Run, Slo, measure
+from inflight.bench.report.page import Page, Part, dump, write_report
+from inflight.bench.report.scale import Scale, even_scale, log_scale
+from inflight.bench.report.table import Table
 from tests.bench_runs import WORKLOAD, finished_run, report, section
 
 VOID = frozenset({"meta", "br"})

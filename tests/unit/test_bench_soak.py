@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import grpc
 import pytest
 
-from bench.soak.load import SoakLoad
-from bench.soak.readings import Readings, num_open_files, num_threads
-from bench.soak.result import SoakResult, page, page_of, trend, trends_of, values_of
-from bench.targets.target import TargetError
-from bench.workloads.plan import PlannedRequest
 from inflight import AsyncClient
+from inflight.bench.soak.load import SoakLoad
+from inflight.bench.soak.readings import Readings, num_open_files, num_threads
+from inflight.bench.soak.result import SoakResult, page, page_of, trend, trends_of, values_of
+from inflight.bench.targets.target import TargetError
+from inflight.bench.workloads.plan import PlannedRequest
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.simulation.invariants import RequestOutcome
-from bench.timeline.faults import FaultRates
+from inflight.bench.simulation.invariants import RequestOutcome
+from inflight.bench.timeline.faults import FaultRates
 from tests.simulation.worlds import make_world, run_world
 
 

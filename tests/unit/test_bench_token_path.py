@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.token_path.__main__ import TICKS_PER_S, Tree, table_of, thread_seconds, tree_of
+from inflight.bench.token_path.__main__ import TICKS_PER_S, Tree, table_of, thread_seconds, tree_of
 
 
 def write_thread(proc: Path, pid: int, thread: int, name: str, user: int, system: int) -> None:

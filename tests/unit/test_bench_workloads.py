@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.workloads.generate import Arrivals, build_workload
-from bench.workloads.plan import Workload, WorkloadError
-from bench.workloads.shapes import SHAPES, read_shape
+from inflight.bench.workloads.generate import Arrivals, build_workload
+from inflight.bench.workloads.plan import Workload, WorkloadError
+from inflight.bench.workloads.shapes import SHAPES, read_shape
 
 VOCABULARY_SIZE = 49_152
 

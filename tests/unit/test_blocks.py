@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor.scheduler.blocks import BlockError, BlockPool
+from inflight.executor.scheduler.blocks import BlockError, BlockPool
 
 
 def _counts(pool: BlockPool) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 PAIR = re.compile(r"--([\w-]+): light-dark\(#([0-9a-f]{6}), #([0-9a-f]{6})\);")
-STYLE = (resources.files("router.dashboard") / "static" / "board.css").read_text(encoding="utf-8")
+STYLE = (resources.files("inflight.router.dashboard") / "static" / "board.css").read_text(encoding="utf-8")
 COLOURS = {name: (light, dark) for name, light, dark in PAIR.findall(STYLE)}
 TENANTS = [f"t{number}" for number in range(12)] + ["t-other"]
 TEXT, GRAPHICS = 4.5, 3.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.config.tenants import TenantConfigFile
-from router.store.types import StoreCall
-from router.telemetry.event_log import MAX_EVENTS, MERGE_S, EventKind, EventLog
+from inflight.router.config.tenants import TenantConfigFile
+from inflight.router.store.types import StoreCall
+from inflight.router.telemetry.event_log import MAX_EVENTS, MERGE_S, EventKind, EventLog
 
 
 class Clock:

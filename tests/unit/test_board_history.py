@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason
-from inflight.v1 import executor_pb2
-from router.dashboard.history import (
+from inflight.common.errors import Reason
+from inflight.router.dashboard.history import (
     EXECUTOR_FIELDS,
     MAX_EXECUTORS,
     MAX_TENANTS,
@@ -23,11 +22,12 @@ from router.dashboard.history import (
     row_of,
     sample_as_json,
 )
-from router.dashboard.requests import RequestLog
-from router.dashboard.sampling import Growth, Sampler, Totals, growth_of
-from router.store.types import ClassQueue, ExecutorStanding, Snapshot, TenantQueue
-from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
-from router.telemetry.latencies import Latencies
+from inflight.router.dashboard.requests import RequestLog
+from inflight.router.dashboard.sampling import Growth, Sampler, Totals, growth_of
+from inflight.router.store.types import ClassQueue, ExecutorStanding, Snapshot, TenantQueue
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.router.telemetry.latencies import Latencies
+from inflight.v1 import executor_pb2
 
 MODEL = "tiny"
 

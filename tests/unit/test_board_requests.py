@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from router.auth.caller import ANYBODY, Caller
-from router.dashboard.history import History
-from router.dashboard.requests import MAX_ENDED, MAX_ENTRIES, RequestLog, Timeline
-from router.dashboard.watching import MAX_TIMELINES, Watching, joined, timeline_as_json
-from router.telemetry.event_log import EventKind, EventLog
-from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts, RequestObservers
+from inflight.router.auth.caller import ANYBODY, Caller
+from inflight.router.dashboard.history import History
+from inflight.router.dashboard.requests import MAX_ENDED, MAX_ENTRIES, RequestLog, Timeline
+from inflight.router.dashboard.watching import MAX_TIMELINES, Watching, joined, timeline_as_json
+from inflight.router.telemetry.event_log import EventKind, EventLog
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts, RequestObservers
 
 ACME = Caller(tenant="acme")
 

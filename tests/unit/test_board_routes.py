@@ -15,16 +15,16 @@ from google.protobuf.json_format import MessageToDict
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.auth.authenticator import Authentication
+from inflight.router.auth.caller import ANYBODY, AnonymousAuthenticator, Authenticator, Caller
+from inflight.router.dashboard.as_json import line_of
+from inflight.router.dashboard.feed import Feeds
+from inflight.router.dashboard.routes import board_routes
+from inflight.router.dashboard.watching import Watching
+from inflight.router.settings import RouterSettings
+from inflight.router.telemetry.events import RequestFacts
 from inflight.v1 import inference_pb2
-from router.auth.authenticator import Authentication
-from router.auth.caller import ANYBODY, AnonymousAuthenticator, Authenticator, Caller
-from router.dashboard.as_json import line_of
-from router.dashboard.feed import Feeds
-from router.dashboard.routes import board_routes
-from router.dashboard.watching import Watching
-from router.settings import RouterSettings
-from router.telemetry.events import RequestFacts
 from tests.board_scenes import Scene, ScriptedStatistics, full_bus
 from tests.credentials import key_entry
 
@@ -152,7 +152,7 @@ async def test_page_and_parts_are_served_with_a_strict_policy() -> None:
 
 
 async def test_every_part_of_the_page_is_there_and_nothing_is_fetched_from_elsewhere() -> None:
-    folder = resources.files("router.dashboard") / "static"
+    folder = resources.files("inflight.router.dashboard") / "static"
     names = {path.name for path in folder.iterdir()}
     assert {"index.html", "board.css", "board.js"} <= names
     paths = {
@@ -260,7 +260,7 @@ async def test_key_withdrawn_ends_its_stream(monkeypatch: pytest.MonkeyPatch) ->
                 raise RequestError(Reason.UNAUTHENTICATED, "a key is needed")
             return ANYBODY
 
-    monkeypatch.setattr("router.dashboard.routes.RECHECK_S", 0.0)
+    monkeypatch.setattr("inflight.router.dashboard.routes.RECHECK_S", 0.0)
     source, authenticator = ScriptedStatistics(numbered(1)), Closing()
     async with get(application(Feeds(source), authenticator), "/board/stats") as reply:
         await reply.line()

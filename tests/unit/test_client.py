@@ -11,10 +11,10 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight import aio, sync
 from inflight.access import channel_target, client_options
 from inflight.catalogue import RequestState
+from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.errors import FieldError, InflightError
 from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Started
 from inflight.v1 import inference_pb2

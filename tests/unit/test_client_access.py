@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
-from common.errors import Reason, RequestError
 from inflight import aio, sync
 from inflight.access import Access, open_access
 from inflight.cli.main import main
+from inflight.common.errors import Reason, RequestError
 from inflight.errors import InflightError
 from inflight.local.certificates import CertificateFolder, make_certificates
 from inflight.local.state import ProcessState, StackState, write_state

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, ending, serving, started
 from tests.unit.test_client_stats import message

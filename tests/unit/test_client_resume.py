@@ -10,8 +10,8 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from common.errors import Reason, RequestError, not_implemented
 from inflight import aio, sync
+from inflight.common.errors import Reason, RequestError, not_implemented
 from inflight.errors import InflightError
 from inflight.events import Event, FinishReason, Resumed
 from inflight.v1 import inference_pb2

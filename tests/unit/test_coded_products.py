@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, pack_halves
-from executor.checkpoint.rounding import round_to
-from executor.cpu.coded_weights import GROUP_SIZES, encode, is_supported
-from executor.cpu.decoder import _coded_part, _CodedPart
-from executor.native.build import BuildFailure, load_library
-from executor.native.library import FOLDER, usable_instruction_sets
+from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, pack_halves
+from inflight.executor.checkpoint.rounding import round_to
+from inflight.executor.cpu.coded_weights import GROUP_SIZES, encode, is_supported
+from inflight.executor.cpu.decoder import _coded_part, _CodedPart
+from inflight.executor.native.build import BuildFailure, load_library
+from inflight.executor.native.library import FOLDER, usable_instruction_sets
 from tests.native_builds import BEST_FIRST
 
 # The first test of a build may wait for the compiler.

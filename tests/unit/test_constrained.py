@@ -13,18 +13,18 @@ import jsonschema_rs
 import pytest
 from transformers import LlamaConfig
 
-from common.model_source import resolve_model
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Overcommit
-from executor.scheduler.scheduler import NOTHING_ALLOWED, Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import FinishEvent, FinishReason, Processors, Sampling, Sequence, Stopping
-from router.constraint.answer_grammar import AnswerRules
-from router.constraint.source import ConstraintSource, canonical
-from router.tools.formats import THINK, AnswerFormat
+from inflight.common.model_source import resolve_model
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Overcommit
+from inflight.executor.scheduler.scheduler import NOTHING_ALLOWED, Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Processors, Sampling, Sequence, Stopping
+from inflight.router.constraint.answer_grammar import AnswerRules
+from inflight.router.constraint.source import ConstraintSource, canonical
+from inflight.router.tools.formats import THINK, AnswerFormat
 from tests.small_vocabulary import (
     BOS_ID,
     EOS_ID,

@@ -11,16 +11,16 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import Reason, RequestError
-from common.grammar import grammar_hash
-from common.protocol import PROTOCOL_VERSION
+from inflight.common.errors import Reason, RequestError
+from inflight.common.grammar import grammar_hash
+from inflight.common.protocol import PROTOCOL_VERSION
+from inflight.router.api import constraining
+from inflight.router.api.constraining import NOT_TRIED, Constraining
+from inflight.router.constraint.answer_grammar import AnswerRules, ToolSchema
+from inflight.router.constraint.process import TOO_LARGE, TOO_LONG, CompilerTimeoutError, CompilingProcess
+from inflight.router.constraint.source import TOOLS, ConstraintError, ConstraintSource
+from inflight.router.tools.formats import FORMATS, AnswerFormat, ToolFormat
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.api import constraining
-from router.api.constraining import NOT_TRIED, Constraining
-from router.constraint.answer_grammar import AnswerRules, ToolSchema
-from router.constraint.process import TOO_LARGE, TOO_LONG, CompilerTimeoutError, CompilingProcess
-from router.constraint.source import TOOLS, ConstraintError, ConstraintSource
-from router.tools.formats import FORMATS, AnswerFormat, ToolFormat
 from tests.cluster import token_request
 from tests.grammars import accepts as accepts_text
 from tests.scripted_store import CallContext, ScriptedRouter, accepts, placement, settled, steps

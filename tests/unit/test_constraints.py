@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.grammar import grammar_hash, grammar_violation
-from router.constraint.json_schema import MAX_VIOLATIONS
-from router.constraint.source import ConstraintError, ConstraintSource, canonical, source_of
-from router.constraint.worker import Compiler, readable
+from inflight.common.grammar import grammar_hash, grammar_violation
+from inflight.router.constraint.json_schema import MAX_VIOLATIONS
+from inflight.router.constraint.source import ConstraintError, ConstraintSource, canonical, source_of
+from inflight.router.constraint.worker import Compiler, readable
 from tests.grammars import accepts
 
 

@@ -10,9 +10,9 @@ import gguf
 import pytest
 from transformers import LlamaConfig
 
-from common.model_files.context_length import context_length_of
-from common.model_source import ModelError, resolve_model
-from executor.model.model import PagedModel
+from inflight.common.model_files.context_length import context_length_of
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.quantized_checkpoints import save_gguf
 from tests.tiny_models import save_model, sizes

@@ -9,12 +9,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from common.errors import Reason, RequestError
-from common.rpc.json_counts import MAX_NESTING
+from inflight.common.errors import Reason, RequestError
+from inflight.common.rpc.json_counts import MAX_NESTING
+from inflight.router.text.control_tokens import equivalents
+from inflight.router.text.marking import choose_delimiters, template_literals, writes_parts
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2
-from router.text.control_tokens import equivalents
-from router.text.marking import choose_delimiters, template_literals, writes_parts
-from router.text.tokenizer import TextModel
 from tests import chat_models, text_models
 from tests.chat_models import chat_model, control_ids, copied, trusting_model, user_says
 

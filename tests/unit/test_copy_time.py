@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from executor.engine.copy_time import CopyTime
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.engine.prefill_budget import PrefillBudget
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import StepPlan
-from executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance, PrefillCost
+from inflight.executor.engine.copy_time import CopyTime
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import StepPlan
+from inflight.executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance, PrefillCost
 from tests.modelled_device import BLOCK_SIZE, ModelledDevice
 from tests.scheduling import LIMITS, make_sequence
 

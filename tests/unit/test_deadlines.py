@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from executor.engine.deadlines import MAX_ENDED, DeadlineHeap
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishReason
+from inflight.executor.engine.deadlines import MAX_ENDED, DeadlineHeap
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import FinishReason
 from tests.fake_device import FakeDevice
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 

@@ -11,7 +11,6 @@ import grpc
 import pytest
 from rich.console import Console
 
-from common.errors import Reason, RequestError
 from inflight import AsyncClient
 from inflight.catalogue import Capacity, decode_capacity
 from inflight.cli.demo.board import Board, RiderState
@@ -19,6 +18,7 @@ from inflight.cli.demo.display import LiveDisplay, PlainDisplay
 from inflight.cli.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS, DemoPrompt
 from inflight.cli.demo.round import Round, run_round
 from inflight.cli.demo.summary import answers_table, comparison_table, names_the_capital, quantile
+from inflight.common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, accepted, delta, ending, serving, started
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
-from common.model_source import ModelError, resolve_model
-from executor.formats.loading import describe_weights, load_network
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.formats.loading import describe_weights, load_network
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.adapter_files import save_adapter
 from tests.quantized_checkpoints import gptq, gptq_config, save_quantized

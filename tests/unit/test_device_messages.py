@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.gpu.device_step import StepForm
-from executor.gpu.graphs import Bucket
-from executor.gpu.runner import FollowedStep, needs_logits
-from executor.gpu.step_layout import StepLayout
-from executor.parallel.device_messages import (
+from inflight.executor.gpu.device_step import StepForm
+from inflight.executor.gpu.graphs import Bucket
+from inflight.executor.gpu.runner import FollowedStep, needs_logits
+from inflight.executor.gpu.step_layout import StepLayout
+from inflight.executor.parallel.device_messages import (
     RunnerSizes,
     pack_launch,
     pack_upload,
     unpack_launch,
     unpack_upload,
 )
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.sequence import Sampling
-from executor.step.sampling import SampleRow
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.sequence import Sampling
+from inflight.executor.step.sampling import SampleRow
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 GREEDY = Sampling(0.0, 0, 1.0, 0)
 

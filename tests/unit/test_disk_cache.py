@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.disk_cache import build_once, cache_folder
+from inflight.common.disk_cache import build_once, cache_folder
 
 
 def test_second_call_does_not_build(tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import Reason, RequestError
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.dispatch import retry_queue
-from router.dispatch.ledger_writer import ledger_report
-from router.executors.link import ExecutorLink
-from router.lifecycle.events import Unlinked
-from router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
-from router.request.spec import Deadlines
-from router.store.types import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.dispatch import retry_queue
+from inflight.router.dispatch.ledger_writer import ledger_report
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.lifecycle.events import Unlinked
+from inflight.router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
+from inflight.router.request.spec import Deadlines
+from inflight.router.store.types import (
     CancelOutcome,
     CancelRequested,
     Demand,
@@ -28,8 +27,9 @@ from router.store.types import (
     PreemptRequested,
     Queued,
 )
-from router.stream.relay import Relay
-from router.stream.request_stream import RequestStream
+from inflight.router.stream.relay import Relay
+from inflight.router.stream.request_stream import RequestStream
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, place, placement, settled, steps
 
 PREEMPTED = types_pb2.FINISH_REASON_PREEMPTED

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from executor.native.library import usable_instruction_sets
 from inflight.cli import doctor
 from inflight.cli.doctor import Finding, Verdict
 from inflight.cli.main import main
+from inflight.executor.native.library import usable_instruction_sets
 
 
 def test_the_processor_is_named_with_the_instructions_that_matter(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_only_what_is_missing_makes_it_fail(
 
 
 def test_an_executor_that_cannot_be_imported_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "executor.attention.choice", None)
+    monkeypatch.setitem(sys.modules, "inflight.executor.attention.choice", None)
     assert doctor.backend().verdict is Verdict.MISSING
 
 

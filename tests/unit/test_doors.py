@@ -15,16 +15,16 @@ from typing import Any
 import jwt
 import pytest
 
-from common.errors import Reason, RequestError
-from common.settings import SettingError
 from inflight.cli.main import main
+from inflight.common.errors import Reason, RequestError
+from inflight.common.settings import SettingError
+from inflight.router.auth.api_keys import ApiKey, find_key, parse_keys
+from inflight.router.auth.authenticator import Authentication, CredentialAuthenticator
+from inflight.router.auth.caller import ANYBODY, Caller, Metadata
+from inflight.router.auth.jwt import LEEWAY_S, TokenRules, parse_jwks
+from inflight.router.config.watched_file import ContentError
+from inflight.router.settings import RouterSettings
 from inflight.v1 import types_pb2
-from router.auth.api_keys import ApiKey, find_key, parse_keys
-from router.auth.authenticator import Authentication, CredentialAuthenticator
-from router.auth.caller import ANYBODY, Caller, Metadata
-from router.auth.jwt import LEEWAY_S, TokenRules, parse_jwks
-from router.config.watched_file import ContentError
-from router.settings import RouterSettings
 from tests.credentials import (
     AUDIENCE,
     ISSUER,
@@ -151,7 +151,7 @@ def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pyte
         compared.append(a)
         return compare(a, b)
 
-    monkeypatch.setattr("router.auth.api_keys.hmac.compare_digest", watched)
+    monkeypatch.setattr("inflight.router.auth.api_keys.hmac.compare_digest", watched)
     for presented, found in ((f"0{KEY}", keys[0]), (f"4{KEY}", keys[4]), (f"9{KEY}", None)):
         compared.clear()
         assert find_key(keys, presented) is found

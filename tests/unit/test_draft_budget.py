@@ -7,8 +7,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.speculation.budget import DraftBudget
-from executor.speculation.proposer import NO_DRAFT, Draft
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.proposer import NO_DRAFT, Draft
 
 lengths = st.tuples(st.integers(0, 3), st.integers(1, 9))
 drafts = st.lists(lengths.map(lambda size: Draft((7,) * size[0], size[1] * bool(size[0]))), min_size=1, max_size=4)

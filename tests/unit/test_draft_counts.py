@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from executor.speculation.counts import DraftCounts, DraftTally
+from inflight.executor.speculation.counts import DraftCounts, DraftTally
 
 
 def test_drafts_are_counted_by_position() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from executor.speculation.proposer import NO_DRAFT, Draft, NgramProposer
+from inflight.executor.speculation.proposer import NO_DRAFT, Draft, NgramProposer
 
 
 def proposer(*ids: int, max_tokens: int = 100) -> NgramProposer:

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.limits import SchedulerPolicy
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishReason, StepPlan, StepResult
-from executor.scheduler.sequence import Sequence as Request
-from executor.scheduler.step_constraint import DraftTerms, PrefillAllowance
-from executor.speculation.budget import DraftBudget
-from executor.speculation.proposer import NO_DRAFT, Draft
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.limits import SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import FinishReason, StepPlan, StepResult
+from inflight.executor.scheduler.sequence import Sequence as Request
+from inflight.executor.scheduler.step_constraint import DraftTerms, PrefillAllowance
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.proposer import NO_DRAFT, Draft
 from tests.drafting import CHEAP, EagerBudget
 from tests.scheduling import BLOCK_SIZE, LIMITS, STOP_ID, make_scheduler, make_sequence
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence as SequenceOf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.scheduler.drafting import Drafting
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
-from executor.speculation.budget import DraftBudget
-from executor.speculation.earlier import EarlierOutputs
-from executor.speculation.proposer import NO_DRAFT, Draft
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.executor.speculation.budget import DraftBudget
+from inflight.executor.speculation.earlier import EarlierOutputs
+from inflight.executor.speculation.proposer import NO_DRAFT, Draft
 
 SALTS = (b"acme\0", b"acme\0mine", b"other\0", None)
 

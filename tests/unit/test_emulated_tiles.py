@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.cpu.streams import STREAMS, WeightStream
-from executor.native.library import INSTRUCTION_SETS
+from inflight.executor.cpu.streams import STREAMS, WeightStream
+from inflight.executor.native.library import INSTRUCTION_SETS
 from tests.native_builds import INSTRUCTION_SETS as USABLE
 from tests.native_builds import emulation_of_amx, library_of
 

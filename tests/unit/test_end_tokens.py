@@ -10,9 +10,9 @@ import gguf
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-import common.model_source as model_source
-from common.model_source import ModelError, resolve_model
-from executor.model.end_tokens import find_end_tokens
+import inflight.common.model_source as model_source
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.model.end_tokens import find_end_tokens
 from tests.chat_models import gemma, llama_3, mistral, phi, qwen_3
 from tests.quantized_checkpoints import add_keys, add_vocabulary
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from inflight.router.dispatch.dispatcher import EndedStreams
+from inflight.router.store.types import Demand
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
-from router.dispatch.dispatcher import EndedStreams
-from router.store.types import Demand
-from router.stream.request_stream import RequestStream
 from tests.scripted_store import new_reading
 
 

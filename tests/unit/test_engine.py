@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from executor.engine.engine import MAX_FAILURES, Engine
-from executor.engine.gc import GarbageCollection
-from executor.engine.output import EngineOutput, EngineStatus
-from executor.engine.runner import DeviceLostError, PendingStep
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import (
+from inflight.executor.engine.engine import MAX_FAILURES, Engine
+from inflight.executor.engine.gc import GarbageCollection
+from inflight.executor.engine.output import EngineOutput, EngineStatus
+from inflight.executor.engine.runner import DeviceLostError, PendingStep
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import (
     NO_LOGPROBS,
     FinishReason,
     Sequence,

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
-from common.machine import (
+from inflight.common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
+from inflight.common.machine import (
     RESERVED_FILES,
     max_client_connections,
     num_available_memory_bytes,
     num_usable_cores,
     raise_open_files_limit,
 )
-from common.process import EXIT_BAD_SETTING, run_process
-from common.protocol import MAX_GRAMMAR_BYTES
-from common.settings import SettingError
-from executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
-from gateway.main import check_connections
-from gateway.settings import GatewaySettings
+from inflight.common.process import EXIT_BAD_SETTING, run_process
+from inflight.common.protocol import MAX_GRAMMAR_BYTES
+from inflight.common.settings import SettingError
+from inflight.executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
+from inflight.gateway.main import check_connections
+from inflight.gateway.settings import GatewaySettings
 from inflight.v1 import executor_pb2, types_pb2
 
 LIMITS = SubmissionLimits(context_length=32, vocabulary_size=100, eos_token_ids=frozenset({2}))

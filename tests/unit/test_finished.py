@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from executor.scheduler.sequence import FinishReason
-from executor.serving.finished import OUTPUT_TOKEN_BYTES, RECORD_BYTES, Ended, EndedSequences, Placed, output_array
+from inflight.executor.scheduler.sequence import FinishReason
+from inflight.executor.serving.finished import (
+    OUTPUT_TOKEN_BYTES,
+    RECORD_BYTES,
+    Ended,
+    EndedSequences,
+    Placed,
+    output_array,
+)
 from inflight.v1 import executor_pb2
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
+from inflight.router.api.prepare import _prior_output
+from inflight.router.api.validation import fit_tokens, validate_detokenize, validate_tokenize
+from inflight.router.request.spec import FittedRequest, ModelLimits, TextPrompt
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.prepare import _prior_output
-from router.api.validation import fit_tokens, validate_detokenize, validate_tokenize
-from router.request.spec import FittedRequest, ModelLimits, TextPrompt
 from tests.validated import limits_of, validated
 
 

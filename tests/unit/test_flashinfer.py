@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
-from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.attention.choice import choose_backend
-from executor.attention.flashinfer import (
+from inflight.common.model_source import ModelError
+from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
+from inflight.executor.attention.choice import choose_backend
+from inflight.executor.attention.flashinfer import (
     RING,
     ChunkIndices,
     FlashInfer,
@@ -26,8 +26,8 @@ from executor.attention.flashinfer import (
     open_flashinfer,
     unsupported_reason,
 )
-from executor.attention.reference import ReferenceAttention
-from executor.step.batch import StepBatch
+from inflight.executor.attention.reference import ReferenceAttention
+from inflight.executor.step.batch import StepBatch
 from tests.flashinfer_stand_in import SIGNATURES, VERSION, BatchPrefillWithPagedKVCacheWrapper
 from tests.paged_cases import Spec, make_case
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from common.telemetry.tracing import flush
+from inflight.common.telemetry.tracing import flush
 
 TIMEOUT_S = 60
 

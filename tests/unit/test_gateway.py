@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import Reason
-from common.settings import SettingError
-from gateway.answers import OwnForm
-from gateway.bodies import (
+from inflight.common.errors import Reason
+from inflight.common.settings import SettingError
+from inflight.errors import FieldError, InflightError
+from inflight.events import FinishReason
+from inflight.gateway.answers import OwnForm
+from inflight.gateway.bodies import (
     MAX_BODY_NESTING,
     MAX_PROMPT_VALUES,
     MAX_VALUES,
@@ -24,7 +26,7 @@ from gateway.bodies import (
     parse_chat,
     parse_completion,
 )
-from gateway.conversion import (
+from inflight.gateway.conversion import (
     MAX_VARIABLES_NESTING,
     UNSTREAMED_INTERVAL,
     ApiRequest,
@@ -32,13 +34,11 @@ from gateway.conversion import (
     convert_chat,
     convert_completion,
 )
-from gateway.errors import _OF_REASON, ApiError, from_end, from_router
-from gateway.event_ids import AnswerId, Place, event_id, read_event_id
-from gateway.exchange import route_of
-from gateway.main import open_certificates, warn_of_unknown_names
-from gateway.settings import GatewaySettings
-from inflight.errors import FieldError, InflightError
-from inflight.events import FinishReason
+from inflight.gateway.errors import _OF_REASON, ApiError, from_end, from_router
+from inflight.gateway.event_ids import AnswerId, Place, event_id, read_event_id
+from inflight.gateway.exchange import route_of
+from inflight.gateway.main import open_certificates, warn_of_unknown_names
+from inflight.gateway.settings import GatewaySettings
 from inflight.v1 import inference_pb2, types_pb2
 
 DEFAULTS = Defaults(max_choices=16)
@@ -589,7 +589,7 @@ def test_body_of_more_values_than_can_be_read_in_a_moment_is_refused(fields: dic
     ids=["objects", "texts", "depth", "prompts"],
 )
 def test_body_of_too_many_values_is_refused_before_it_is_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.bodies.from_json", lambda *_, **__: pytest.fail("it was parsed"))
+    monkeypatch.setattr("inflight.gateway.bodies.from_json", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(ApiError) as refused:
         parse_completion(body)
     assert (refused.value.status, refused.value.code) == (400, "request_too_large")

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from gateway.answers import FinishedChoice, encoded, whole_answer
-from gateway.conversion import ApiRequest
-from gateway.event_ids import AnswerId
-from gateway.logprobs import num_characters, of_chat, of_completion
 from inflight.events import FinishReason, Logprob, PositionLogprobs, Usage
+from inflight.gateway.answers import FinishedChoice, encoded, whole_answer
+from inflight.gateway.conversion import ApiRequest
+from inflight.gateway.event_ids import AnswerId
+from inflight.gateway.logprobs import num_characters, of_chat, of_completion
 from tests.unit.test_gateway import chat, completion
 
 Position = PositionLogprobs | None

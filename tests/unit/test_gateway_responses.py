@@ -9,13 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answers import Chunks, FinishedChoice, whole_answer
-from gateway.bodies import parse_chat
-from gateway.conversion import ApiRequest, Defaults, convert_chat
-from gateway.errors import ApiError
-from gateway.event_ids import AnswerId
-from gateway.responses.bodies import REFUSED, UNSUPPORTED, FieldNames, ResponsesBody, chat_body, parse_responses
-from gateway.responses.form import ResponseForm
 from inflight.events import (
     Choice,
     ContentPart,
@@ -26,6 +19,20 @@ from inflight.events import (
     ToolCallPart,
     Usage,
 )
+from inflight.gateway.answers import Chunks, FinishedChoice, whole_answer
+from inflight.gateway.bodies import parse_chat
+from inflight.gateway.conversion import ApiRequest, Defaults, convert_chat
+from inflight.gateway.errors import ApiError
+from inflight.gateway.event_ids import AnswerId
+from inflight.gateway.responses.bodies import (
+    REFUSED,
+    UNSUPPORTED,
+    FieldNames,
+    ResponsesBody,
+    chat_body,
+    parse_responses,
+)
+from inflight.gateway.responses.form import ResponseForm
 from inflight.v1 import inference_pb2
 
 ANSWER = AnswerId("chatcmpl-12ab", 1700000000)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-import common.model_source as model_source
-from common.model_source import ModelError, load_tokenizer, read_gguf, resolve_model
-from executor.checkpoint.gguf import import_configuration
-from executor.formats.gguf_blocks import BLOCK_TYPES
-from executor.formats.loading import load_network
+import inflight.common.model_source as model_source
+from inflight.common.model_source import ModelError, load_tokenizer, read_gguf, resolve_model
+from inflight.executor.checkpoint.gguf import import_configuration
+from inflight.executor.formats.gguf_blocks import BLOCK_TYPES
+from inflight.executor.formats.loading import load_network
 from tests.quantized_checkpoints import NUM_TOKENS, add_keys, add_vocabulary, save_gguf
 
 KINDS: Any = gguf.GGMLQuantizationType

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from executor.gpu.graphs import Bucket, bucket_of, decode_buckets, mixed_buckets
-from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
-from executor.gpu.step_layout import MAX_BANNED, StepLayout
-from executor.gpu.table_entries import TableFollower
-from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan
-from executor.step.batch import pack
-from executor.step.sampling import SampleRow
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.gpu.graphs import Bucket, bucket_of, decode_buckets, mixed_buckets
+from inflight.executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
+from inflight.executor.gpu.step_layout import MAX_BANNED, StepLayout
+from inflight.executor.gpu.table_entries import TableFollower
+from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan
+from inflight.executor.step.batch import pack
+from inflight.executor.step.sampling import SampleRow
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.paged_cases import make_sequence
 
 SPARE_ROW = 9

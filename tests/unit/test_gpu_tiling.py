@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from executor.kernels.tiling import AttentionWork, Tiling, chunk_tiling, decode_tiling, num_row_tiles
+from inflight.executor.kernels.tiling import AttentionWork, Tiling, chunk_tiling, decode_tiling, num_row_tiles
 
 LLAMA_8B = AttentionWork(64, 64, num_kv_heads=8, group=4, head_dim=128, element_bytes=2, kv_element_bytes=2)
 

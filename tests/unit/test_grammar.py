@@ -13,11 +13,18 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
-from common.model_source import load_tokenizer, resolve_model
-from executor.logits import grammar as grammar_module
-from executor.logits.grammar import CompiledGrammar, GrammarCache, GrammarCompiler, GrammarError, Guide, MaskFiller
-from executor.logits.row import LogitsRow, bits_of
-from executor.scheduler.sequence import Constraint, FinishReason, Processors, Stopping
+from inflight.common.model_source import load_tokenizer, resolve_model
+from inflight.executor.logits import grammar as grammar_module
+from inflight.executor.logits.grammar import (
+    CompiledGrammar,
+    GrammarCache,
+    GrammarCompiler,
+    GrammarError,
+    Guide,
+    MaskFiller,
+)
+from inflight.executor.logits.row import LogitsRow, bits_of
+from inflight.executor.scheduler.sequence import Constraint, FinishReason, Processors, Stopping
 from tests.small_vocabulary import (
     BOS_ID,
     EOS_ID,

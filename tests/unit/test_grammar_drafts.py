@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from llguidance import LLMatcher
 
-from executor.speculation.budget import PRIOR, DraftBudget
-from executor.speculation.forced import MAX_TOKENS_AT_ONCE, GrammarProposer
-from executor.speculation.proposer import Draft, NgramProposer, Proposer
+from inflight.executor.speculation.budget import PRIOR, DraftBudget
+from inflight.executor.speculation.forced import MAX_TOKENS_AT_ONCE, GrammarProposer
+from inflight.executor.speculation.proposer import Draft, NgramProposer, Proposer
 from tests.drafting import GuessingProposer
 from tests.small_vocabulary import TEXTS, compiled, regex_grammar, text_of
 

@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from common.errors import Reason, RequestError
-from common.rpc.status import abort, to_rpc_status
+from inflight.common.errors import Reason, RequestError
+from inflight.common.rpc.status import abort, to_rpc_status
 
 
 class GoneClient:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.blocks import HostBlocks
-from executor.scheduler.limits import Overcommit, PreemptionCost
-from executor.scheduler.prefix_cache import chain_hashes
-from executor.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
-from executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
+from inflight.executor.scheduler.blocks import HostBlocks
+from inflight.executor.scheduler.limits import Overcommit, PreemptionCost
+from inflight.executor.scheduler.prefix_cache import chain_hashes
+from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
+from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
 from tests.scheduling import (
     BLOCK_SIZE,
     LIMITS,

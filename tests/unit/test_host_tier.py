@@ -10,20 +10,20 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from common.model_source import resolve_model
-from common.settings import SettingError
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv
-from executor.attention.cpu import CpuAttention
-from executor.attention.gpu_host_tier import GpuHostTier, lock, runs, staging_bytes
-from executor.attention.host_tier import CpuHostTier, open_host_tier
-from executor.attention.reference import ReferenceAttention
-from executor.attention.triton import TritonAttention
-from executor.main import identity, load_model
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.native.pool import NativePool
-from executor.scheduler.limits import SchedulerLimits
-from executor.settings import ExecutorSettings
+from inflight.common.model_source import resolve_model
+from inflight.common.settings import SettingError
+from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv
+from inflight.executor.attention.cpu import CpuAttention
+from inflight.executor.attention.gpu_host_tier import GpuHostTier, lock, runs, staging_bytes
+from inflight.executor.attention.host_tier import CpuHostTier, open_host_tier
+from inflight.executor.attention.reference import ReferenceAttention
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.main import identity, load_model
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.native.pool import NativePool
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.settings import ExecutorSettings
 from tests.evicted_prefixes import NUM_POOL_BLOCKS, conversations
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
@@ -114,7 +114,7 @@ def test_blocks_come_back_elsewhere_bit_for_bit(
 def test_more_blocks_than_are_on_their_way_at_once_all_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = random_kv(ReferenceAttention(), torch.float32, 16)
     bytes_per_block = sum(layer.num_bytes for layer in kv) // (NUM_BLOCKS + 1)
-    monkeypatch.setattr("executor.attention.gpu_host_tier.STAGING_BYTES", 2 * bytes_per_block)
+    monkeypatch.setattr("inflight.executor.attention.gpu_host_tier.STAGING_BYTES", 2 * bytes_per_block)
     assert staging_bytes(bytes_per_block, 7) == 2 * bytes_per_block
     tier, before = GpuHostTier(kv, 7), bits(kv)
 

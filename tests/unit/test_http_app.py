@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from common.http.port import HttpPort
-from router.app import http_app
+from inflight.common.http.port import HttpPort
+from inflight.router.app import http_app
 from tests.http_pages import page
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}

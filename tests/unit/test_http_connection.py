@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from common.http.connection import OPENED_IN_DRAIN, HttpLimits, address_of
-from common.http.port import HttpPort
+from inflight.common.http.connection import OPENED_IN_DRAIN, HttpLimits, address_of
+from inflight.common.http.port import HttpPort
 from tests.http_pages import page
 
 TIMEOUT_S = 60
@@ -334,7 +334,7 @@ async def test_drain_waits_for_the_first_request_of_an_open_connection(begun: by
 
 @pytest.mark.parametrize("said", [b"", request()[:20]], ids=["nothing", "half a head"])
 async def test_drain_ends_although_a_connection_never_asks(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.http.connection.DRAIN_REQUEST_S", AT_ONCE_S)
+    monkeypatch.setattr("inflight.common.http.connection.DRAIN_REQUEST_S", AT_ONCE_S)
     async with serving_port(HttpLimits(), App()) as (port, address), connected(address) as (reader, writer):
         writer.write(request() + said)
         assert await reader.readuntil(b"served")

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig
 
-from common.kv_size import KvBudget, num_kv_blocks
-from common.model_source import ModelError, resolve_model
-from executor.main import identity, load_model
-from executor.model.model import PagedModel
-from executor.model.self_check import relative_distance
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.settings import ExecutorSettings
-from executor.step.batch import pack
+from inflight.common.kv_size import KvBudget, num_kv_blocks
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.main import identity, load_model
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.self_check import relative_distance
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.settings import ExecutorSettings
+from inflight.executor.step.batch import pack
 from tests.greedy import generate_together
 from tests.native_builds import BEST_FIRST
 from tests.paged_cases import make_sequence

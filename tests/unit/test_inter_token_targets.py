@@ -9,12 +9,12 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.engine.prefill_budget import LEAST_SHARE, MARGIN, PrefillBudget
-from executor.engine.step_time import StepLoad
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
-from executor.scheduler.sequence import FinishReason, Sequence, StepPlan
-from executor.scheduler.step_constraint import PrefillCost
+from inflight.executor.engine.prefill_budget import LEAST_SHARE, MARGIN, PrefillBudget
+from inflight.executor.engine.step_time import StepLoad
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
+from inflight.executor.scheduler.step_constraint import PrefillCost
 from tests.examples import examples
 from tests.modelled_device import BLOCK_SIZE, Ride, step_seconds
 from tests.scheduling import make_sequence, retire

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from redis.exceptions import ResponseError
 
-from router.store.codec import settle_args
-from router.store.types import Attempt, Demand, Ending, LedgerState, Queued, TenantLimits
+from inflight.router.store.codec import settle_args
+from inflight.router.store.types import Attempt, Demand, Ending, LedgerState, Queued, TenantLimits
 from tests.store_pool import RouterSide, StorePool, steered_scripts
 
 pytestmark = pytest.mark.parametrize("redis_server", ["FCALL"], indirect=True, scope="session")

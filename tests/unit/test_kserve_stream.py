@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
 from inflight.kserve import grpc_service_pb2
-from router.kserve.infer_stream import InferStream
+from inflight.router.kserve.infer_stream import InferStream
 
 Request = grpc_service_pb2.ModelInferRequest
 Response = grpc_service_pb2.ModelStreamInferResponse

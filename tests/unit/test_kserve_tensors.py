@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import RequestError
+from inflight.common.errors import RequestError
 from inflight.kserve import grpc_service_pb2
-from router.kserve.tensors import (
+from inflight.router.kserve.tensors import (
     BYTES,
     CONTENTS_FIELDS,
     MAX_ELEMENTS,

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.kserve import grpc_service_pb2
+from inflight.router.kserve.models import INPUTS, OUTPUTS, model_config, model_metadata
+from inflight.router.kserve.options import OPTIONS, Kind
+from inflight.router.kserve.responses import Responder
+from inflight.router.kserve.tensors import BYTES, Tensor, decode_inputs, encode_elements
+from inflight.router.kserve.translation import Inference, in_client_words, translate
 from inflight.v1 import inference_pb2, types_pb2
-from router.kserve.models import INPUTS, OUTPUTS, model_config, model_metadata
-from router.kserve.options import OPTIONS, Kind
-from router.kserve.responses import Responder
-from router.kserve.tensors import BYTES, Tensor, decode_inputs, encode_elements
-from router.kserve.translation import Inference, in_client_words, translate
 from tests.unit.test_kserve_tensors import tensors
 
 # As UTF-8 it is a list and a text: the bytes of ≛ are a bracket and a quote.

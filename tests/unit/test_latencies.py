@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import Reason
-from router.telemetry.events import RequestEnd, RequestFacts
-from router.telemetry.latencies import Latencies, RollingCount, RollingTimes
+from inflight.common.errors import Reason
+from inflight.router.telemetry.events import RequestEnd, RequestFacts
+from inflight.router.telemetry.latencies import Latencies, RollingCount, RollingTimes
 
 
 class Clock:

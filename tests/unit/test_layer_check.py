@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.model_source import ModelError
-from executor.model.layer_check import TOLERANCE, compare_layers, layer_distances
-from executor.model.self_check import LONG_TOKENS, SHORT_TOKENS, Expectation
-from executor.step.batch import StepBatch
+from inflight.common.model_source import ModelError
+from inflight.executor.model.layer_check import TOLERANCE, compare_layers, layer_distances
+from inflight.executor.model.self_check import LONG_TOKENS, SHORT_TOKENS, Expectation
+from inflight.executor.step.batch import StepBatch
 
 NUM_LAYERS, HIDDEN, VOCABULARY = 4, 32, 64
 

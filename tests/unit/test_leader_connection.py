@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from executor.parallel import member
+from inflight.executor.parallel import member
 
 
 def test_connection_to_itself_is_closed_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

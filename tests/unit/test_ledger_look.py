@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from common.errors import Reason, RequestError
-from router.stats.source import MAX_TENANT_QUEUES, SnapshotCache
-from router.store.types import ClassQueue, Snapshot
+from inflight.common.errors import Reason, RequestError
+from inflight.router.stats.source import MAX_TENANT_QUEUES, SnapshotCache
+from inflight.router.store.types import ClassQueue, Snapshot
 
 
 class Ledger:

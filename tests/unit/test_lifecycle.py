@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from inflight.v1 import types_pb2
-from router.lifecycle import lifecycle
-from router.lifecycle.events import (
+from inflight.router.lifecycle import lifecycle
+from inflight.router.lifecycle.events import (
     CANCELLED_END,
     FENCED,
     AdoptedElsewhere,
@@ -30,7 +29,7 @@ from router.lifecycle.events import (
     WithdrawAnswered,
     WithdrawDue,
 )
-from router.lifecycle.lifecycle import (
+from inflight.router.lifecycle.lifecycle import (
     CHANGING,
     ExpectReport,
     Forget,
@@ -44,8 +43,8 @@ from router.lifecycle.lifecycle import (
     Send,
     Settle,
 )
-from router.lifecycle.transitions import TRANSITIONS
-from router.store.types import (
+from inflight.router.lifecycle.transitions import TRANSITIONS
+from inflight.router.store.types import (
     Adopted,
     CancelOutcome,
     Dropped,
@@ -56,6 +55,7 @@ from router.store.types import (
     Placement,
     Queued,
 )
+from inflight.v1 import types_pb2
 from tests.lifecycle_orders import ERROR, Output, Transition, copied, explore, possible_events
 
 S = RequestState

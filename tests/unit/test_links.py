@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from inflight.router.executors import link as links
+from inflight.router.executors.frame_checks import check_frame
+from inflight.router.executors.link import Answer, ExecutorLink, OnAnswer
+from inflight.router.request.executor_context import FrameError
+from inflight.router.store.types import Lost
+from inflight.router.stream.request_stream import RequestStream, unread_stream
 from inflight.v1 import executor_pb2
-from router.executors import link as links
-from router.executors.frame_checks import check_frame
-from router.executors.link import Answer, ExecutorLink, OnAnswer
-from router.request.executor_context import FrameError
-from router.store.types import Lost
-from router.stream.request_stream import RequestStream, unread_stream
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
 
 

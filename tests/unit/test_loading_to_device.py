@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from bench.engine.formats.process_memory import memory_bytes
-from common.model_source import resolve_model
-from executor.checkpoint.quantized_weight import Matrix
-from executor.formats.loading import load_network
-from executor.formats.network import placed
+from inflight.bench.engine.formats.process_memory import memory_bytes
+from inflight.common.model_source import resolve_model
+from inflight.executor.checkpoint.quantized_weight import Matrix
+from inflight.executor.formats.loading import load_network
+from inflight.executor.formats.network import placed
 from tests.tiny_models import save_model, sizes
 
 CPU, META = torch.device("cpu"), torch.device("meta")

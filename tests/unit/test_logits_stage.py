@@ -24,12 +24,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from executor.cpu.sampler import NativeSampler
-from executor.logits.reference import banned_ids, process_row
-from executor.logits.row import LogitsRow
-from executor.scheduler.sequence import Processors, Sampling
-from executor.step.sampling import SampleRow, keep_likeliest, sample
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.cpu.sampler import NativeSampler
+from inflight.executor.logits.reference import banned_ids, process_row
+from inflight.executor.logits.row import LogitsRow
+from inflight.executor.scheduler.sequence import Processors, Sampling
+from inflight.executor.step.sampling import SampleRow, keep_likeliest, sample
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.native_builds import BEST_FIRST, library_of
 
 # The first test of a build may have to wait for the compiler.

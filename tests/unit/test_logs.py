@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from common.telemetry.logs import JsonFormatter, start_logging
+from inflight.common.telemetry.logs import JsonFormatter, start_logging
 
 
 class Log:

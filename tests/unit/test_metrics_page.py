@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from common.http.metrics_page import Refresh, exposition, metrics_route, new_registry
+from inflight.common.http.metrics_page import Refresh, exposition, metrics_route, new_registry
 
 # What Prometheus 3 and 2 send.
 PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;q=0.4"

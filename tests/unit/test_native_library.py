@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from executor.native import build, library
-from executor.native.build import BuildFailure
-from executor.native.library import NAMES, NativeLibrary, load_native, usable_instruction_sets
-from executor.settings import ExecutorSettings
+from inflight.executor.native import build, library
+from inflight.executor.native.build import BuildFailure
+from inflight.executor.native.library import NAMES, NativeLibrary, load_native, usable_instruction_sets
+from inflight.executor.settings import ExecutorSettings
 
 OLD = "fpu mmx fxsr sse sse2 ht syscall nx lm pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm"
 HASWELL = f"{OLD} fma movbe aes xsave avx f16c rdrand abm bmi1 avx2 smep bmi2 erms invpcid"

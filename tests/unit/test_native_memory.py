@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.attention.backend import KvShape
-from executor.attention.cpu import CpuAttention
-from executor.native.build import BuildFailure, prebuild
-from executor.native.library import (
+from inflight.executor.attention.backend import KvShape
+from inflight.executor.attention.cpu import CpuAttention
+from inflight.executor.native.build import BuildFailure, prebuild
+from inflight.executor.native.library import (
     COMMON_FLAGS,
     FOLDER,
     INSTRUCTION_SETS,
@@ -27,8 +27,8 @@ from executor.native.library import (
     load_native,
     usable_instruction_sets,
 )
-from executor.native.memory import HUGE_PAGE_BYTES
-from executor.native.pool import NativePool
+from inflight.executor.native.memory import HUGE_PAGE_BYTES
+from inflight.executor.native.pool import NativePool
 from tests.native_builds import library_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,14 +40,14 @@ MAX_FRAME_BYTES = 32 << 10
 SETUP = """
 import resource, sys, threading
 import numpy as np, torch
-from executor.attention.backend import KvShape, Scoring
-from executor.attention.cpu import CpuAttention
-from executor.native.library import load_native
-from executor.native.pool import NativePool
-from executor.cpu.sampler import NativeSampler
-from executor.step.sampling import SampleRow
-from executor.step.sampling_columns import SamplingBatch
-from executor.scheduler.sequence import Sampling
+from inflight.executor.attention.backend import KvShape, Scoring
+from inflight.executor.attention.cpu import CpuAttention
+from inflight.executor.native.library import load_native
+from inflight.executor.native.pool import NativePool
+from inflight.executor.cpu.sampler import NativeSampler
+from inflight.executor.step.sampling import SampleRow
+from inflight.executor.step.sampling_columns import SamplingBatch
+from inflight.executor.scheduler.sequence import Sampling
 from tests.paged_cases import Spec, make_case
 
 torch.set_num_threads(1)

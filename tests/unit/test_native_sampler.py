@@ -14,13 +14,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from executor.cpu.sampler import NativeSampler, choose_sampler
-from executor.engine.runner import NO_TOKEN
-from executor.native.build import BuildFailure
-from executor.native.library import NativeLibrary
-from executor.scheduler.sequence import ALL_EXCLUDED, Sampling
-from executor.step.sampling import SampleRow, gumbel_noise, sample
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.cpu.sampler import NativeSampler, choose_sampler
+from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.native.build import BuildFailure
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Sampling
+from inflight.executor.step.sampling import SampleRow, gumbel_noise, sample
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.sampling_oracle import PHILOX_ANSWERS
 
@@ -189,7 +189,9 @@ def test_threads_do_not_disturb_each_other(native: NativeSampler) -> None:
 def test_without_a_compiler_the_torch_sampler_runs_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("executor.cpu.sampler.load_native", lambda name: BuildFailure("there is no C++ compiler"))
+    monkeypatch.setattr(
+        "inflight.executor.cpu.sampler.load_native", lambda name: BuildFailure("there is no C++ compiler")
+    )
     with caplog.at_level(logging.WARNING):
         assert choose_sampler(torch.device("cpu")) is None
     assert [record.getMessage() for record in caplog.records] == ["sampling is slow, because there is no C++ compiler"]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.lifecycle.events import DEADLINE_END, End, Leave, Submit, Unlinked
+from inflight.router.stream.relay import Relay
+from inflight.router.stream.request_stream import RequestStream
+from inflight.router.telemetry.events import RequestFacts, RequestObservers, RequestRecord, class_name, outcome_of
 from inflight.v1 import inference_pb2, types_pb2
-from router.lifecycle.events import DEADLINE_END, End, Leave, Submit, Unlinked
-from router.stream.relay import Relay
-from router.stream.request_stream import RequestStream
-from router.telemetry.events import RequestFacts, RequestObservers, RequestRecord, class_name, outcome_of
 from tests.scripted_store import new_reading, new_stream, place, placement
 
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
-from common.model_source import resolve_model
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
-from executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
+from inflight.common.model_source import resolve_model
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 

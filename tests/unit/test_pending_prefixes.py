@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishReason, StepPlan
-from executor.scheduler.step_constraint import PrefillAllowance, StepConstraint
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import FinishReason, StepPlan
+from inflight.executor.scheduler.step_constraint import PrefillAllowance, StepConstraint
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire, rows_of
 
 ROOMY = replace(LIMITS, max_num_sequences=4, max_num_tokens=12)

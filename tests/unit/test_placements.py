@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from executor.engine.output import EngineOutput, ReportedSequence
-from executor.scheduler.admission import Refusal
-from executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, Sequence
-from executor.serving.placements import PlacementTable, RetentionPolicy
-from executor.serving.router_session import Session
+from inflight.executor.engine.output import EngineOutput, ReportedSequence
+from inflight.executor.scheduler.admission import Refusal
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, Sequence
+from inflight.executor.serving.placements import PlacementTable, RetentionPolicy
+from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, types_pb2
 from tests.scheduling import make_sequence
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from executor.scheduler.blocks import HostBlocks
-from executor.scheduler.limits import Overcommit, PreemptionCost
-from executor.scheduler.max_utilization import MaxUtilization
-from executor.scheduler.plan_builder import StepBuilder
-from executor.scheduler.preemption import (
+from inflight.executor.scheduler.blocks import HostBlocks
+from inflight.executor.scheduler.limits import Overcommit, PreemptionCost
+from inflight.executor.scheduler.max_utilization import MaxUtilization
+from inflight.executor.scheduler.plan_builder import StepBuilder
+from inflight.executor.scheduler.preemption import (
     Candidate,
     PreemptedKv,
     choose_victim,
@@ -19,8 +19,8 @@ from executor.scheduler.preemption import (
     recompute_cost,
     swap_cost,
 )
-from executor.scheduler.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
-from executor.scheduler.sequence import FinishReason, Sequence, StepPlan
+from inflight.executor.scheduler.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
+from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
 from tests.scheduling import (
     BLOCK_SIZE,
     LIMITS,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.scheduler import Batching, Scheduler
-from executor.scheduler.sequence import Sequence
-from executor.scheduler.step_constraint import PrefillAllowance, PrefillCost, StepConstraint
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.scheduler import Batching, Scheduler
+from inflight.executor.scheduler.sequence import Sequence
+from inflight.executor.scheduler.step_constraint import PrefillAllowance, PrefillCost, StepConstraint
 from tests.examples import examples
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire, rows_of, step
 

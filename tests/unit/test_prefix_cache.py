@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.prefix_cache import HASH_BYTES, chain_hashes
-from executor.scheduler.sequence import FinishReason
+from inflight.executor.scheduler.prefix_cache import HASH_BYTES, chain_hashes
+from inflight.executor.scheduler.sequence import FinishReason
 from tests.scheduling import (
     LIMITS,
     make_scheduler,

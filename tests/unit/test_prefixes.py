@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from router.request.ids import MAX_PREFIXES, named_block_counts, prefix_hashes
+from inflight.router.request.ids import MAX_PREFIXES, named_block_counts, prefix_hashes
 
 
 def test_blocks_that_are_named_double_up_to_the_last() -> None:

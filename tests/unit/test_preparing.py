@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.seat_view import SequencePhase
-from executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sequence
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Batching
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.seat_view import SequencePhase
+from inflight.executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sequence
 from tests.fake_device import FakeDevice, solo_output
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire, step
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.model_source import resolve_model
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Overcommit
-from executor.scheduler.max_utilization import MaxUtilization
-from executor.scheduler.plan_builder import StepBuilder
-from executor.scheduler.scheduler import (
+from inflight.common.model_source import resolve_model
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Overcommit
+from inflight.executor.scheduler.max_utilization import MaxUtilization
+from inflight.executor.scheduler.plan_builder import StepBuilder
+from inflight.executor.scheduler.scheduler import (
     INVALID_LOGITS,
     NOTHING_ALLOWED,
     Batching,
@@ -31,8 +31,8 @@ from executor.scheduler.scheduler import (
     SchedulerLimits,
     SchedulerPolicy,
 )
-from executor.scheduler.sequence import FinishEvent, FinishReason, Processors, Sampling, Stopping
-from executor.scheduler.sequence import Sequence as Request
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Processors, Sampling, Stopping
+from inflight.executor.scheduler.sequence import Sequence as Request
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[PagedModel]:
     with torch_threads(1), pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":
-            patch.setattr("executor.model.model._native_sampler", lambda *_: None)
+            patch.setattr("inflight.executor.model.model._native_sampler", lambda *_: None)
         loaded = PagedModel.load(
             resolve_model(str(folder)), dtype_name="float32", device_name="cpu", backend_name=request.param
         )

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.model_source import resolve_model
-from common.protocol import MAX_PROMPT_LOGPROB_ROWS
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Overcommit, PreemptionCost
-from executor.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping
+from inflight.common.model_source import resolve_model
+from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Overcommit, PreemptionCost
+from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice, logprobs_of, token_logprobs
 from tests.scheduling import LIMITS, make_sequence, run_overlapped
 from tests.tiny_models import VOCABULARY_SIZE as MODEL_VOCABULARY_SIZE

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from common.protocol import PROTOCOL_VERSION
+from inflight.common.protocol import PROTOCOL_VERSION
+from inflight.router.dispatch.ledger_writer import ledger_report
+from inflight.router.executors.link import ExecutorLink
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from router.dispatch.ledger_writer import ledger_report
-from router.executors.link import ExecutorLink
 from tests.scripted_store import ScriptedRouter
 
 

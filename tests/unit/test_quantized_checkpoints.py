@@ -22,17 +22,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import common.model_source as model_source
-import executor.model.model as model_module
-from common.model_source import ModelError, resolve_model
-from executor.checkpoint.gguf import import_gguf
-from executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
-from executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
-from executor.formats.folder import format_of
-from executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
-from executor.formats.loading import describe_weights, load_network
-from executor.model.model import PagedModel
+import inflight.common.model_source as model_source
+import inflight.executor.model.model as model_module
 from inflight.cli import doctor
+from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.checkpoint.gguf import import_gguf
+from inflight.executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
+from inflight.executor.formats.folder import format_of
+from inflight.executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
+from inflight.executor.formats.loading import describe_weights, load_network
+from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.quantized_checkpoints import (

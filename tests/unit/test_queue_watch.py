@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from common.errors import Reason, RequestError
-from router.dispatch.queue_updates import QueueWatch
-from router.store.types import Explanation, LedgerState, Queued
-from router.stream.request_stream import RequestStream
+from inflight.common.errors import Reason, RequestError
+from inflight.router.dispatch.queue_updates import QueueWatch
+from inflight.router.store.types import Explanation, LedgerState, Queued
+from inflight.router.stream.request_stream import RequestStream
 from tests.scripted_store import new_stream, place, placement
 
 

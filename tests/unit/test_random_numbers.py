@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from executor.scheduler.sequence import Sampling
-from executor.step.philox import MASK, philox_words
-from executor.step.sampling import SampleRow, gumbel_noise, sample
+from inflight.executor.scheduler.sequence import Sampling
+from inflight.executor.step.philox import MASK, philox_words
+from inflight.executor.step.sampling import SampleRow, gumbel_noise, sample
 from tests.random_batteries import Floats, Words, battery, chi_squares, kolmogorov_smirnov
 
 pytestmark = pytest.mark.slow

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from common.model_source import ModelError
-from common.settings import SettingError
-from executor.checkpoint.shards import Shard
-from executor.cpu.decoder import ExchangeError
-from executor.entry import devices_from
-from executor.native.library import NativeLibrary, load_native
-from executor.parallel.exchange import SharedMemory
-from executor.parallel.leader import GroupSettings, WorkerGroup
-from executor.parallel.member import Hello
-from executor.parallel.messages import (
+from inflight.common.model_source import ModelError
+from inflight.common.settings import SettingError
+from inflight.executor.checkpoint.shards import Shard
+from inflight.executor.cpu.decoder import ExchangeError
+from inflight.executor.entry import devices_from
+from inflight.executor.native.library import NativeLibrary, load_native
+from inflight.executor.parallel.exchange import SharedMemory
+from inflight.executor.parallel.leader import GroupSettings, WorkerGroup
+from inflight.executor.parallel.member import Hello
+from inflight.executor.parallel.messages import (
     Connection,
     ConnectionEnded,
     Kind,
@@ -35,8 +35,8 @@ from executor.parallel.messages import (
     unpack_step,
     unpack_swaps,
 )
-from executor.ranks import check_devices, check_parallel, threads_per_rank
-from executor.settings import ExecutorSettings
+from inflight.executor.ranks import check_devices, check_parallel, threads_per_rank
+from inflight.executor.settings import ExecutorSettings
 from tests.paged_cases import Spec, make_case
 
 SAME = {"version": "1", "model": "abc", "number of ranks": "3"}
@@ -305,7 +305,7 @@ def test_gpus_before_the_chosen_one_are_hidden(first: int, visible: str | None, 
 
 
 def test_ranks_of_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.ranks.num_usable_cores", lambda: 8)
+    monkeypatch.setattr("inflight.executor.ranks.num_usable_cores", lambda: 8)
 
     def threads(**changes: Any) -> int:
         return threads_per_rank(ExecutorSettings(insecure=True, **changes))

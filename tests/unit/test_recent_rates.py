@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor.serving.report import WINDOW_S, Rates, RecentRates
+from inflight.executor.serving.report import WINDOW_S, Rates, RecentRates
 
 
 class Clock:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from common.errors import Reason
+from inflight.common.errors import Reason
 from inflight.errors import FieldError, InflightError
 from inflight.events import Delta, Event, Resumed
 from inflight.recovery import ANSWERED_S, SUBMIT_TIMEOUT_S, VANISHED_S, Again, Recovery, RecoveryPolicy

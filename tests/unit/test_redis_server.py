@@ -26,10 +26,10 @@ from inflight.local.redis_server import (
     RedisStartError,
     find_redis_binary,
 )
-from router.store import script_calls
-from router.store.connection import connect
-from router.store.ledgers import missing_commands
-from router.store.lua import load_scripts
+from inflight.router.store import script_calls
+from inflight.router.store.connection import connect
+from inflight.router.store.ledgers import missing_commands
+from inflight.router.store.lua import load_scripts
 from tests.redis_servers import WAYS, server_for
 from tests.store_pool import PATIENT
 

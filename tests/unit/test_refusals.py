@@ -7,10 +7,10 @@ import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 
-from common.errors import Reason, RequestError
-from common.rpc.status import to_rpc_status
-from router.request.errors import RETRY_AFTER_MS, refusal, shut_out, unknown_tenant
-from router.store.types import Refused
+from inflight.common.errors import Reason, RequestError
+from inflight.common.rpc.status import to_rpc_status
+from inflight.router.request.errors import RETRY_AFTER_MS, refusal, shut_out, unknown_tenant
+from inflight.router.store.types import Refused
 
 
 def detail_of(error: RequestError, kind: type[Message]) -> Message | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.scheduler.limits import Batching, SchedulerPolicy
-from executor.scheduler.sequence import FinishReason
-from executor.scheduler.step_constraint import StepConstraint
-from executor.serving.report import CONSTRAINT_PROTO, policy_proto
-from executor.serving.router_session import FINISH_REASON_PROTO
+from inflight.executor.scheduler.limits import Batching, SchedulerPolicy
+from inflight.executor.scheduler.sequence import FinishReason
+from inflight.executor.scheduler.step_constraint import StepConstraint
+from inflight.executor.serving.report import CONSTRAINT_PROTO, policy_proto
+from inflight.executor.serving.router_session import FINISH_REASON_PROTO
 from inflight.v1 import types_pb2
 from tests.scheduling import LIMITS
 

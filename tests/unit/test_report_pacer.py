@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from router.dispatch.report_pacer import (
+from inflight.router.dispatch.report_pacer import (
     EARLY_S,
     INTERVAL_S,
     LAST_RANK,
@@ -17,7 +17,7 @@ from router.dispatch.report_pacer import (
     STAND_IN_S,
     ReportPacer,
 )
-from router.store.types import ExecutorReport, HeldSequence
+from inflight.router.store.types import ExecutorReport, HeldSequence
 
 REPORT = ExecutorReport("x", 1, 1, 100, 100, 8, accepting=True)
 

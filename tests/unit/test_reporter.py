@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from executor.serving.report import Reporter
+from inflight.executor.serving.report import Reporter
 
 
 @pytest.mark.parametrize("num_turns", range(5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor.scheduler.max_utilization import MIN_QUANTILE, ReserveController, ReserveRules
+from inflight.executor.scheduler.max_utilization import MIN_QUANTILE, ReserveController, ReserveRules
 
 RULES = ReserveRules(window_tokens=1000, hold_tokens=2000, max_hold_tokens=8000)
 

@@ -7,17 +7,17 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.api.resume import ResumeAuthorizer
+from inflight.router.api.service import InferenceService
+from inflight.router.api.validation import REQUEST_ID
+from inflight.router.auth.caller import ANYBODY, Caller
+from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.request.ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
+from inflight.router.settings import RouterSettings
+from inflight.router.store.connection import connect
+from inflight.router.store.ledgers import KEY, learn_secret
 from inflight.v1 import inference_pb2
-from router.api.resume import ResumeAuthorizer
-from router.api.service import InferenceService
-from router.api.validation import REQUEST_ID
-from router.auth.caller import ANYBODY, Caller
-from router.auth.resume_token import ResumeTokens
-from router.request.ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
-from router.settings import RouterSettings
-from router.store.connection import connect
-from router.store.ledgers import KEY, learn_secret
 from tests.cluster import token_request
 from tests.scripted_store import CallContext, ScriptedRouter
 from tests.store_pool import SETTINGS
@@ -159,7 +159,7 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
 
 
 async def test_secret_is_learned_when_the_ledger_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.auth.resume_token.RETRY_S", 0.0)
+    monkeypatch.setattr("inflight.router.auth.resume_token.RETRY_S", 0.0)
     answers: list[Any] = [RequestError(Reason.STORE_UNAVAILABLE, "away"), b"s" * 32]
 
     async def learn(own: bytes | None) -> bytes:

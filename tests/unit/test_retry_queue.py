@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.dispatch.retry_queue import MAX_CONCURRENT_ATTEMPTS, STORE_RETRY_S, RetryQueue
+from inflight.router.dispatch.retry_queue import MAX_CONCURRENT_ATTEMPTS, STORE_RETRY_S, RetryQueue
 from tests.scripted_store import settled
 
 

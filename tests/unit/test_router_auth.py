@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from common.rpc.addresses import is_loopback
-from common.settings import SettingError, load
-from executor.serving.router_auth import load_server_tls
-from executor.settings import ExecutorSettings
 from inflight.cli.up import _parser as up_parser
 from inflight.cli.up import stack_options
+from inflight.common.rpc.addresses import is_loopback
+from inflight.common.settings import SettingError, load
+from inflight.executor.serving.router_auth import load_server_tls
+from inflight.executor.settings import ExecutorSettings
 from inflight.local.certificates import CertificateFolder, make_certificates
 from inflight.local.options import StackOptions, executor_command, router_command
-from router.auth.client_tls import connection_limits_of, open_tls
-from router.executors.channel import ExecutorChannels
-from router.settings import RouterSettings
+from inflight.router.auth.client_tls import connection_limits_of, open_tls
+from inflight.router.executors.channel import ExecutorChannels
+from inflight.router.settings import RouterSettings
 
 
 def arguments_of(settings: dict[str, str]) -> list[str]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from common.errors import Reason, RequestError
-from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping, TokenLogprobs
-from executor.serving import router_session as sessions
-from executor.serving.router_session import Session
+from inflight.common.errors import Reason, RequestError
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping, TokenLogprobs
+from inflight.executor.serving import router_session as sessions
+from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, types_pb2
 
 
@@ -279,7 +279,7 @@ async def test_router_of_the_first_version_hears_nothing_of_attaching() -> None:
 
 
 async def test_more_tokens_than_a_message_holds_leave_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.serving.router_session.MAX_FRAME_TOKENS", 4)
+    monkeypatch.setattr("inflight.executor.serving.router_session.MAX_FRAME_TOKENS", 4)
     session = Session("router", 1, 64)
     sequence = make_sequence("a")
     session.accept(sequence)
@@ -300,7 +300,7 @@ async def test_more_tokens_than_a_message_holds_leave_in_several_frames(monkeypa
 
 
 async def test_scores_of_prompts_leave_before_the_tokens_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.serving.router_session.MAX_FRAME_PROMPT_LOGPROBS", 128)
+    monkeypatch.setattr("inflight.executor.serving.router_session.MAX_FRAME_PROMPT_LOGPROBS", 128)
     session = Session("router", 1, 64)
     sequence = make_sequence("a")
     sequence.token_ids = [i % 7 for i in range(300)]

@@ -8,13 +8,13 @@ import pytest
 from pydantic import SecretStr
 from redis import Redis
 
-from common.settings import SettingError, describe, load
+from inflight.common.settings import SettingError, describe, load
 from inflight.local.redis_server import USER, PrivateRedis
-from router.app import resume_tokens, store_settings_of
-from router.auth.resume_token import ResumeTokens
-from router.main import load_texts, run_router
-from router.settings import RouterSettings
-from router.store.settings import StoreSettings
+from inflight.router.app import resume_tokens, store_settings_of
+from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.main import load_texts, run_router
+from inflight.router.settings import RouterSettings
+from inflight.router.store.settings import StoreSettings
 from tests.text_models import llama_like
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.scheduler import Batching, Scheduler
-from executor.scheduler.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
-from executor.scheduler.step_constraint import PrefillAllowance
+from inflight.executor.scheduler.scheduler import Batching, Scheduler
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
+from inflight.executor.scheduler.step_constraint import PrefillAllowance
 from tests.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
 
 

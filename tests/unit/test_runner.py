@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.attention.gpu_host_tier import Pairs
-from executor.model.model import PagedModel
-from executor.model.runner import ModelRunner
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishReason, Processors, Sampling, Sequence, StepResult
-from executor.step.batch import StepBatch
-from executor.step.sampling_columns import SamplingBatch
+from inflight.executor.attention.gpu_host_tier import Pairs
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import FinishReason, Processors, Sampling, Sequence, StepResult
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.engine.runner import NO_TOKEN
-from executor.scheduler.sequence import Sampling
-from executor.step.philox import philox_words
-from executor.step.sampling import FIRST_CANDIDATES, SampleRow, choose_greedily, gumbel_noise, keep_top, sample
+from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.scheduler.sequence import Sampling
+from inflight.executor.step.philox import philox_words
+from inflight.executor.step.sampling import FIRST_CANDIDATES, SampleRow, choose_greedily, gumbel_noise, keep_top, sample
 from tests.sampling_oracle import PHILOX_ANSWERS
 from tests.torch_threads import torch_threads
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.queues import MAX_PASSED_BY
-from executor.scheduler.scheduler import Batching, Refusal, Scheduler
-from executor.scheduler.sequence import (
+from inflight.executor.scheduler.queues import MAX_PASSED_BY
+from inflight.executor.scheduler.scheduler import Batching, Refusal, Scheduler
+from inflight.executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
     NewTokens,

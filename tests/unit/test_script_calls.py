@@ -11,12 +11,12 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 
 from inflight.local.redis_server import PrivateRedis
-from router.store.codec import settle_args, submit_args
-from router.store.connection import connect
-from router.store.keys import PoolKeys
-from router.store.lua import Script, compose_library, load_scripts
-from router.store.script_calls import ScriptCalls
-from router.store.types import Attempt, Demand
+from inflight.router.store.codec import settle_args, submit_args
+from inflight.router.store.connection import connect
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.lua import Script, compose_library, load_scripts
+from inflight.router.store.script_calls import ScriptCalls
+from inflight.router.store.types import Attempt, Demand
 from tests.redis_servers import server_for
 from tests.store_pool import PATIENT, STEERED_CLOCK, StorePool
 
@@ -131,7 +131,7 @@ async def test_user_without_functions_gets_evalsha_and_one_line_in_the_log(
         await admin.execute_command("ACL", "SETUSER", "inflight", f"+{refused}")  # type: ignore[no-untyped-call]
     assert calls.command == "EVALSHA"
     assert await libraries(admin) == set()
-    (line,) = [one for one in caplog.records if one.name == "router.store.script_calls"]
+    (line,) = [one for one in caplog.records if one.name == "inflight.router.store.script_calls"]
     assert line.levelno == logging.WARNING
     assert "EVALSHA" in line.getMessage()
 
@@ -157,7 +157,7 @@ async def test_server_without_functions_gets_evalsha(
             assert (await calls.run("renew", keys, CALLER))[0][0] == "RENEWED"
         await redis.aclose()
     assert calls.command == "EVALSHA"
-    (line,) = [one for one in caplog.records if one.name == "router.store.script_calls"]
+    (line,) = [one for one in caplog.records if one.name == "inflight.router.store.script_calls"]
     assert line.levelno == logging.INFO
 
 

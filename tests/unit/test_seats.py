@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from common.kv_size import most_seats, num_seats
-from executor.main import identity, load_model
-from executor.settings import ExecutorSettings
+from inflight.common.kv_size import most_seats, num_seats
+from inflight.executor.main import identity, load_model
+from inflight.executor.settings import ExecutorSettings
 from tests.tiny_models import save_model, sizes
 
 CONTEXT = 64

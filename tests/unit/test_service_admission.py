@@ -8,14 +8,22 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.api.prepare import deadlines_of
+from inflight.router.api.request_status import waiting_for
+from inflight.router.config.tenants import TenantConfig, Variant
+from inflight.router.request.ids import prefix_hashes
+from inflight.router.request.spec import GenerateSpec
+from inflight.router.store.types import (
+    CancelOutcome,
+    Explanation,
+    LedgerState,
+    PrefixHolder,
+    Refused,
+    TenantLimits,
+    WaitReason,
+)
 from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
-from router.api.prepare import deadlines_of
-from router.api.request_status import waiting_for
-from router.config.tenants import TenantConfig, Variant
-from router.request.ids import prefix_hashes
-from router.request.spec import GenerateSpec
-from router.store.types import CancelOutcome, Explanation, LedgerState, PrefixHolder, Refused, TenantLimits, WaitReason
 from tests.cluster import token_request
 from tests.scripted_store import CallContext, ScriptedRouter, accepts, new_stream, placement, settled, steps
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
-from common.settings import ProcessSettings, SettingError, describe, load
+from inflight.common.settings import ProcessSettings, SettingError, describe, load
 
 
 class Policy(Enum):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.limits import Overcommit, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.scheduler import Refusal, Scheduler
-from executor.scheduler.sequence import FinishReason, Sequence
-from router.store.types import Demand, Placement, Queued
+from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Refusal, Scheduler
+from inflight.executor.scheduler.sequence import FinishReason, Sequence
+from inflight.router.store.types import Demand, Placement, Queued
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, run_until_idle, step
 from tests.store_pool import StorePool
 

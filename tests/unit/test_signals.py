@@ -11,7 +11,7 @@ import pytest
 # Drains for ever.
 SERVER = """
 import asyncio
-from common.rpc.server import Signals
+from inflight.common.rpc.server import Signals
 
 async def main():
     signals = Signals(asyncio.get_running_loop())

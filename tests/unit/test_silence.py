@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.executors.link import LivenessTimer
+from inflight.router.executors.link import LivenessTimer
 
 
 def test_silence_is_over_after_so_many_looks() -> None:

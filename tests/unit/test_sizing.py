@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from transformers import Gemma3TextConfig
 
-from bench.fleet.tiny_model import write_tiny_model
-from common.model_source import ModelError
-from common.settings import SettingError, load
-from executor import main as executor_main
-from executor.settings import ExecutorSettings
+from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.cli.main import main
+from inflight.common.model_source import ModelError
+from inflight.common.settings import SettingError, load
+from inflight.executor import main as executor_main
+from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import (
     GIBIBYTE,
     Machine,
@@ -346,5 +346,5 @@ def test_what_cannot_be_is_one_line(flags: list[str], said: str, capsys: pytest.
 def test_size_needs_no_torch() -> None:
     from tests.contract.test_imports import imports_of, package_of, path_of, sources
 
-    for path in (*sources("inflight/tools/sizing"), path_of("inflight.cli.size"), path_of("common.kv_size")):
+    for path in (*sources("inflight/tools/sizing"), path_of("inflight.cli.size"), path_of("inflight.common.kv_size")):
         assert not {name for name in imports_of(path) if package_of(name) in ("torch", "transformers", "executor")}

@@ -12,15 +12,15 @@ import gguf
 import pytest
 from transformers import MixtralConfig, Qwen3MoeConfig
 
-from common.model_source import resolve_model
-from common.settings import SettingError, load
-from executor import main as executor_main
-from executor.checkpoint.shards import WHOLE, Shard
-from executor.cpu.decoder import NativeDecoder
-from executor.formats.gguf_blocks import BLOCK_TYPES
-from executor.model.model import PagedModel
-from executor.settings import ExecutorSettings
 from inflight.cli.main import main
+from inflight.common.model_source import resolve_model
+from inflight.common.settings import SettingError, load
+from inflight.executor import main as executor_main
+from inflight.executor.checkpoint.shards import WHOLE, Shard
+from inflight.executor.cpu.decoder import NativeDecoder
+from inflight.executor.formats.gguf_blocks import BLOCK_TYPES
+from inflight.executor.model.model import PagedModel
+from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, Pool, pool_of
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import read_model_shape

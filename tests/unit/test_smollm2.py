@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.model_source import load_tokenizer, resolve_model
-from executor.checkpoint.gguf import import_gguf
-from executor.model.model import PagedModel
+from inflight.common.model_source import load_tokenizer, resolve_model
+from inflight.executor.checkpoint.gguf import import_gguf
+from inflight.executor.model.model import PagedModel
 from tests.greedy import Reference, assert_same, generate_alone, generate_together
 from tests.torch_threads import torch_threads
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.dispatch import dispatcher as dispatch
+from inflight.router.store.types import Adopted, CancelOutcome, Ending, Lost, Queued
 from inflight.v1 import types_pb2
-from router.dispatch import dispatcher as dispatch
-from router.store.types import Adopted, CancelOutcome, Ending, Lost, Queued
 from tests.scripted_store import new_reading, new_stream, placement, settled, steps
 from tests.unit.test_taking_over import Scene, attached
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.engine.standby import StandbyDepth
-from executor.scheduler.sequence import FinishReason
+from inflight.executor.engine.standby import StandbyDepth
+from inflight.executor.scheduler.sequence import FinishReason
 from tests.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.router.auth.caller import ANYBODY, Caller
+from inflight.router.stats.source import SHARE, pause_after
+from inflight.router.stats.visibility import seen_queues, seen_sequence
+from inflight.router.store.types import ClassQueue, Snapshot, TenantQueue
 from inflight.v1 import stats_pb2
-from router.auth.caller import ANYBODY, Caller
-from router.stats.source import SHARE, pause_after
-from router.stats.visibility import seen_queues, seen_sequence
-from router.store.types import ClassQueue, Snapshot, TenantQueue
 
 ANN = Caller(tenant="ann")
 OPERATOR = Caller(tenant="ann", is_operator=True)

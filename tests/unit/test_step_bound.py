@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Overcommit, SchedulerLimits
-from executor.scheduler.scheduler import Scheduler, SchedulerPolicy
-from executor.scheduler.sequence import FinishReason, Sequence
-from executor.serving.placements import PlacementTable, RetentionPolicy
-from executor.serving.router_session import Session
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler, SchedulerPolicy
+from inflight.executor.scheduler.sequence import FinishReason, Sequence
+from inflight.executor.serving.placements import PlacementTable, RetentionPolicy
+from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2
 from tests.fake_device import FakeDevice
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.scheduler import Batching, SchedulerPolicy
-from executor.scheduler.step_constraint import PrefillAllowance, StepBounds, StepConstraint
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.scheduler import Batching, SchedulerPolicy
+from inflight.executor.scheduler.step_constraint import PrefillAllowance, StepBounds, StepConstraint
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, step
 
 

@@ -8,12 +8,12 @@ from contextlib import aclosing
 
 import pytest
 
-from common.errors import RequestError
-from executor.engine.output import EngineOutput
-from executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
-from executor.scheduler.sequence import FinishReason, StepPlan
-from executor.scheduler.step_record import NO_TIMES, KvCounts, LoopPart, PlanCounts, StepRecord
-from executor.serving.step_feed import StepHistory, StepWatch
+from inflight.common.errors import RequestError
+from inflight.executor.engine.output import EngineOutput
+from inflight.executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
+from inflight.executor.scheduler.sequence import FinishReason, StepPlan
+from inflight.executor.scheduler.step_record import NO_TIMES, KvCounts, LoopPart, PlanCounts, StepRecord
+from inflight.executor.serving.step_feed import StepHistory, StepWatch
 from inflight.v1 import executor_pb2
 from tests.scheduling import make_scheduler, make_sequence, retire, step
 

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from executor.engine.prefill_budget import FIRST_TOKENS, LONGEST_STEP_S, MARGIN, MeanWait, PrefillBudget
-from executor.engine.step_time import FEWEST_STEPS, LARGEST_SURPRISE, UNKNOWN_TOKEN_S, StepLoad, StepTime
-from executor.scheduler.scheduler import Batching, SchedulerLimits
-from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
-from executor.scheduler.step_constraint import DecodeLoad
+from inflight.executor.engine.prefill_budget import FIRST_TOKENS, LONGEST_STEP_S, MARGIN, MeanWait, PrefillBudget
+from inflight.executor.engine.step_time import FEWEST_STEPS, LARGEST_SURPRISE, UNKNOWN_TOKEN_S, StepLoad, StepTime
+from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
+from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
+from inflight.executor.scheduler.step_constraint import DecodeLoad
 from tests.modelled_device import Ride, step_seconds
 from tests.paged_cases import make_sequence as paged_sequence
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from common.errors import Reason
-from router.store.keys import PoolKeys
-from router.store.types import (
+from inflight.common.errors import Reason
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.types import (
     Attempt,
     Cancelled,
     CancelOutcome,

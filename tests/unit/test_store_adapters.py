@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason
-from router.store.types import (
+from inflight.common.errors import Reason
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     Demand,

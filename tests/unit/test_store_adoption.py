@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from common.errors import Reason
-from router.store.codec import parse_reply, submit_args
-from router.store.mailbox import KEPT_MS, OwnershipFilter
-from router.store.types import (
+from inflight.common.errors import Reason
+from inflight.router.store.codec import parse_reply, submit_args
+from inflight.router.store.mailbox import KEPT_MS, OwnershipFilter
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     Cancelled,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from common.errors import Reason, RequestError
-from router.store.batches import MAX_CALLS, MAX_ITEMS, Batches
-from router.store.connection import NotSent, unavailable
-from router.store.settings import StoreSettings
-from router.store.types import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.store.batches import MAX_CALLS, MAX_ITEMS, Batches
+from inflight.router.store.connection import NotSent, unavailable
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import (
     CancelOutcome,
     Demand,
     Duplicate,

@@ -5,8 +5,8 @@ The bounds are those of docs/design/time-bounds.md.
 
 from __future__ import annotations
 
-from router.store.codec import report_args
-from router.store.types import (
+from inflight.router.store.codec import report_args
+from inflight.router.store.types import (
     Attempt,
     Cancelled,
     CancelOutcome,

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.store.settings import StoreSettings
-from router.store.types import Attempt, Demand, Dropped, DropReason, HeldSequence, Placement, PreemptRequested, Queued
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.types import (
+    Attempt,
+    Demand,
+    Dropped,
+    DropReason,
+    HeldSequence,
+    Placement,
+    PreemptRequested,
+    Queued,
+)
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 TWO_PASS = dataclasses.replace(SETTINGS, max_bypass=2)

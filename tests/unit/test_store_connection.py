@@ -16,16 +16,16 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
 from inflight.local.redis_server import PrivateRedis
-from router.store.call_pool import CallPool, NotSentError
-from router.store.cluster import ClusterClient
-from router.store.connection import close, connect
-from router.store.keys import PoolKeys
-from router.store.mailbox import MAX_ENTRIES
-from router.store.settings import StoreSettings
-from router.store.store import AdmissionStore
-from router.store.types import (
+from inflight.router.store.call_pool import CallPool, NotSentError
+from inflight.router.store.cluster import ClusterClient
+from inflight.router.store.connection import close, connect
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.mailbox import MAX_ENTRIES
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import (
     Attempt,
     Cancelled,
     Demand,

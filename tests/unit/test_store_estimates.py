@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from common.errors import Reason
-from router.store.types import Attempt, Demand, Dropped, DropReason, HeldSequence, Placement, Queued, Refused
+from inflight.common.errors import Reason
+from inflight.router.store.types import Attempt, Demand, Dropped, DropReason, HeldSequence, Placement, Queued, Refused
 from tests.store_pool import SETTINGS, StorePool
 
 MILLION_HOURS_MS = 3_600_000_000_000

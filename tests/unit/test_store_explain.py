@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.store.types import Attempt, Demand, Explanation, LedgerState, TenantLimits, WaitReason
+from inflight.router.store.types import Attempt, Demand, Explanation, LedgerState, TenantLimits, WaitReason
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, TenantLimits
+from inflight.router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, TenantLimits
 from tests.property.store_records import read_records
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 

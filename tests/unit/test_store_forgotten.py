@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.store.types import Attempt, Demand, HeldSequence, Placement, Queued
+from inflight.router.store.types import Attempt, Demand, HeldSequence, Placement, Queued
 from tests.store_pool import RouterSide, StorePool
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from router.store.types import (
+from inflight.router.store.types import (
     Attempt,
     CancelOutcome,
     Demand,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.store.types import Demand, Ending, HeldSequence
+from inflight.router.store.types import Demand, Ending, HeldSequence
 from tests.store_pool import RouterSide, StorePool
 
 MEDIAN = 0.5

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from common.errors import Reason
-from router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, Queued, Refused, TenantLimits
+from inflight.common.errors import Reason
+from inflight.router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, Queued, Refused, TenantLimits
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 TWO_PER_SECOND = TenantLimits(requests_per_s=2, request_burst=2)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.errors import RequestError
-from router.dispatch.ledger_writer import LedgerWriter
-from router.store.outage import QUIET_S, REMINDER_S, Outage
-from router.store.store import AdmissionStore
-from router.store.types import Ending, ExecutorReport
+from inflight.common.errors import RequestError
+from inflight.router.dispatch.ledger_writer import LedgerWriter
+from inflight.router.store.outage import QUIET_S, REMINDER_S, Outage
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import Ending, ExecutorReport
 from tests.store_pool import SETTINGS
 
 

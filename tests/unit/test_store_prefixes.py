@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.store.types import Demand, PrefixHolder
+from inflight.router.store.types import Demand, PrefixHolder
 from tests.store_pool import RouterSide, StorePool
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.store.types import Attempt, Demand, Ending, ExecutorReport, HeldSequence, Placement, Queued, TenantLimits
+from inflight.router.store.types import (
+    Attempt,
+    Demand,
+    Ending,
+    ExecutorReport,
+    HeldSequence,
+    Placement,
+    Queued,
+    TenantLimits,
+)
 from tests.store_pool import RouterSide, StorePool
 
 BLOCK_SIZE, PROMPT, CONTEXT, STEP = 16, 16, 160, 32

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import Reason, RequestError
-from router.store.connection import connect
-from router.store.ledgers import KEY, SECRET_BYTES, restore_secret, shared_secret
+from inflight.common.errors import Reason, RequestError
+from inflight.router.store.connection import connect
+from inflight.router.store.ledgers import KEY, SECRET_BYTES, restore_secret, shared_secret
 from tests.store_pool import SETTINGS, StorePool
 
 

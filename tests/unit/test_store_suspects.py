@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.store.types import Adopted, Demand, Explanation, HandBackRefusal, Placement, Queued, WaitReason
+from inflight.router.store.types import Adopted, Demand, Explanation, HandBackRefusal, Placement, Queued, WaitReason
 from tests.store_pool import RouterSide, StorePool
 
 

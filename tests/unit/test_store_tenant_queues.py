@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.store.types import Demand, TenantLimits, TenantQueue
+from inflight.router.store.types import Demand, TenantLimits, TenantQueue
 from tests.store_pool import StorePool
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.store.keys import POOL_KEYS
-from router.store.mailbox import Mailbox
-from router.store.store import AdmissionStore
-from router.store.types import (
+from inflight.router.store.keys import POOL_KEYS
+from inflight.router.store.mailbox import Mailbox
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import (
     Demand,
     Ending,
     HeldSequence,

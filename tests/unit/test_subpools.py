@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
 from inflight.local.redis_server import PrivateRedis
-from router.store.connection import close, connect, unavailable
-from router.store.keys import PoolKeys
-from router.store.ledgers import Ledgers
-from router.store.types import (
+from inflight.router.store.connection import close, connect, unavailable
+from inflight.router.store.keys import PoolKeys
+from inflight.router.store.ledgers import Ledgers
+from inflight.router.store.types import (
     Adopted,
     Attempt,
     CancelOutcome,
@@ -34,11 +34,11 @@ from router.store.types import (
     TakenOver,
     TenantLimits,
 )
-from router.subpools.assignment import home_of, open_to, ranked, share_of_limits
-from router.subpools.choice import SubPoolChoice
-from router.subpools.claims import Claims
-from router.subpools.ledgers import SubPoolLedgers
-from router.subpools.store import SubPoolStore
+from inflight.router.subpools.assignment import home_of, open_to, ranked, share_of_limits
+from inflight.router.subpools.choice import SubPoolChoice
+from inflight.router.subpools.claims import Claims
+from inflight.router.subpools.ledgers import SubPoolLedgers
+from inflight.router.subpools.store import SubPoolStore
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 NUM_SUBPOOLS = 2

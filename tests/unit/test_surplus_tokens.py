@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from inflight.router.store.types import Demand
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
-from router.store.types import Demand
-from router.stream.request_stream import RequestStream
 
 
 def test_tokens_behind_a_stop_text_are_dropped_and_none_is_missing() -> None:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from common.errors import Reason, RequestError
-from inflight.v1 import executor_pb2, resume_pb2, types_pb2
-from router.dispatch.dispatcher import Dispatcher
-from router.executors.link import ExecutorLink
-from router.lifecycle.events import End
-from router.store.mailbox import OwnershipFilter
-from router.store.types import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.lifecycle.events import End
+from inflight.router.store.mailbox import OwnershipFilter
+from inflight.router.store.types import (
     Adopted,
     Demand,
     Duplicate,
@@ -27,8 +26,9 @@ from router.store.types import (
     StoreEvent,
     TakenOver,
 )
-from router.stream.relay import Relay
-from router.stream.request_stream import Reader, RequestStream
+from inflight.router.stream.relay import Relay
+from inflight.router.stream.request_stream import Reader, RequestStream
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from tests.scripted_store import (
     ScriptedRouter,
     ScriptedStore,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from bench.engine.teacher_forcing import MAX_TOKENS_OF_STEP, paged_predictions, transformers_predictions
-from common.model_source import ModelSource, resolve_model
-from executor.model.model import PagedModel
+from inflight.bench.engine.teacher_forcing import MAX_TOKENS_OF_STEP, paged_predictions, transformers_predictions
+from inflight.common.model_source import ModelSource, resolve_model
+from inflight.executor.model.model import PagedModel
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.text.detokenizer import MAX_WINDOW_TOKENS, WindowDetokenizer
+from inflight.router.text.detokenizer import MAX_WINDOW_TOKENS, WindowDetokenizer
 from tests import text_models
 from tests.text_models import BYTE_FALLBACK_OFFSET, text_model
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.text.output import OutputText, TextStep
-from router.text.stop_scope import StopScope
-from router.tools.formats import CHANNELS, THINK, ReasoningFormat
+from inflight.router.text.output import OutputText, TextStep
+from inflight.router.text.stop_scope import StopScope
+from inflight.router.tools.formats import CHANNELS, THINK, ReasoningFormat
 from tests import text_models
 from tests.text_models import text_model
 

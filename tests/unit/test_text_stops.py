@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.text.output import StopMatcher, StopStep
+from inflight.router.text.output import StopMatcher, StopStep
 
 
 def pushed(matcher: StopMatcher, *texts: str) -> list[StopStep]:

@@ -12,9 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.text.tokenizer import RESERVED_VARIABLES, TextModel
 from inflight.v1 import inference_pb2
-from router.text.tokenizer import RESERVED_VARIABLES, TextModel
 from tests import text_models
 from tests.text_models import smollm2, text_model
 

@@ -11,18 +11,18 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import Reason, RequestError
-from executor.engine.output import EngineStatus
-from executor.serving.report import Reporter
+from inflight.common.errors import Reason, RequestError
+from inflight.executor.engine.output import EngineStatus
+from inflight.executor.serving.report import Reporter
+from inflight.router.dispatch.dispatcher import ANSWER_WAIT_S, LINK_WAIT_S
+from inflight.router.executors.link import MAX_SILENT_S, LivenessTimer
+from inflight.router.request.spec import Deadlines
+from inflight.router.store.settings import StoreSettings
+from inflight.router.store.store import _repeat
+from inflight.router.store.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
+from inflight.router.stream.relay import Relay
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.dispatch.dispatcher import ANSWER_WAIT_S, LINK_WAIT_S
-from router.executors.link import MAX_SILENT_S, LivenessTimer
-from router.request.spec import Deadlines
-from router.store.settings import StoreSettings
-from router.store.store import _repeat
-from router.store.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
-from router.stream.relay import Relay
-from router.stream.request_stream import RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
     accepts,

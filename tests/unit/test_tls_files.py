@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
-from common.rpc.tls import TlsFiles, TlsPaths
-from common.settings import SettingError
 from inflight.cli.main import main
+from inflight.common.rpc.tls import TlsFiles, TlsPaths
+from inflight.common.settings import SettingError
 from inflight.local.certificates import CertificateFolder, make_certificates
 
 
@@ -114,7 +114,7 @@ def test_broken_change_keeps_what_held_and_warns_once(tmp_path: Path, caplog: py
     files = TlsFiles.open(paths_in(made))
     before = files.material
     shutil.copy(other.certificate("executor"), made.certificate("executor"))
-    with caplog.at_level(logging.INFO, "common.rpc.tls"):
+    with caplog.at_level(logging.INFO, "inflight.common.rpc.tls"):
         files.look()
         files.look()
         assert files.material is before
@@ -141,7 +141,7 @@ def test_https_refuses_a_key_that_openssl_finds_too_small(tmp_path: Path, caplog
     before = files.material
     weak.replace(made.certificate("router"))
     weak_key.replace(made.key("router"))
-    with caplog.at_level(logging.INFO, "common.rpc.tls"):
+    with caplog.at_level(logging.INFO, "inflight.common.rpc.tls"):
         files.look()
         files.look()
     assert files.material is before

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from router.text.tokenizer import TextModel
+from inflight.router.text.tokenizer import TextModel
 from tests.text_models import byte_level, gemma_like, llama_like, metaspace, smollm2, text_model, wordpiece
 
 BOUNDED = [smollm2, byte_level, llama_like, gemma_like]

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.api.service import writer
+from inflight.router.executors.link import ExecutorLink
+from inflight.router.request.spec import Deadlines
+from inflight.router.stream.relay import Relay, TimedWriter
+from inflight.router.stream.request_stream import RequestStream
+from inflight.router.text.output import OutputText
+from inflight.router.text.tokenizer import TextModel
+from inflight.router.tools.formats import HERMES, THINK, AnswerFormat
+from inflight.router.tools.parser import AnswerParser
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.api.service import writer
-from router.executors.link import ExecutorLink
-from router.request.spec import Deadlines
-from router.stream.relay import Relay, TimedWriter
-from router.stream.request_stream import RequestStream
-from router.text.output import OutputText
-from router.text.tokenizer import TextModel
-from router.tools.formats import HERMES, THINK, AnswerFormat
-from router.tools.parser import AnswerParser
 from tests.cluster import tiny_tokenizer
 from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, place, placement, settled, steps
 from tests.unit.test_text_output import Spelled

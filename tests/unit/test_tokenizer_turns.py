@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from common.errors import Reason, RequestError
-from router.api.tokenizer_turns import TokenizerTurns
+from inflight.common.errors import Reason, RequestError
+from inflight.router.api.tokenizer_turns import TokenizerTurns
 
 
 class Works:

@@ -9,9 +9,17 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from router.text.tokenizer import TextModel
-from router.tools.formats import CHANNELS, FORMATS, THINK, AnswerFormat, ReasoningFormat, ToolFormat, answer_format
-from router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning
+from inflight.router.text.tokenizer import TextModel
+from inflight.router.tools.formats import (
+    CHANNELS,
+    FORMATS,
+    THINK,
+    AnswerFormat,
+    ReasoningFormat,
+    ToolFormat,
+    answer_format,
+)
+from inflight.router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning
 from tests import chat_models
 
 BY_NAME = {one.name: one for one in FORMATS}

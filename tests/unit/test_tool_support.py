@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from common.errors import RequestError
-from common.settings import SettingError
+from inflight.common.errors import RequestError
+from inflight.common.settings import SettingError
+from inflight.router.main import tool_settings
+from inflight.router.settings import RouterSettings
+from inflight.router.text.tokenizer import TextModel
+from inflight.router.tools.formats import FormatError, read_formats, with_added
+from inflight.router.tools.support import ToolSettings
 from inflight.v1 import inference_pb2
-from router.main import tool_settings
-from router.settings import RouterSettings
-from router.text.tokenizer import TextModel
-from router.tools.formats import FormatError, read_formats, with_added
-from router.tools.support import ToolSettings
 from tests import chat_models
 from tests.chat_models import chat_model
 

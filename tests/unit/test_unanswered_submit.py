@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.store.types import Demand, LeaseLapsed, Placement, Queued
 from inflight.v1 import types_pb2
-from router.store.types import Demand, LeaseLapsed, Placement, Queued
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 
 

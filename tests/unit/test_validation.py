@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import Reason, RequestError
-from inflight.v1 import inference_pb2, types_pb2
-from router.api.validation import MAX_DEADLINE_S, validate_generate
-from router.constraint.answer_grammar import ToolSchema
-from router.request.spec import (
+from inflight.common.errors import Reason, RequestError
+from inflight.router.api.validation import MAX_DEADLINE_S, validate_generate
+from inflight.router.constraint.answer_grammar import ToolSchema
+from inflight.router.request.spec import (
     ChatPrompt,
     ChoiceCounts,
     ModelLimits,
@@ -20,6 +19,7 @@ from router.request.spec import (
     TokenPrompt,
     ToolUse,
 )
+from inflight.v1 import inference_pb2, types_pb2
 from tests.validated import ALL_SAMPLING, SEED, limits_of, validated
 
 

@@ -9,11 +9,11 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from common.errors import Reason, RequestError
+from inflight.common.errors import Reason, RequestError
+from inflight.router.api.validation import UNBUILT, validate_generate
+from inflight.router.request.spec import ChatPrompt, GenerateSpec, ModelLimits
+from inflight.router.text.tokenizer import plain_struct, template_messages, template_tools
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.validation import UNBUILT, validate_generate
-from router.request.spec import ChatPrompt, GenerateSpec, ModelLimits
-from router.text.tokenizer import plain_struct, template_messages, template_tools
 
 LIMITS = ModelLimits(
     context_length=100,

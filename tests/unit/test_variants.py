@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.router.api.service import sticky_key
+from inflight.router.config.tenants import Variant, choose_variant, share_of
+from inflight.router.dispatch.pools import NUM_KEPT_LATENCIES, VariantMeter, VariantMeters, percentile
+from inflight.router.store.types import Demand
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, inference_pb2
-from router.api.service import sticky_key
-from router.config.tenants import Variant, choose_variant, share_of
-from router.dispatch.pools import NUM_KEPT_LATENCIES, VariantMeter, VariantMeters, percentile
-from router.store.types import Demand
-from router.stream.request_stream import RequestStream
 
 A, B, C = Variant("a", 90), Variant("b", 10), Variant("c", 25)
 KEYS = [f"session-{i}" for i in range(4000)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.store.types import Lost, Placement
+from inflight.router.store.types import Lost, Placement
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from common.errors import Reason, RequestError
-from router.dispatch.retry_queue import STORE_RETRY_S
-from router.dispatch.waiting_audit import CONFIRM_S, MAX_PER_CHECK, WaitingAudit
-from router.store.types import Attempt
-from router.stream.request_stream import RequestStream
+from inflight.common.errors import Reason, RequestError
+from inflight.router.dispatch.retry_queue import STORE_RETRY_S
+from inflight.router.dispatch.waiting_audit import CONFIRM_S, MAX_PER_CHECK, WaitingAudit
+from inflight.router.store.types import Attempt
+from inflight.router.stream.request_stream import RequestStream
 from tests.scripted_store import new_stream
 
 

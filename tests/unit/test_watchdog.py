@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from executor.engine.watchdog import Observation, observe, watch_engine
+from inflight.executor.engine.watchdog import Observation, observe, watch_engine
 
 INTERVAL_S = 1.0
 

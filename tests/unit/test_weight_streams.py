@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from executor.cpu.streams import (
+from inflight.executor.cpu.streams import (
     DEFAULT_STREAM,
     NEVER,
     STREAMS,
@@ -17,7 +17,7 @@ from executor.cpu.streams import (
     WeightStream,
     fastest_stream,
 )
-from executor.native.pool import NativePool
+from inflight.executor.native.pool import NativePool
 from tests.native_builds import BEST_FIRST, library_of
 
 EVEN = dict.fromkeys(product(TRIAL_ROWS, (True, False), (True, False)), 1.0)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from common.kv_size import WindowSize, kv_groups
-from executor.scheduler.blocks import BlockPool, WindowPool
-from executor.scheduler.limits import Batching, KvWindow, SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
+from inflight.common.kv_size import WindowSize, kv_groups
+from inflight.executor.scheduler.blocks import BlockPool, WindowPool
+from inflight.executor.scheduler.limits import Batching, KvWindow, SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from tests.fake_device import FakeDevice, solo_output
 
 HASHES = [bytes([i]) * 32 for i in range(10)]

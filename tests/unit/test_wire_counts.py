@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import RequestError
-from common.rpc.wire_counts import MAX_FIELDS, SMALL_BYTES, WireCounts, WireLimits
+from inflight.common.errors import RequestError
+from inflight.common.rpc.wire_counts import MAX_FIELDS, SMALL_BYTES, WireCounts, WireLimits
 from inflight.v1 import inference_pb2
 from tests.fuzz.messages import floods_of, messages_of, nested
 

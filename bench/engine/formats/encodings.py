@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.engine.formats.superblocks import quantize
-from executor.formats.awq import PLACES
-from executor.formats.gguf_file import LAYER_NAMES, NAMES
+from inflight.bench.engine.formats.superblocks import quantize
+from inflight.executor.formats.awq import PLACES
+from inflight.executor.formats.gguf_file import LAYER_NAMES, NAMES
 
 WEIGHTS = "model.safetensors"
 # What padding changes, by its key in GGUF.

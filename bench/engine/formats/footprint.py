@@ -1,4 +1,4 @@
-"""Memory and speed of a large model in 4 bits: `python -m bench.engine.formats.footprint`.
+"""Memory and speed of a large model in 4 bits: `python -m inflight.bench.engine.formats.footprint`.
 
 Writes a checkpoint of a known shape with random numbers in GPTQ's layout, because memory and time do not depend on the
 numbers. A process of its own loads it, so the peak of its memory is that of loading and of steps. Prints Markdown.
@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.engine.formats.process_memory import memory_bytes
-from bench.engine.model_steps import allocate_kv, load_native_models
-from bench.engine.native_step import StepShape, blocks_of
-from bench.engine.streams import times_of
-from bench.report.table import Table
-from common.model_source import resolve_model
+from inflight.bench.engine.formats.process_memory import memory_bytes
+from inflight.bench.engine.model_steps import allocate_kv, load_native_models
+from inflight.bench.engine.native_step import StepShape, blocks_of
+from inflight.bench.engine.streams import times_of
+from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
+from inflight.common.model_source import resolve_model
 
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(1, 512, 512))
 GROUP_SIZE = 128

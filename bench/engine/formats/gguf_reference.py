@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.engine.formats import llama_cpp
-from bench.engine.quality import agreement_with, perplexity
-from bench.engine.teacher_forcing import paged_logits, predictions
-from bench.report.table import Table
-from common.model_source import resolve_model
-from executor.model.model import PagedModel
+from inflight.bench.engine.formats import llama_cpp
+from inflight.bench.engine.quality import agreement_with, perplexity
+from inflight.bench.engine.teacher_forcing import paged_logits, predictions
+from inflight.bench.report.table import Table
+from inflight.common.model_source import resolve_model
+from inflight.executor.model.model import PagedModel
 
 COLUMNS = (
     "file",

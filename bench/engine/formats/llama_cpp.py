@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers.catalogue import FOLDER, INSTALLED_MARK, SOURCES
+from inflight.bench.peers.catalogue import FOLDER, INSTALLED_MARK, SOURCES
 
 ENVIRONMENT = FOLDER / "llama-cpp"
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -48,7 +48,7 @@ def logits(path: Path, prompts: Sequence[Sequence[int]], folder: Path) -> Logits
 def _run(*arguments: str) -> None:
     python = (ENVIRONMENT / "bin" / "python").absolute()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    command = [str(python), "-P", "-m", "bench.engine.formats.llama_cpp_driver", *arguments]
+    command = [str(python), "-P", "-m", "inflight.bench.engine.formats.llama_cpp_driver", *arguments]
     done = subprocess.run(
         command, env={**kept, "PYTHONPATH": str(SOURCES)}, capture_output=True, text=True, check=False
     )

@@ -1,7 +1,7 @@
 """llama.cpp as a process of its own environment: quantizes GGUF files, and computes the logits of prompts.
 
-    python -m bench.engine.formats.llama_cpp_driver quantize FILE TARGET TYPE
-    python -m bench.engine.formats.llama_cpp_driver logits FILE PROMPTS.json TARGET.npy
+    python -m inflight.bench.engine.formats.llama_cpp_driver quantize FILE TARGET TYPE
+    python -m inflight.bench.engine.formats.llama_cpp_driver logits FILE PROMPTS.json TARGET.npy
 
 The environment has llama-cpp-python and none of the project's packages.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from common.machine import num_usable_cores
+from inflight.common.machine import num_usable_cores
 
 FLOAT32 = 0
 

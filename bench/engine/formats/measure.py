@@ -1,4 +1,4 @@
-"""Quality, memory traffic and speed by format of the weights: `python -m bench.engine.formats.measure`.
+"""Quality, memory traffic and speed by format of the weights: `python -m inflight.bench.engine.formats.measure`.
 
 Encodes one model in several formats, each rounded to nearest without data, and serves each of them. What is encoded
 computes the same as the model, but its numbers are none that a format would hold exactly (`encodings.copy_off_grid`).
@@ -23,21 +23,21 @@ from pathlib import Path
 import gguf
 import torch
 
-from bench.engine.formats import encodings, llama_cpp
-from bench.engine.formats.gguf_reference import comparison
-from bench.engine.formats.padding import copy_padded
-from bench.engine.formats.superblocks import SUPERBLOCK
-from bench.engine.model_steps import allocate_kv, load_native_models, model_parser
-from bench.engine.native_step import StepShape, blocks_of
-from bench.engine.quality import TEXT, Agreement, agreement_with, cut, perplexity
-from bench.engine.streams import times_of
-from bench.engine.teacher_forcing import Predictions, paged_predictions, transformers_predictions
-from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import ModelSource, load_tokenizer, resolve_model
-from executor.checkpoint.gguf import import_gguf
-from executor.model.model import PagedModel
+from inflight.bench.engine.formats import encodings, llama_cpp
+from inflight.bench.engine.formats.gguf_reference import comparison
+from inflight.bench.engine.formats.padding import copy_padded
+from inflight.bench.engine.formats.superblocks import SUPERBLOCK
+from inflight.bench.engine.model_steps import allocate_kv, load_native_models, model_parser
+from inflight.bench.engine.native_step import StepShape, blocks_of
+from inflight.bench.engine.quality import TEXT, Agreement, agreement_with, cut, perplexity
+from inflight.bench.engine.streams import times_of
+from inflight.bench.engine.teacher_forcing import Predictions, paged_predictions, transformers_predictions
+from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
+from inflight.common.machine import num_usable_cores
+from inflight.common.model_source import ModelSource, load_tokenizer, resolve_model
+from inflight.executor.checkpoint.gguf import import_gguf
+from inflight.executor.model.model import PagedModel
 
 PROMPT_TOKENS = 140
 CHUNK_TOKENS = 64

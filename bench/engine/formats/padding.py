@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bench.engine.formats.encodings import WEIGHTS
+from inflight.bench.engine.formats.encodings import WEIGHTS
 
 
 def copy_padded(dense: Path, folder: Path, hidden_size: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from bench.gpu.engine.serving import Served, TimedRequest
-from executor.checkpoint.quiet import quiet_transformers
+from inflight.bench.gpu.engine.serving import Served, TimedRequest
+from inflight.executor.checkpoint.quiet import quiet_transformers
 
 TIMEOUT_S = 600.0
 PAD_ID = 0

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
-from executor.attention.transformers_hook import Layer
-from executor.checkpoint.decoder_weights import read_decoder
-from executor.checkpoint.quiet import quiet_transformers
-from executor.gpu.decoder import GpuDecoder
+from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
+from inflight.executor.attention.transformers_hook import Layer
+from inflight.executor.checkpoint.decoder_weights import read_decoder
+from inflight.executor.checkpoint.quiet import quiet_transformers
+from inflight.executor.gpu.decoder import GpuDecoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
-from executor.engine.engine import Engine
-from executor.engine.output import EngineOutput, EngineStatus
-from executor.engine.runner import StepRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.executor.engine.engine import Engine
+from inflight.executor.engine.output import EngineOutput, EngineStatus
+from inflight.executor.engine.runner import StepRunner
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 TIMEOUT_S = 600.0

@@ -16,14 +16,14 @@ from importlib import metadata
 import torch
 from transformers import LlamaConfig
 
-from bench.gpu.engine import device, peers, serving, steps
-from bench.gpu.engine.random_model import make_model
-from executor.attention.backend import KvShape, LayerKv
-from executor.attention.choice import choose_backend
-from executor.attention.flashinfer import Heads, open_flashinfer
-from executor.gpu.runner import GpuRunner
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.sequence import NO_PROCESSORS, Processors
+from inflight.bench.gpu.engine import device, peers, serving, steps
+from inflight.bench.gpu.engine.random_model import make_model
+from inflight.executor.attention.backend import KvShape, LayerKv
+from inflight.executor.attention.choice import choose_backend
+from inflight.executor.attention.flashinfer import Heads, open_flashinfer
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors
 
 BLOCK_SIZE = 16
 CONTEXT_LENGTH = 8192

@@ -10,14 +10,22 @@ from statistics import median
 
 import torch
 
-from bench.gpu.engine.device import elapsed_s
-from executor.attention.backend import AttentionBackend, LayerKv, Scoring
-from executor.attention.flashinfer import FlashInfer, Heads
-from executor.engine.runner import PendingStep
-from executor.gpu.idle import idle_batch
-from executor.gpu.runner import GpuRunner
-from executor.scheduler.sequence import NO_PROCESSORS, PlanRow, Processors, Sampling, Sequence, StepPlan, Stopping
-from executor.step.batch import pack
+from inflight.bench.gpu.engine.device import elapsed_s
+from inflight.executor.attention.backend import AttentionBackend, LayerKv, Scoring
+from inflight.executor.attention.flashinfer import FlashInfer, Heads
+from inflight.executor.engine.runner import PendingStep
+from inflight.executor.gpu.idle import idle_batch
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.scheduler.sequence import (
+    NO_PROCESSORS,
+    PlanRow,
+    Processors,
+    Sampling,
+    Sequence,
+    StepPlan,
+    Stopping,
+)
+from inflight.executor.step.batch import pack
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 WARM_UP_STEPS = 5

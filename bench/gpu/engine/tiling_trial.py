@@ -8,13 +8,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bench.gpu.engine.device import elapsed_s
-from bench.gpu.engine.steps import seated
-from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.attention.triton import TritonAttention, is_hopper
-from executor.kernels.tiling import AttentionWork, Tiling, chunk_tiling, decode_tiling
-from executor.scheduler.sequence import PlanRow, StepPlan
-from executor.step.batch import StepBatch, pack
+from inflight.bench.gpu.engine.device import elapsed_s
+from inflight.bench.gpu.engine.steps import seated
+from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
+from inflight.executor.attention.triton import TritonAttention, is_hopper
+from inflight.executor.kernels.tiling import AttentionWork, Tiling, chunk_tiling, decode_tiling
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.step.batch import StepBatch, pack
 
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
-from bench.gpu.engine.launches import FP8_PRODUCT, PRODUCT, Launch
-from bench.gpu.engine.session import Sizes
-from bench.gpu.engine.steps import seated
-from executor.attention.backend import KvShape
-from executor.attention.triton import TritonAttention
-from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights, Rope
-from executor.gpu.decoder import GpuDecoder
-from executor.gpu.runner import GpuRunner
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.bench.gpu.engine.launches import FP8_PRODUCT, PRODUCT, Launch
+from inflight.bench.gpu.engine.session import Sizes
+from inflight.bench.gpu.engine.steps import seated
+from inflight.executor.attention.backend import KvShape
+from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights, Rope
+from inflight.executor.gpu.decoder import GpuDecoder
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 
 BLOCK_SIZE = 16
 CONTEXT_LENGTH = 8192

@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import snapshot_download
 
-from common.model_source import HUB_PATTERNS
 from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.parser import CommandParser
+from inflight.common.model_source import HUB_PATTERNS
 from inflight.tools.fetching.s3 import Bucket
 
 HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")

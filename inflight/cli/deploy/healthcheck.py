@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.rpc.addresses import host_of
-from common.rpc.options import NO_PROXY
 from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
 from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
+from inflight.common.rpc.addresses import host_of
+from inflight.common.rpc.options import NO_PROXY
 from inflight.local.state import StackState, read_state
 
 HEALTH_LISTEN_VARIABLE = "INFLIGHT_HEALTH_LISTEN"

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from common.rpc.server import ListenError, bind
-from common.telemetry.logs import start_logging
 from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
+from inflight.common.rpc.server import ListenError, bind
+from inflight.common.telemetry.logs import start_logging
 from inflight.tools.pod_costs.costs import ANNOTATION
 from inflight.tools.pod_costs.follow import follow
 from inflight.tools.pod_costs.health import LoopHealth, served

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.kv_size import blocks_for
+from inflight.common.kv_size import blocks_for
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 
 LANES, ALIGNMENT = 16, 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from common.kv_size import (
+from inflight.common.kv_size import (
     KvBudget,
     WindowSize,
     blocks_for,
@@ -17,7 +17,7 @@ from common.kv_size import (
     num_host_kv_blocks,
     num_kv_blocks,
 )
-from common.settings import SettingError
+from inflight.common.settings import SettingError
 from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, gpu_adapter_slot_bytes, outputs_of_rank
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape

@@ -17,9 +17,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from common.gguf_header import GgufHeader
-from common.model_source import ModelError, read_json
-from common.settings import SettingError
+from inflight.common.gguf_header import GgufHeader
+from inflight.common.model_source import ModelError, read_json
+from inflight.common.settings import SettingError
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 
 WEIGHT_DTYPES = ("auto", "dense", "int8", "int4", "fp8")

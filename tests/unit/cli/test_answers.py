@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import pytest
 
-from common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.cli import main as cli
 from inflight.cli.answer import write_note
 from inflight.cli.main import main
+from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.v1 import inference_pb2, types_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, asked, delta, serving, speak
 

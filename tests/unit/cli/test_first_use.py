@@ -14,7 +14,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.rpc.server import GrpcServer
 from docs.generate.settings_page import settings_classes
 from inflight.cli import doctor
 from inflight.cli.call_errors import in_words
@@ -23,6 +22,7 @@ from inflight.cli.chat.conversation import Conversation
 from inflight.cli.console import EXIT_USAGE, open_console
 from inflight.cli.main import main
 from inflight.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
+from inflight.common.rpc.server import GrpcServer
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions
 from inflight.local.port_holder import holder_of

@@ -9,10 +9,10 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from common.http.port import HttpPort
-from common.rpc.server import LIVE_SERVICE, GrpcServer
 from inflight.cli.deploy.healthcheck import address_to_ask
 from inflight.cli.main import main
+from inflight.common.http.port import HttpPort
+from inflight.common.rpc.server import LIVE_SERVICE, GrpcServer
 
 SERVICE = "inflight.v1.ExecutorService"
 

@@ -11,7 +11,7 @@ import pytest
 from cryptography import x509
 
 from inflight.cli.main import main
-from router.auth.api_keys import find_key, parse_keys
+from inflight.router.auth.api_keys import find_key, parse_keys
 
 
 def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:

@@ -15,13 +15,13 @@ import pytest
 LOADING = """
 import signal, sys
 import inflight.cli.main as cli
-import router.main
+import inflight.router.main
 
 def load(argv):
     print("loading", flush=True)
     signal.pause()
 
-router.main.main = load
+inflight.router.main.main = load
 sys.exit(cli.main(["router"]))
 """
 UNSHARE = ("unshare", "--fork", "--pid")

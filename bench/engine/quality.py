@@ -1,6 +1,6 @@
 """The loss of quality by dtype, against transformers' own float32 forward pass.
 
-    python -m inflight.bench.engine.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out bench/reports]
+    python -m inflight.bench.engine.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out FOLDER]
 
 With `--reference FOLDER` the reference is another checkpoint, such as the one that a quantized checkpoint was made of.
 

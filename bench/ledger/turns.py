@@ -1,7 +1,7 @@
 """The processor time of Redis per call by two versions or two ways, in turns.
 
     python -m inflight.bench.ledger.turns --redis-server PATH                  # EVALSHA and FCALL
-    python -m inflight.bench.ledger.turns --redis-server PATH --before TREE    # the scripts of another checkout and of this one
+    python -m inflight.bench.ledger.turns --redis-server PATH --before TREE    # the scripts of two checkouts
 
 Each side has a server and a process that loads the code of its tree: scripts, routers' store and load. On one
 server Lua's collector would look through what both sides keep. The figures are medians over rounds of the time of

@@ -4,8 +4,8 @@ The random number that decides on a token depends only on (seed, output index, v
 each vocabulary index, it becomes Gumbel noise, and the largest noisy logit wins (Gumbel-max: a draw from the softmax).
 So a row's token does not depend on the other rows, their order, chunking, preemption or the executor.
 
-    row with temperature 0     the largest logit, the lowest id among equals; no random number (`inflight.executor.serving.
-                               submission` rounds a temperature near 0 to 0)
+    row with temperature 0     the largest logit, the lowest id among equals; no random number
+                               (`inflight.executor.serving.submission` rounds a temperature near 0 to 0)
     otherwise                  logits / temperature, then those at least min_p times as likely as the likeliest, then
                                the top_k largest, then the fewest of those that hold top_p of their probability; at
                                least one token is always kept

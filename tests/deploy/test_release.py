@@ -67,6 +67,9 @@ def test_release_is_built_and_runs_in_an_empty_environment(tmp_path: Path) -> No
     command = python.with_name("inflight")
     said = subprocess.run([command, "--version"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     assert said.stdout == f"inflight {VERSION}\n"
+    # Also beside modules of the user that have the names of its folders
+    for name in ("bench", "common", "executor", "gateway", "router"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
     program = "import inflight; print(inflight.AsyncClient, inflight.__file__)"
     said = subprocess.run([python, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     assert str(tmp_path / "empty") in said.stdout

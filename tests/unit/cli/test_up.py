@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from inflight.cli.main import main
 from inflight.cli.up import _parser as up_parser
 from inflight.cli.up import stack_options
-from inflight.local.options import executor_command, gateway_command, router_command
+from inflight.local.options import StackOptions, executor_command, gateway_command, router_command
 
 
 def test_up_turns_its_flags_into_the_servers_flags() -> None:
@@ -20,6 +23,14 @@ def test_up_turns_its_flags_into_the_servers_flags() -> None:
     assert command[-8:] == [*("--model", "m", "--batching", "static", "--max-num-sequences", "4", "--num-threads", "1")]
     command = router_command(options, "router-0", "127.0.0.1:2", ("127.0.0.1:1", "127.0.0.1:3"))
     assert command[command.index("--executors") + 1] == "127.0.0.1:1,127.0.0.1:3"
+
+
+def test_modules_in_the_current_folder_are_not_those_of_a_child_process(tmp_path: Path) -> None:
+    for name in ("common", "grpc", "inflight", "router", "typing"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
+    command = [*StackOptions().program, "executor", "--help"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.startswith("usage: inflight executor"), ended.stderr
 
 
 def test_up_passes_the_routers_flags_on() -> None:

@@ -155,19 +155,18 @@ class PagedModel:
 
         `weight_dtype` is `auto` (that of the checkpoint), `dense`, which expands a quantized checkpoint to the dtype,
         `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
-        `kv_cache_dtype` is `auto`, `int8` or `fp8`, and layers of `kv_cache_skip_layers` keep their KV in the dtype of
-        the activations. `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`.
-        `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights; without it the
-        fastest way is measured. `max_sequence_length`, or with 0 the context length, decides between the factors of
-        longrope. `eos_token_ids` replace those of the model's files. Of several ranks, this is the one of `shard`; the
-        leader has the `group` of the others, which must join before the model is checked.
+        `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
+        `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `instructions`
+        names the build of the C++ code, and `weight_stream` how it reads the weights; without it the fastest way is
+        measured. `max_sequence_length`, or with 0 the context length, decides between the factors of longrope.
+        `eos_token_ids` replace those of the model's files. Of several ranks, this is the one of `shard`; the leader has
+        the `group` of the others, which must join before the model is checked.
         """
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
         # The whole model need not fit in the memory of one rank's GPU.
         network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
-        length = _sequence_length(network, max_sequence_length)
-        weight_dtype = _with_weights_of(network, weight_dtype)
+        length, weight_dtype = _sequence_length(network, max_sequence_length), _with_weights_of(network, weight_dtype)
         with _unsupported(network.config):
             _choose_rope(network, length)
             vocabulary_size, has_fp8 = _vocabulary_size(network), "fp8" in (weight_dtype, kv_cache_dtype)

@@ -249,13 +249,14 @@ class Relay:
 
     async def _run(self) -> None:
         while True:
-            is_in_time = await self._wait()
-            news = self._stream.take(self._reader)
-            if not is_in_time:
+            if not await self._wait():
+                # A reader that was replaced must not end the request.
+                self._stream.check_reader(self._reader)
                 self._stream.finish(DEADLINE_END)
-                await self._send_tokens(news)
+                await self._send_tokens(self._stream.take(self._reader))
                 await self._finish(inference_pb2.Finished(reason=types_pb2.FINISH_REASON_DEADLINE))
                 return
+            news = self._stream.take(self._reader)
             await self._send_progress(news)
             await self._send_prompt(news)
             await self._send_tokens(news)

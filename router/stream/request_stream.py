@@ -433,7 +433,7 @@ class RequestStream:
     def take_output(self, reader: Reader | None) -> tuple[int, list[int]]:
         """Returns the tokens that the reader has not taken, and the offset of the first. Raises `RequestError`
         TAKEN_OVER if another reader replaced this one."""
-        self._check_reader(reader)
+        self.check_reader(reader)
         offset, self._num_taken = self._num_taken, len(self.output_ids)
         return offset, self.output_ids[offset:]
 
@@ -540,13 +540,14 @@ class RequestStream:
         """Wakes the reader."""
         self._changed.set()
 
-    def _check_reader(self, reader: Reader | None) -> None:
+    def check_reader(self, reader: Reader | None) -> None:
+        """Raises `RequestError` TAKEN_OVER if another reader replaced this one."""
         if reader is not self.reader:
             raise taken_over()
 
     def take(self, reader: Reader | None) -> News:
         """Takes all news. Raises `RequestError` TAKEN_OVER if another reader replaced this one."""
-        self._check_reader(reader)
+        self.check_reader(reader)
         self._changed.clear()
         news = News(
             bool(self._unreported & ACCEPTED),

@@ -125,7 +125,10 @@ async def test_disconnect_cancels_the_request_and_its_blocks_are_free(
         executor.brake.permit(3)
         await until(lambda: executor.engine.num_steps == 3)
         assert executor.scheduler.pool.num_used > 0
-        assert await metric(gateway, "inflight_gateway_requests_running") == 1
+        # The gateway sees the output a little later
+        async with asyncio.timeout(WAIT_S):
+            while await metric(gateway, "inflight_gateway_requests_running") != 1:
+                pass
         assert await metric(gateway, "inflight_gateway_requests_waiting") == 0
         # When its client goes away
         asking.cancel()

@@ -24,7 +24,7 @@ class Model:
         )
         logits = torch.randn(LONG_TOKENS + SHORT_TOKENS, VOCABULARY, generator=generator)
         prompts = list(range(LONG_TOKENS)), list(range(LONG_TOKENS, LONG_TOKENS + SHORT_TOKENS))
-        self.expectation = Expectation(prompts, (logits[:LONG_TOKENS], logits[LONG_TOKENS:]), (long, short))
+        self.expectation = Expectation(prompts, (logits[:LONG_TOKENS], logits[LONG_TOKENS:]), states=(long, short))
         self._logits, self._states = logits, torch.cat((long, short), 1)
         self._layer, self._error, self._only_decodes = layer, error, only_decodes
 

@@ -1,5 +1,6 @@
 // The products and the attention of AMX with tiles that are emulated in scalar code, for processors without AMX
-// (test_emulated_tiles.py, test_attention_kernels.py). Sums have the order of the instructions' own.
+// (test_emulated_tiles.py, test_coded_products.py, test_attention_kernels.py). Sums have the order of the instructions'
+// own.
 
 #include "vectors.h"
 
@@ -153,3 +154,5 @@ extern "C" void add_by_emulation(const void* of_tiles, float* sums, const void* 
     _tile_dpbf16ps(0, 1, 2);
     _tile_stored(0, sums, 64);
 }
+
+#include "coded_products.cpp"

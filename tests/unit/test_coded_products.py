@@ -18,13 +18,14 @@ from inflight.executor.cpu.coded_weights import GROUP_SIZES, encode, is_supporte
 from inflight.executor.cpu.decoder import _coded_part, _CodedPart
 from inflight.executor.native.build import BuildFailure, load_library
 from inflight.executor.native.library import FOLDER, usable_instruction_sets
-from tests.native_builds import BEST_FIRST
+from tests.native_builds import BEST_FIRST, emulation_of_amx
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
 
 SOURCE = Path(__file__).parents[1] / "coded_products.cpp"
 COLUMNS, DEPTH = 64, 384
+EMULATED = "emulated tiles"
 DTYPES = [torch.float32, torch.bfloat16]
 # Relative distance of products: sums in float32, and with bfloat16 scales of 11 bits.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-4}
@@ -32,12 +33,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-4}
 ROW_COUNTS = (1, 2, 5, 12, 13, 32, 33, 70)
 
 
-@pytest.fixture(scope="module", params=BEST_FIRST)
+@pytest.fixture(scope="module", params=[*BEST_FIRST, EMULATED])
 def calls(request: pytest.FixtureRequest) -> Any:
-    flags = next(each for each in usable_instruction_sets() if each.name == request.param).compiler_flags
-    headers = sorted(FOLDER.glob("*.h"))
-    library = load_library("coded_products", (SOURCE, FOLDER / "pool.cpp"), headers, (*flags, f"-I{FOLDER}"))
-    assert not isinstance(library, BuildFailure), library
+    library = emulation_of_amx().calls if request.param == EMULATED else compiled(request.param)
     assert library.inflight_prepare()
     library.coded_product.argtypes = (
         c_void_p,
@@ -49,6 +47,14 @@ def calls(request: pytest.FixtureRequest) -> Any:
         c_int64,
         c_void_p,
     )
+    return library
+
+
+def compiled(instructions: str) -> Any:
+    flags = next(each for each in usable_instruction_sets() if each.name == instructions).compiler_flags
+    headers = sorted(FOLDER.glob("*.h"))
+    library = load_library("coded_products", (SOURCE, FOLDER / "pool.cpp"), headers, (*flags, f"-I{FOLDER}"))
+    assert not isinstance(library, BuildFailure), library
     return library
 
 

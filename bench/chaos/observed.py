@@ -22,6 +22,7 @@ class Observed:
     sample: SampleRequest
     began_s: float
     request_id: str | None = None
+    num_choices: int = 1  # computed, all alike; one is sent
     arrivals_s: list[float] = field(default_factory=list)
     offsets: list[tuple[int, int]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -139,6 +140,7 @@ def _judge_end(observed: Observed, expected: Expected) -> list[str]:
     problems = []
     if observed.finish_reason != expected.finish_reason:
         problems.append(f"finished by {observed.finish_reason} instead of {expected.finish_reason}")
-    if observed.counted_tokens != len(expected.token_ids):
-        problems.append(f"{observed.counted_tokens} output tokens counted instead of {len(expected.token_ids)}")
+    due = len(expected.token_ids) * observed.num_choices
+    if observed.counted_tokens != due:
+        problems.append(f"{observed.counted_tokens} output tokens counted instead of {due}")
     return problems

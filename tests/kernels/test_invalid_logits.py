@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.runner import PendingStep, StepRunner
+from inflight.executor.formats import loading
 from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
@@ -63,7 +64,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runner_of(folder: Path, backend: str) -> StepRunner:
     source = resolve_model(str(folder))
-    model = PagedModel.load(source, dtype_name="float32", backend_name=BACKENDS[backend], device_name="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        # Loading refuses weights that are not numbers. Here one stands for an overflow that only some prompts cause.
+        patch.setattr(loading, "_check_numbers", lambda network: None)
+        model = PagedModel.load(source, dtype_name="float32", backend_name=BACKENDS[backend], device_name="cpu")
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     if backend != "triton":
         return ModelRunner(model, LIMITS, BLOCK_SIZE)

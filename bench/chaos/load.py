@@ -180,7 +180,7 @@ class Load:
         self.num_begun += 1
         number = self.num_begun
         self.under_way.add(number)
-        observed = Observed(sample, time.monotonic(), max(1, request.best_of))
+        observed = Observed(sample, time.monotonic(), num_choices=max(1, request.best_of))
         try:
             async with asyncio.timeout(STREAM_TIMEOUT_S):
                 await self._follow(request, observed, leave_after)

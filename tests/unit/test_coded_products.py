@@ -18,7 +18,7 @@ from inflight.executor.cpu.coded_weights import GROUP_SIZES, encode, is_supporte
 from inflight.executor.cpu.decoder import _coded_part, _CodedPart
 from inflight.executor.native.build import BuildFailure, load_library
 from inflight.executor.native.library import FOLDER, usable_instruction_sets
-from tests.native_builds import BEST_FIRST, emulation_of_amx
+from tests.native_builds import BEST_FIRST, INSTRUCTION_SETS, emulation_of_amx
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
@@ -33,7 +33,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-4}
 ROW_COUNTS = (1, 2, 5, 12, 13, 32, 33, 70)
 
 
-@pytest.fixture(scope="module", params=[*BEST_FIRST, EMULATED])
+# Where the processor has AMX, the fast tests use that.
+SLOW_WITH_AMX = (pytest.mark.slow,) if "amx" in INSTRUCTION_SETS else ()
+
+
+@pytest.fixture(scope="module", params=[*BEST_FIRST, pytest.param(EMULATED, marks=SLOW_WITH_AMX)])
 def calls(request: pytest.FixtureRequest) -> Any:
     library = emulation_of_amx().calls if request.param == EMULATED else compiled(request.param)
     assert library.inflight_prepare()

@@ -56,6 +56,7 @@ class OpenConnections:
         open after `timeout_s` seconds."""
         self.is_draining = True
         self._drained = set(self._open)
+        self._has_drained.clear()  # a connection that was closed earlier has set it
         for connection in tuple(self._drained):
             connection.drain()
         if self._drained:

@@ -383,3 +383,22 @@ async def test_drain_that_takes_too_long_counts_the_connections_in_use() -> None
         assert await port.drain(AT_ONCE_S) == 1
         app.may_answer.set()
         assert (await rest(reader)).endswith(b"served late")
+
+
+async def test_drain_waits_for_a_response_although_other_connections_were_closed_before_it() -> None:
+    app = App()
+    async with serving_port(HttpLimits(), app) as (port, address):
+        async with connected(address) as (reader, writer):
+            writer.write(request().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            assert (await rest(reader)).endswith(b"served")
+        async with connected(address) as (reader, writer):
+            writer.write(request("/late"))
+            await app.is_asked.wait()
+            draining = asyncio.create_task(port.drain(TIMEOUT_S))
+            async with connected(address) as (new, asks):
+                asks.write(request())
+                assert (await rest(new)).endswith(b"served on a new connection")
+            assert not draining.done()
+            app.may_answer.set()
+            assert (await rest(reader)).endswith(b"served late")
+            assert await draining == 0

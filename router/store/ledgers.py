@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from redis.asyncio import Redis
@@ -139,15 +138,6 @@ class Ledgers:
         return AdmissionStore(
             self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
         )
-
-    def turn(self, kind: str) -> AbstractAsyncContextManager[None]:
-        """Returns a turn for calls of `run_source`. Entering it raises `RequestError` if Redis does not answer."""
-        return self._turns.turn(kind)
-
-    async def run_source(self, source: str, keys: Sequence[str], *args: str | int) -> Any:
-        """Runs a script that belongs to no pool. Its keys share one hash tag. Raises `RequestError` if Redis does not
-        answer."""
-        return await answered(run_source(self._redis, source, keys, args), self._settings)
 
     async def learn_secret(self, own: bytes | None) -> bytes:
         return await learn_secret(self._redis, self._settings, own)

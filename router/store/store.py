@@ -66,7 +66,6 @@ from inflight.router.store.types import (
     LedgerState,
     Placement,
     PoolListener,
-    PoolLoad,
     Queued,
     Refused,
     ReportOutcome,
@@ -83,9 +82,6 @@ T = TypeVar("T")
 MAX_ROUNDS = 64
 # A call with this many occupies Redis for about a millisecond.
 MAX_SETTLED_PER_CALL = 16
-
-# The mode of cancel.lua that takes a waiting request out of the queue, for another pool.
-TAKE_OUT = 2
 
 # Scripts that must not run after their caller has stopped waiting: by then another router may own the request, or the
 # client may have repeated it. An argument says until when the caller waits. In `submit` and `cancel` it precedes the
@@ -153,8 +149,6 @@ class AdmissionStore:
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
         self._listener: PoolListener | None = None
-        self.load: PoolLoad | None = None
-        """The pool's load at the last renewal of the lease."""
         self._is_registered = False
         self._missed_reply = False
         self._operations: set[asyncio.Task[Any]] = set()
@@ -219,12 +213,6 @@ class AdmissionStore:
         reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, int(is_own)])))
         return parse_cancel(request_id, reply)
 
-    async def take_out(self, request_id: str) -> CancelOutcome:
-        """Takes a WAITING request of this router out of the queue, for another pool. This pool then no longer knows the
-        request. A request in another state is not changed."""
-        reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, TAKE_OUT])))
-        return parse_cancel(request_id, reply)
-
     async def hand_back(
         self, request_id: str, attempt: int, max_attempts: int, **details: Unpack[HandBackDetails]
     ) -> Placement | Queued | Dropped | HandBackRefusal:
@@ -287,14 +275,12 @@ class AdmissionStore:
         self._listener = listener
 
     async def renew(self) -> None:
-        """Renews this router's lease. Updates the list of other live routers and the pool's load."""
+        """Renews this router's lease. Updates the list of other live routers."""
         reply = await self._detached(self._operate("renew"))
         peers = frozenset(reply.values[0]) - {self.router_id}
         has_changed, self._peers = peers != self._peers, peers
         if has_changed and self._listener is not None:
             self._listener.on_routers(peers)
-        num_waiting, num_executors, num_with_room = reply.values[1:]
-        self.load = PoolLoad(num_waiting, num_executors, num_with_room, len(peers) + 1)
 
     async def reap(self) -> None:
         """Removes executors and routers whose lease has lapsed. The number per call is bounded; the next call

@@ -49,8 +49,8 @@ class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
     finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
-    source with a change to compare with, and `change_request` a request as it arrives; without `may_use_functions`
-    scripts are called by EVALSHA on every server. With several sub-pools a fault of Redis affects one of them."""
+    source with a change to compare with, and `change_request` a request as it arrives. With several sub-pools a
+    fault of Redis affects one of them."""
 
     seed: int = 0
     num_routers: int = 2
@@ -67,7 +67,6 @@ class WorldSettings:
     has_room: bool = False
     change_scripts: Callable[[str], str] | None = None
     change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
-    may_use_functions: bool = True
 
 
 class World:
@@ -80,10 +79,7 @@ class World:
         self.checker = InvariantChecker()
         count = settings.num_subpools
         names = [pool] if count == 1 else [subpool_name(pool, number) for number in range(count)]
-        change, functions = settings.change_scripts, settings.may_use_functions
-        self.links = [
-            StoreLink(url, name, self.timeline, settings.seed, change, may_use_functions=functions) for name in names
-        ]
+        self.links = [StoreLink(url, name, self.timeline, settings.seed, settings.change_scripts) for name in names]
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()

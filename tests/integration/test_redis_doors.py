@@ -21,7 +21,7 @@ from inflight.router.store.settings import StoreSettings
 from inflight.router.store.store import AdmissionStore
 from inflight.router.store.types import Attempt, Demand, ExecutorReport, Placement, Queued, StoreEvent
 from tests.credentials import ec_key
-from tests.redis_servers import WAYS, Server, Watched, cluster_servers, sentinel_servers, server_for, start
+from tests.redis_servers import Server, Watched, cluster_servers, sentinel_servers, start
 
 SETTINGS = StoreSettings(
     call_timeout_ms=60_000,
@@ -34,15 +34,9 @@ SETTINGS = StoreSettings(
 POOL = "pool"
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def binary(request: pytest.FixtureRequest) -> Path:
-    """A server without functions, and one with them."""
-    return server_for(request.param)
-
-
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, binary: Path) -> Iterator[Watched]:
-    with sentinel_servers(tmp_path_factory.mktemp("sentinel"), binary) as servers:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with sentinel_servers(tmp_path_factory.mktemp("sentinel")) as servers:
         yield servers
 
 
@@ -101,8 +95,8 @@ async def test_requests_are_placed_before_and_after_sentinel_fails_the_master_ov
         await take_turns(a, b, told, "after", 2)
 
 
-async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(tmp_path: Path, binary: Path) -> None:
-    with cluster_servers(tmp_path, binary) as (nodes, url):
+async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(tmp_path: Path) -> None:
+    with cluster_servers(tmp_path) as (nodes, url):
         async with two_routers(url, POOL) as (a, b, told):
             await take_turns(a, b, told, "before", 1)
             (home,) = [node for node in nodes if node.admin().dbsize()]
@@ -118,7 +112,7 @@ async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(t
             new_home.kill()
             with pytest.raises(RequestError, match="does not answer"):
                 await a.renew()
-            restarted = start(tmp_path, new_home.port, "", binary=binary)
+            restarted = start(tmp_path, new_home.port, "")
             try:
                 await until_answered(a)
                 await until_answered(b)

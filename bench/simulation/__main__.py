@@ -35,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         faults=FaultRates.of(options.faults, options.faults_per_minute),
         duration_s=duration_s,
         look_s=max(1.0, duration_s / 360),
-        may_use_functions=not options.evalsha,
     )
     population = Population(num_tenants=options.tenants, rate_per_s=options.rate)
     with tempfile.TemporaryDirectory() as folder, private_redis(Path(folder), options.redis_server) as redis:
@@ -62,7 +61,6 @@ def summary(world: World, simulated_s: float, took_s: float) -> str:
         f"simulation: held seed={settings.seed} executors={settings.num_executors} routers={settings.num_routers} "
         f"simulated_s={simulated_s:g} took_s={took_s:.1f} requests={len(checker.records)} {outcomes} "
         f"tokens={checker.num_tokens} faults={sum(world.num_faults.values())} calls={world.link.num_calls} "
-        f"called_by={world.link.call_command} "
         f"events={world.timeline.num_steps} longest_wait_s={waits:.2f}"
     )
 
@@ -94,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", default="all", help="all, none, or kinds with commas between (default: all)")
     parser.add_argument("--faults-per-minute", type=float, default=0.5, help="of each kind (default: 0.5)")
     parser.add_argument("--redis-server", type=Path, metavar="PATH", help="its binary (default: the one on PATH)")
-    parser.add_argument("--evalsha", action="store_true", help="call scripts by EVALSHA where functions exist, too")
     policies = [policy.value for policy in SchedulerPolicy]
     parser.add_argument("--policy", choices=policies, default=policies[0], help=f"(default: {policies[0]})")
     return parser

@@ -46,8 +46,7 @@ class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
     finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
-    source with a change to compare with, and `change_request` a request as it arrives; without `may_use_functions`
-    scripts are called by EVALSHA on every server."""
+    source with a change to compare with, and `change_request` a request as it arrives."""
 
     seed: int = 0
     num_routers: int = 2
@@ -63,7 +62,6 @@ class WorldSettings:
     has_room: bool = False
     change_scripts: Callable[[str], str] | None = None
     change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
-    may_use_functions: bool = True
 
 
 class World:
@@ -74,8 +72,7 @@ class World:
         self.timeline = Timeline()
         self.timeline.now_us = START_US
         self.checker = InvariantChecker()
-        change, functions = settings.change_scripts, settings.may_use_functions
-        self.link = StoreLink(url, pool, self.timeline, settings.seed, change, may_use_functions=functions)
+        self.link = StoreLink(url, pool, self.timeline, settings.seed, settings.change_scripts)
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,7 @@ from inflight.router.store.codec import (
 )
 from inflight.router.store.connection import NotSent, Turns, answered, close, connect_reader, unavailable
 from inflight.router.store.keys import NUM_CLASSES, PoolKeys
-from inflight.router.store.lua import Argument, Script, load_scripts
+from inflight.router.store.lua import Argument, Library, load_scripts
 from inflight.router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
 from inflight.router.store.outage import Outage
 from inflight.router.store.script_calls import ScriptCalls
@@ -132,7 +132,7 @@ class AdmissionStore:
         router_id: str,
         settings: StoreSettings,
         on_event: Callable[[StoreEvent], None],
-        scripts: Mapping[str, Script] | None = None,
+        scripts: Library | None = None,
         on_call: Callable[[StoreCall], None] = lambda call: None,
         turns: Turns | None = None,
     ) -> None:
@@ -427,7 +427,7 @@ class AdmissionStore:
             raise
         finally:
             ended = time.monotonic()
-            self._on_call(StoreCall(name, ended, ended - began, succeeded, self._calls.command))
+            self._on_call(StoreCall(name, ended, ended - began, succeeded))
         self._turns.heard()
         self._outage.answered()
         self._clock.observe(reply.now_ms)

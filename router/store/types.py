@@ -510,10 +510,9 @@ StoreEvent = Placement | Lost | CancelRequested | PreemptRequested | Cancelled |
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """A finished call of a script. `ended` is a time of `time.monotonic`. `command` is FCALL or EVALSHA."""
+    """A finished call of a script. `ended` is a time of `time.monotonic`."""
 
     script: str
     ended: float
     seconds: float
     succeeded: bool
-    command: str = "EVALSHA"

@@ -31,7 +31,7 @@ from inflight.router.store.types import (
     StoreEvent,
 )
 from tests.credentials import ec_key
-from tests.redis_servers import WAYS, Server, Watched, cluster_servers, sentinel_servers, server_for, start
+from tests.redis_servers import Server, Watched, cluster_servers, sentinel_servers, start
 
 SETTINGS = StoreSettings(
     call_timeout_ms=60_000,
@@ -44,15 +44,9 @@ SETTINGS = StoreSettings(
 POOL = "pool"
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def binary(request: pytest.FixtureRequest) -> Path:
-    """A server without functions, and one with them."""
-    return server_for(request.param)
-
-
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, binary: Path) -> Iterator[Watched]:
-    with sentinel_servers(tmp_path_factory.mktemp("sentinel"), binary) as servers:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with sentinel_servers(tmp_path_factory.mktemp("sentinel")) as servers:
         yield servers
 
 
@@ -111,8 +105,8 @@ async def test_requests_are_placed_before_and_after_sentinel_fails_the_master_ov
         await take_turns(a, b, told, "after", 2)
 
 
-async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(tmp_path: Path, binary: Path) -> None:
-    with cluster_servers(tmp_path, binary) as (nodes, url):
+async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(tmp_path: Path) -> None:
+    with cluster_servers(tmp_path) as (nodes, url):
         async with two_routers(url, POOL) as (a, b, told):
             await take_turns(a, b, told, "before", 1)
             (home,) = [node for node in nodes if node.admin().dbsize()]
@@ -128,7 +122,7 @@ async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(t
             new_home.kill()
             with pytest.raises(RequestError, match="does not answer"):
                 await a.renew()
-            restarted = start(tmp_path, new_home.port, "", binary=binary)
+            restarted = start(tmp_path, new_home.port, "")
             try:
                 await until_answered(a)
                 await until_answered(b)
@@ -159,17 +153,18 @@ async def served(ledgers: Ledgers, name: str, demands: Sequence[Demand]) -> list
 
 def num_script_calls(node: Server) -> int:
     stats = node.admin().info("commandstats")
-    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "fcall"))
+    calls: int = stats.get("cmdstat_fcall", {"calls": 0})["calls"]
+    return calls
 
 
-async def test_two_names_of_a_model_halve_the_load_of_a_node_and_are_fair_each(tmp_path: Path, binary: Path) -> None:
+async def test_two_names_of_a_model_halve_the_load_of_a_node_and_are_fair_each(tmp_path: Path) -> None:
     """The example of docs/operations.md: the sessions of one variant name use two nodes of a cluster."""
     variants = [Variant("llama-0", 1.0), Variant("llama-2", 1.0)]
     by_name: dict[str, list[Demand]] = {variant.model: [] for variant in variants}
     for number, tenant in enumerate(["flood"] * 120 + ["calm"] * 60):
         name = choose_variant(variants, f"session {number}").model
         by_name[name].append(Demand(f"r{number}", 2, 1, tenant=tenant, prompt_tokens=8, max_tokens=8))
-    with cluster_servers(tmp_path, binary) as (nodes, url):
+    with cluster_servers(tmp_path) as (nodes, url):
         ledgers = Ledgers(url, "a", SETTINGS)
         orders = [await served(ledgers, name, demands) for name, demands in by_name.items()]
         await ledgers.aclose()

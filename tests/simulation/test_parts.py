@@ -16,7 +16,6 @@ from inflight.bench.scheduling.lab import Lab
 from inflight.bench.simulation.__main__ import main
 from inflight.bench.simulation.invariants import RequestOutcome
 from inflight.bench.simulation.push import PushPolicy
-from inflight.bench.simulation.store_link import StoreLink
 from inflight.bench.timeline.conversations import Conversations
 from inflight.bench.timeline.faults import FaultKind, FaultRates
 from inflight.bench.timeline.population import Population
@@ -88,15 +87,6 @@ def test_equal_replies_of_a_kind_are_one_object(wire: RedisWire) -> None:
         replies.append(wire.read("kind"))
     assert replies == [["same"], ["same"], ["other"]]
     assert replies[0] is replies[1]
-
-
-def test_scripts_are_called_by_evalsha_on_request(redis_url: str, pool: str) -> None:
-    link = StoreLink(redis_url, pool, Timeline(), 0, may_use_functions=False)
-    try:
-        assert link.call_command == "EVALSHA"
-        assert link.snapshot().executors == ()
-    finally:
-        link.close()
 
 
 def test_push_comes_between_replies(redis_url: str, pool: str) -> None:

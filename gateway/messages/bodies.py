@@ -68,7 +68,7 @@ class RedactedBlock(_Block):
     """Reasoning of an earlier answer that only its own server can read."""
 
     type: Literal["redacted_thinking"]
-    data: str
+    encrypted: str = Field(alias="data")
 
 
 class ToolUseBlock(_Block):
@@ -265,8 +265,12 @@ class _Conversation:
     names: list[str] = field(default_factory=list)
 
     def add(self, message: dict[str, Any], name: str) -> None:
-        """Adds a message. Leading system messages are joined: templates have one."""
-        if message["role"] == "system" and self.messages and all(one["role"] == "system" for one in self.messages):
+        """Adds a message. Templates have one system message, at the beginning, and many of them no two messages of the
+        user in a row: leading system messages are joined, and a later one is text of the user."""
+        last = self.messages[-1]["role"] if self.messages else "system"
+        if message["role"] == "system" and last != "system":
+            message = {**message, "role": "user"}
+        if self.messages and message["role"] == last and last in ("system", "user"):
             self.messages[-1]["content"] += "\n\n" + message["content"]
         else:
             self.messages.append(message)

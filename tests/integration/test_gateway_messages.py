@@ -28,6 +28,12 @@ def anthropic_of(gateway: RunningGateway, **options: Any) -> anthropic.AsyncAnth
     return anthropic.AsyncAnthropic(base_url=gateway.url, **{"api_key": ANY_KEY, "max_retries": 0, **options})
 
 
+def text_of(message: Any) -> str:
+    (block,) = message.content
+    assert block.type == "text"
+    return str(block.text)
+
+
 async def test_message_is_the_chat_in_another_form_whole_and_streamed(
     gateway: RunningGateway, client: openai.AsyncOpenAI, pool: str
 ) -> None:
@@ -35,12 +41,12 @@ async def test_message_is_the_chat_in_another_form_whole_and_streamed(
     assert chat.usage is not None
     async with anthropic_of(gateway) as claude:
         whole = await claude.messages.create(model=pool, **ASKED, **GREEDY)
-        assert whole.content[0].text == chat.choices[0].message.content
+        assert text_of(whole) == chat.choices[0].message.content
         assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 9)
         async with claude.messages.stream(model=pool, **ASKED, **GREEDY) as stream:
             kinds = [event.type async for event in stream]
             final = await stream.get_final_message()
-        assert final.content[0].text == whole.content[0].text
+        assert text_of(final) == text_of(whole)
         assert final.stop_reason == whole.stop_reason
         assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
         counted = await claude.messages.count_tokens(model=pool, messages=ASKED["messages"])
@@ -65,7 +71,7 @@ async def test_prefix_that_is_cached_is_counted_apart_from_the_first_event_on(
 async def test_stop_sequence_and_unused_hints_are_reported(gateway: RunningGateway, pool: str) -> None:
     async with anthropic_of(gateway) as claude:
         whole = await claude.messages.create(model=pool, **ASKED, **GREEDY)
-        text = whole.content[0].text
+        text = text_of(whole)
         raw = await claude.messages.with_raw_response.create(
             model=pool, **ASKED, **GREEDY, stop_sequences=[text[10:12]], metadata={"user_id": "u"}
         )
@@ -73,7 +79,7 @@ async def test_stop_sequence_and_unused_hints_are_reported(gateway: RunningGatew
         stopped = await raw.parse()
         assert stopped._request_id == raw.headers["x-request-id"]
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[10:12])
-    assert stopped.content[0].text == text[: text.index(text[10:12])]
+    assert text_of(stopped) == text[: text.index(text[10:12])]
 
 
 async def test_errors_are_anthropics(cluster: Cluster, gateway: RunningGateway, pool: str) -> None:

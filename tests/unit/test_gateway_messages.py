@@ -49,9 +49,7 @@ def test_system_is_one_message_without_what_changes_with_each_request() -> None:
     turns = [{"role": "system", "content": "Now."}, *ASKED["messages"], {"role": "system", "content": "Later."}]
     assert said(system=system, messages=[*turns, *ASKED["messages"]]) == [
         {"role": "system", "content": "You help.\nBe brief.\n\nNow."},
-        {"role": "user", "content": "hi"},
-        {"role": "system", "content": "Later."},
-        {"role": "user", "content": "hi"},
+        {"role": "user", "content": "hi\n\nLater.\n\nhi"},
     ]
 
 

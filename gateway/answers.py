@@ -38,7 +38,7 @@ _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
 @dataclass(slots=True)
 class FinishedChoice:
     """One complete choice. `text` is without reasoning and calls if it has any. `is_cut`: a stop cut off a call, or the
-    form that was asked for."""
+    form that was asked for. `stop` is the text of `stop` that ended it."""
 
     text: str
     reason: FinishReason
@@ -47,6 +47,7 @@ class FinishedChoice:
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
     is_cut: bool = False
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Chunks:
         """Returns the last chunk of a choice. Raises `ApiError` for a reason that OpenAI's API does not have."""
         is_cut, num_calls = finished.constraint_unfinished, finished.num_tool_calls
         reason = openai_finish_reason(finished.reason, num_calls, is_cut=is_cut)
-        end = {"logprobs": None, "finish_reason": reason}
+        end = {"logprobs": None, "finish_reason": reason, **_matched(finished.stop)}
         if self.api_request.kind == "completion":
             return self._chunk([{"index": index, "text": "", **end}])
         return self._chunk([{"index": index, "delta": self._delta(finished.parts), **end}])
@@ -127,6 +128,11 @@ class Chunks:
         return chunk | {"usage": None} if self.api_request.include_usage else chunk
 
 
+def _matched(stop: str | None) -> dict[str, str]:
+    """Returns vLLM's field with the text of `stop` that ended a choice, if one did."""
+    return {} if stop is None else {"stop_reason": stop}
+
+
 def _begun_call(part: ToolCallPart) -> dict[str, Any]:
     if not part.id:
         return {"index": part.index, "function": {"arguments": part.arguments}}
@@ -168,7 +174,7 @@ def _unenforced_tools(functions: Sequence[UnenforcedFunction]) -> dict[str, Any]
 def _whole_choice(api_request: ApiRequest, index: int, choice: FinishedChoice) -> dict[str, Any]:
     positions = [*choice.prompt, *choice.logprobs] if api_request.echoes else choice.logprobs
     reason = openai_finish_reason(choice.reason, len(choice.tool_calls), is_cut=choice.is_cut)
-    end = {"logprobs": logprobs_of(api_request, positions), "finish_reason": reason}
+    end = {"logprobs": logprobs_of(api_request, positions), "finish_reason": reason, **_matched(choice.stop)}
     if api_request.kind == "completion":
         return {"index": index, "text": choice.text, **end, **_prompt_logprobs(api_request, choice)}
     return {"index": index, "message": _message(api_request, choice), **end}
@@ -271,6 +277,12 @@ class Form(Protocol):
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
         """Returns the events for a chunk; `name` is the event's id."""
 
+    def started(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        """Returns what is sent when a prompt's computation has started."""
+
+    def waiting(self, reason: str) -> bytes:
+        """Returns what is sent in a time without output."""
+
     def failure(self, error: ApiError) -> bytes:
         """Returns the event for an error in the middle of a stream, which it ends."""
 
@@ -281,7 +293,20 @@ class Form(Protocol):
         """Returns what follows the last event of a complete stream."""
 
 
-class OwnForm:
+class CommentingForm:
+    """What forms have in common whose streams are kept open by comments."""
+
+    def started(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        """Returns nothing."""
+        return b""
+
+    def waiting(self, reason: str) -> bytes:
+        """Returns a comment without an empty line after it: openai-python takes the empty line for an event without
+        data once an event had an id, and fails to parse it."""
+        return f": {reason}\n".encode()
+
+
+class OwnForm(CommentingForm):
     """Chats and completions as they are."""
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.common.http.connection import OPENED_IN_DRAIN
 from inflight.common.http.metrics_page import metrics_route
 from inflight.gateway.errors import ApiError
-from inflight.gateway.exchange import REQUEST_ID_HEADER, Exchange
+from inflight.gateway.exchange import REQUEST_ID_HEADER, UNUSED_HEADER, Exchange
 from inflight.gateway.metrics import Metrics
 from inflight.gateway.service import GatewayService
 from inflight.gateway.settings import GatewaySettings
@@ -25,7 +25,7 @@ from inflight.gateway.settings import GatewaySettings
 REFUSED_BODY_S = 1.0
 
 # Headers that pages of other origins may read, besides those that browsers always show.
-EXPOSED_HEADERS = (REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-should-retry")
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, UNUSED_HEADER, "retry-after", "retry-after-ms", "x-should-retry")
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -80,10 +80,13 @@ class GatewayApp:
         yield Route("/v1/chat/completions", _ApiCall(self, service.chat), methods=["POST"])
         yield Route("/v1/completions", _ApiCall(self, service.completion), methods=["POST"])
         yield Route("/v1/responses", _ApiCall(self, service.responses), methods=["POST"])
+        yield Route("/v1/messages", _ApiCall(self, service.messages), methods=["POST"])
+        yield Route("/v1/messages/count_tokens", _ApiCall(self, service.count_tokens), methods=["POST"])
         yield Route("/v1/models", _ApiCall(self, service.models), methods=["GET"])
         yield Route("/v1/models/{name:path}", _ApiCall(self, service.model), methods=["GET"])
         yield Route("/tokenize", _ApiCall(self, service.tokenize), methods=["POST"])
         yield Route("/detokenize", _ApiCall(self, service.detokenize), methods=["POST"])
+        yield Route("/", service.root, methods=["GET"])
         yield Route("/version", service.version, methods=["GET"])
         yield Route("/health", service.health)
         yield Route("/ready", self._ready)

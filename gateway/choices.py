@@ -112,6 +112,7 @@ class Source:
         prompt: list[PositionLogprobs | None] = []
         reasons = [FinishReason.UNKNOWN] * api_request.n
         are_cut = [False] * api_request.n
+        stops: list[str | None] = [None] * api_request.n
         async with aclosing(self.begun(request, takes_back=True)) as events:
             async for event in events:
                 match event:
@@ -133,12 +134,13 @@ class Source:
                     case Finished():
                         reasons[event.choice] = event.reason
                         are_cut[event.choice] = event.constraint_unfinished
+                        stops[event.choice] = event.stop
                         parted[event.choice].take_parts(event.parts)
                     case Done():
-                        parts = zip(map("".join, texts), reasons, logprobs, are_cut, strict=True)
+                        parts = zip(map("".join, texts), reasons, logprobs, are_cut, stops, strict=True)
                         choices = [
-                            FinishedChoice(text, reason, positions, prompt, is_cut=is_cut)
-                            for text, reason, positions, is_cut in parts
+                            FinishedChoice(text, reason, positions, prompt, is_cut=is_cut, stop=stop)
+                            for text, reason, positions, is_cut, stop in parts
                         ]
                         if has_parts:
                             choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]

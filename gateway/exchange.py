@@ -15,21 +15,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.gateway.answers import encoded
 from inflight.gateway.disconnects import ClientGone
 from inflight.gateway.errors import ApiError
+from inflight.gateway.messages.form import of_messages
 from inflight.gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+# Parameters of the request that had no effect, and where a request's state has them.
+UNUSED_HEADER = "x-inflight-unused"
+UNUSED = "unused"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 # nginx's status for a client that closed the connection; only metrics and the log contain it.
 CLIENT_CLOSED_REQUEST = 499
 
-UNLOGGED_ROUTES = frozenset({"/version", "/health", "/ready", "/metrics"})
+# Routes of Anthropic's API, with errors in its form.
+OF_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+UNLOGGED_ROUTES = frozenset({"/", "/version", "/health", "/ready", "/metrics"})
 LOGGED_ROUTES = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
         *("/tokenize", "/detokenize"),
+        *OF_MESSAGES,
     }
 )
 ROUTES = LOGGED_ROUTES | UNLOGGED_ROUTES
@@ -68,14 +75,19 @@ class Exchange:
     async def _answer(self, error: ApiError, receive: Receive) -> None:
         """Sends an error if nothing has been sent. Otherwise the connection is closed, which the client notices."""
         if self._status is None:
-            body = encoded(error.body())
-            answer = Response(body, error.status, error.headers(), media_type="application/json")
+            status, body = of_messages(error) if self._route in OF_MESSAGES else (error.status, error.body())
+            answer = Response(encoded(body), status, error.headers(), media_type="application/json")
             await answer(self._scope, receive, self._send)
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            MutableHeaders(scope=message)[REQUEST_ID_HEADER] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID_HEADER] = self._request_id
+            if self._route in OF_MESSAGES:
+                headers["request-id"] = self._request_id  # where Anthropic's clients read it
+            if unused := self._scope.get("state", {}).get(UNUSED):
+                headers[UNUSED_HEADER] = unused
         await self._send_on(message)
 
     def _end(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
@@ -23,12 +25,18 @@ from inflight.gateway.disconnects import ClientGone, while_connected
 from inflight.gateway.errors import ApiError, from_router, refused
 from inflight.gateway.event_ids import HEADER as LAST_EVENT_ID
 from inflight.gateway.event_ids import AnswerId, Place, read_event_id
+from inflight.gateway.exchange import UNUSED
+from inflight.gateway.messages.bodies import chat_of, parse_count_tokens, parse_messages
+from inflight.gateway.messages.form import MessageForm
 from inflight.gateway.metrics import Metrics
 from inflight.gateway.responses.bodies import chat_body, parse_responses
 from inflight.gateway.responses.form import ResponseForm
 from inflight.gateway.settings import GatewaySettings
 from inflight.gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
 from inflight.gateway.tokens.tokenize import parse_detokenize, parse_tokenize, tokenized
+from inflight.v1 import inference_pb2
+
+log = logging.getLogger(__name__)
 
 KEY_HEADER = "Idempotency-Key"
 READY_TIMEOUT_S = 2.0
@@ -38,6 +46,7 @@ PASSED_ON = {
     "traceparent": re.compile(r"[0-9a-f-]{1,128}"),
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
+_INDEX = re.compile(r"\[\d+\]")
 _KEY = re.compile(r"[!-~]{1,1024}")
 
 Convert = Callable[[bytes, str], tuple[ApiRequest, Form]]
@@ -51,6 +60,7 @@ class GatewayService:
         self._settings = settings
         self._metrics = metrics
         self._began = int(time.time())
+        self._reported: set[str] = set()
         self._defaults = Defaults(
             settings.max_choices, settings.default_priority, settings.default_resume_ttl_s, settings.reasoning_fields
         )
@@ -82,6 +92,44 @@ class GatewayService:
             return convert_chat(chat, self._defaults, key), form
         except ApiError as error:
             raise form.refusal(error) from None
+
+    async def messages(self, request: Request) -> ASGIApp:
+        """`POST /v1/messages`, Anthropic's API."""
+        if LAST_EVENT_ID in request.headers:
+            raise refused(LAST_EVENT_ID, "is not supported here: a message cannot be resumed; send a chat completion")
+        return await self._complete(request, lambda raw, key: self._convert_message(request, raw, key))
+
+    def _convert_message(self, request: Request, raw: bytes, key: str) -> tuple[ApiRequest, Form]:
+        body = parse_messages(raw)
+        converted = chat_of(body)
+        self._report_unused(request, converted.unused)
+        form = MessageForm(body, converted)
+        try:
+            return convert_chat(converted.chat, self._defaults, key), form
+        except ApiError as error:
+            raise form.refusal(error) from None
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`."""
+        metadata = _metadata(request)
+        converted = chat_of(parse_count_tokens(await self._body(request)))
+        self._report_unused(request, converted.unused)
+        chat = convert_chat(converted.chat, self._defaults, "").requests[0]
+        asked = inference_pb2.TokenizeRequest(model=chat.model, chat=chat.chat)
+        try:
+            answer = await while_connected(request.receive, self._client.send_tokenize(asked, metadata=metadata))
+        except InflightError as error:
+            raise converted.restored(from_router(error, "messages")) from None
+        return _json(encoded({"input_tokens": len(answer.token_ids)}))
+
+    def _report_unused(self, request: Request, hints: Sequence[str]) -> None:
+        """Names parameters without effect in a header of the answer, and each once in the log."""
+        if hints:
+            setattr(request.state, UNUSED, ", ".join(hints))
+        for hint in map(_INDEX.sub, repeat(""), hints):
+            if hint not in self._reported:
+                self._reported.add(hint)
+                log.info("%s: %s has no effect", request.url.path, hint)
 
     async def _complete(self, request: Request, convert: Convert) -> ASGIApp:
         source = Source(self._client, _metadata(request), self._metrics)
@@ -203,6 +251,10 @@ class GatewayService:
             raise from_router(error, "tokens") from None
         return _json(encoded({"prompt": text}))
 
+    async def root(self, request: Request) -> Response:
+        """`HEAD /`, which coding agents use to see whether the server is there."""
+        return PlainTextResponse("inflight\n")
+
     async def version(self, request: Request) -> Response:
         """`GET /version`, as vLLM has it."""
         return _json(encoded({"version": installed_version()}))
@@ -231,6 +283,9 @@ def _metadata(request: Request) -> dict[str, str]:
         if (value := request.headers.get(name)) is not None and allowed.fullmatch(value)
     }
     shown = request.headers.getlist("authorization")
+    # Anthropic's header of a key. A client may send the same key in both.
+    keys = [f"Bearer {key}" for key in request.headers.getlist("x-api-key")]
+    shown += [key for key in keys if key not in shown]
     if len(shown) > 1:
         # A proxy may have checked the other one.
         raise refused("Authorization", f"was sent {len(shown)} times; one is allowed", "several_credentials")

@@ -1,8 +1,8 @@
 """A streamed answer: the events of all its choices as server-sent events to one client.
 
 Nothing is sent before every choice has been accepted or one was refused, so that a refusal has its HTTP status. After
-that an error is an event, and the stream ends without `[DONE]`. While there are no events, comments keep the connection
-open.
+that an error is an event, and the stream ends without `[DONE]`. While there are no events, comments or pings keep the
+connection open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from inflight.errors import InflightError
-from inflight.events import Accepted, Delta, Done, Event, Finished, Prompt, Queued, Usage
+from inflight.events import Accepted, Delta, Done, Event, Finished, Prompt, Queued, Started, Usage
 from inflight.gateway.answers import Chunks, Form, logprobs_of, shown_usage
 from inflight.gateway.disconnects import while_connected
 from inflight.gateway.errors import ApiError, from_router
@@ -151,7 +151,9 @@ class EventStream:
                 async with asyncio.timeout(self._timeouts.heartbeat_s):
                     news = [await self._news.get()]
                 break
-            await self._send(send, {"type": "http.response.body", "body": _comment("waiting"), "more_body": True})
+            await self._send(
+                send, {"type": "http.response.body", "body": self._form.waiting("waiting"), "more_body": True}
+            )
         while not self._news.empty():
             news.append(self._news.get_nowait())
         return news
@@ -164,13 +166,15 @@ class EventStream:
                 raise self._error(error)
             case Queued() as queued:
                 self._name(source, queued)
-                yield _comment(f"queued, {queued.position} ahead")
+                yield self._form.waiting(f"queued, {queued.position} ahead")
             case Accepted() as accepted:
                 self._name(source, accepted)
                 self._has_parts = accepted.has_parts
                 for index in source.indexes:
                     self._prompt_tokens[index] = accepted.prompt_tokens
                     yield from self._opening(index, accepted)
+            case Started() as started:
+                yield self._form.started(self._prompt_tokens[source.first], started.cached_tokens)
             case Prompt() as prompt if self._chunks.api_request.echoes:
                 for index in source.indexes:
                     yield from self._prompt(index, prompt)
@@ -240,12 +244,6 @@ class EventStream:
         """Sends a message. Raises `TimeoutError` if the client does not read."""
         async with asyncio.timeout(self._timeouts.write_timeout_s):
             await send(message)
-
-
-def _comment(text: str) -> bytes:
-    """Returns a comment without an empty line after it: openai-python takes the empty line for an event without data
-    once an event had an id, and fails to parse it."""
-    return f": {text}\n".encode()
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

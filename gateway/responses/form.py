@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from inflight.gateway.answers import UNENFORCED_TOOLS, encoded
+from inflight.gateway.answers import UNENFORCED_TOOLS, CommentingForm, encoded
 from inflight.gateway.errors import ApiError
 from inflight.gateway.responses.bodies import FieldNames, ResponsesBody
 
@@ -77,7 +77,7 @@ class _Item:
                 return {"text": self.text}
 
 
-class ResponseForm:
+class ResponseForm(CommentingForm):
     """The form of one response."""
 
     def __init__(self, body: ResponsesBody, names: FieldNames) -> None:

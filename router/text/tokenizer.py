@@ -274,13 +274,9 @@ class TextModel:
         if support.reasoning is not None and support.reasoning.key != REASONING_KEY:
             messages = [_with_reasoning_as(support.reasoning.key, message) for message in messages]
         effort = support.effort_variables(chat.reasoning_effort)
-        if effort is None:
-            text = f"is {chat.reasoning_effort[:40]!r}, but the model's chat template has no such choice"
-            raise invalid(FieldViolation(f"{field}.reasoning_effort", text))
-        if chat.HasField("thinking_token_budget") and not self.can_end_reasoning:
-            text = "is set, but the model does not reason"
-            if support.reasoning is not None:
-                text = f"is set, but {support.reasoning.end}, the end of the model's reasoning, is not one token"
+        is_limited = chat.HasField("thinking_token_budget")
+        if is_limited and support.reasoning is not None and not self.can_end_reasoning:
+            text = f"is set, but {support.reasoning.end}, the end of the model's reasoning, is not one token"
             raise invalid(FieldViolation(f"{field}.thinking_token_budget", text))
         if chat.functions and support.tools is None:
             text = "the router does not know in which format the model calls tools; its operator can set it"

@@ -49,15 +49,11 @@ class ToolSupport:
             tools = f"tool calls in the format {self.tools.name}, tools shown {shown}"
         return f"{tools}; {'no reasoning' if self.reasoning is None else f'reasoning ends with {self.reasoning.end}'}"
 
-    def effort_variables(self, effort: str) -> dict[str, Any] | None:
-        """Returns the template's variables for an effort; None if it has none for it."""
-        if not effort:
-            return {}
+    def effort_variables(self, effort: str) -> dict[str, Any]:
+        """Returns the template's variables for an effort, which is a hint: a template may have none for it."""
         if effort == NO_EFFORT and self.has_thinking_switch:
             return {THINKING_VARIABLE: False}
-        if effort == NO_EFFORT and self.reasoning is None:
-            return {}
-        return {EFFORT_VARIABLE: effort} if self.has_effort else None
+        return {EFFORT_VARIABLE: effort} if effort and self.has_effort else {}
 
 
 def markers_of(support: ToolSupport) -> tuple[str, ...]:

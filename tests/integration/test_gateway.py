@@ -458,7 +458,7 @@ async def test_bodies_have_limits_and_answers_an_id() -> None:
         headers = {"origin": "https://a.test", "access-control-request-method": "POST"}
         options = await http.options(f"{gateway.url}/v1/completions", headers=headers)
         assert options.headers["access-control-allow-origin"] == "https://a.test"
-        exposed = "x-request-id, retry-after, retry-after-ms, x-should-retry"
+        exposed = "x-request-id, x-inflight-unused, retry-after, retry-after-ms, x-should-retry"
         for method, path, status in (
             ("GET", "/health", 200),
             ("POST", "/v1/completions", 400),

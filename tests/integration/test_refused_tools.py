@@ -86,7 +86,7 @@ def _with_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 # What a schema may have that does not matter, and what cannot be enforced.
 HUGE: list[Any] = [2**53 + 1, -(2**70), 1e300, 10**400]
 HARMLESS = {"default": HUGE, "examples": HUGE, "title": "t", "x-order": HUGE, "deprecated": True, "$comment": "c"}
-LARGE_BOUND = {"type": "integer", "maximum": 2**64}
+LARGE_BOUND = {"type": "integer", "minimum": 2**64}
 
 
 @pytest.mark.usefixtures("_with_tools")
@@ -98,7 +98,7 @@ async def test_tool_that_is_not_strict_is_never_refused_and_the_answer_names_it(
         function("negated", parameters=an_object(a={"not": {}})),
     ]
     unenforced = {
-        "bounded": f'the schema has the number "{2**64}" in `maximum` at "/properties/a"; numbers beyond ±2^53 are not '
+        "bounded": f'the schema has the number "{2**64}" in `minimum` at "/properties/a"; numbers beyond ±2^53 are not '
         "supported",
         "negated": 'the schema has the keyword `not` at "/properties/a", which is not supported',
     }
@@ -163,7 +163,6 @@ async def test_what_is_wrong_with_tools_is_named_and_harms_nothing(redis_url: st
             400,
             "thinking_token_budget",
         )
-        assert await refusal("responses", input="t1", thinking_token_budget=5) == (400, "thinking_token_budget")
         # Parameters that cost too much or are not supported are any object to a tool that is not strict.
         schemas: list[dict[str, Any]] = [COSTLY, {"not": {}}, {"$ref": "#"}]
         for schema in schemas:

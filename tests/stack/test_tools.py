@@ -189,7 +189,6 @@ async def test_unusable_tools_are_refused_by_name(stack: LocalStack) -> None:
         await refused("tools", tools=tool(parameters={"not": {}}, strict=True))
         await refused("tool_choice", tool_choice={"type": "function", "function": {"name": "absent"}})
         await refused("response_format", response_format={"type": "json_object"})
-        await refused("reasoning_effort", reasoning_effort="high")
 
 
 async def test_our_client_refuses_what_is_no_tool(stack: LocalStack) -> None:

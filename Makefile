@@ -2,7 +2,6 @@
 #
 #   make setup PYTHON=python3.12                     another interpreter
 #   make setup PIP_ARGS="--extra-index-url URL"      another source of packages, say for a CPU build of torch
-#   make bench-peers PEERS=vllm                      some of the engines to compare with
 #   make test PYTEST_ARGS="tests/unit -k scheduler"  some of the tests
 #   make test-all WORKERS=4                          more tests side by side
 
@@ -17,7 +16,6 @@ PYTEST_ARGS ?=
 # Tests that run side by side: more than there are cores, since most of them wait for something.
 WORKERS ?= 3
 ARGS ?=
-PEERS ?=
 SOAK_REQUESTS ?= 10000
 # How long chaos or a soak goes on; and chaos's seed, empty: another one every time.
 SECONDS ?= 60
@@ -79,7 +77,7 @@ help:
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-quality  perplexity, greedy agreement and needles by type of weights and KV; ARGS=\"--variants 'bfloat16,int8 KV'\""
-	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
+	@echo "make bench-peers  install vLLM into .peers, to compare with"
 	@echo "make bench-soak   the soak test over 10,000 short requests; SOAK_REQUESTS=1000"
 	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
 	@echo "make evaluator  install lm-eval into .clients, for its test"
@@ -192,7 +190,7 @@ bench-quality: setup
 	@$(BIN)/python -m inflight.bench.engine.quality $(ARGS)
 
 bench-peers: setup
-	@$(BIN)/python bench/peers/install.py $(PEERS)
+	@$(BIN)/python bench/peers/install.py
 
 audit:
 	@python3 -m venv .venv-audit && .venv-audit/bin/pip install -q pip-audit

@@ -17,7 +17,6 @@ from inflight.bench.bfcl import main as bfcl
 from inflight.bench.chaos import report as chaos
 from inflight.bench.comparison import pages as comparison
 from inflight.bench.engine import quality
-from inflight.bench.gpu import prediction
 from inflight.bench.gpu import report as gpu
 from inflight.bench.ledger import report as ledger
 from inflight.bench.report.page import Page
@@ -26,7 +25,7 @@ from inflight.bench.soak import result as soak
 
 REPORTS = Path("bench/reports")
 PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {
-    kind.KIND: kind.page_of for kind in (bfcl, chaos, comparison, gpu, ledger, prediction, quality, scheduling, soak)
+    kind.KIND: kind.page_of for kind in (bfcl, chaos, comparison, gpu, ledger, quality, scheduling, soak)
 }
 
 

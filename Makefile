@@ -47,7 +47,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit locks sbom test-images clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
+.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit locks sbom test-images clean pictures docs docs-links docs-reference loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -79,9 +79,8 @@ help:
 	@echo "make bench-quality  perplexity, greedy agreement and needles by type of weights and KV; ARGS=\"--variants 'bfloat16,int8 KV'\""
 	@echo "make bench-peers  install vLLM into .peers, to compare with"
 	@echo "make bench-soak   the soak test over 10,000 short requests; SOAK_REQUESTS=1000"
-	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
 	@echo "make evaluator  install lm-eval into .clients, for its test"
-	@echo "make loadgen  install GuideLLM into .clients, for its test and make bench-openai"
+	@echo "make loadgen  install GuideLLM into .clients, for its test"
 	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000, or ARGS=--matrix"
 	@echo "make bench-scheduling  scheduling policies side by side, in virtual time; ARGS=\"--scale 0.3\""
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
@@ -124,10 +123,9 @@ $(CLIENTS)/%/.installed: $(CLIENT_LISTS)/%.txt
 test: setup clients
 	@HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not lint" $(PYTEST_ARGS)
 
-# All cases of BFCL instead of a sample: about half an hour on two cores. ARGS="--go-on" continues a run.
+# All cases of BFCL instead of a sample: about half an hour on two cores.
 bfcl: setup
-	BFCL_ALL=1 $(BIN)/python -m pytest -q tests/unit/test_bfcl.py
-	$(BIN)/python -m inflight.bench.bfcl.main $(ARGS)
+	@BFCL_ALL=1 $(BIN)/python -m pytest -q tests/unit/test_bfcl.py tests/stack/test_bfcl.py
 
 test-all: setup clients
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not lint" $(PYTEST_ARGS)
@@ -236,9 +234,6 @@ $(LOADGEN) $(EVALUATOR): .clients/%/.installed: bench/clients/%.txt
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install -q --prefer-binary --no-input $(PIP_ARGS) -r $<
 	@touch $@
-
-bench-openai: setup loadgen
-	@$(BIN)/python -m inflight.bench.openai_load $(ARGS)
 
 bench-admission: setup
 	@$(BIN)/python -m inflight.bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)

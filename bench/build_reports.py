@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.bench.bfcl import main as bfcl
 from inflight.bench.chaos import report as chaos
 from inflight.bench.comparison import pages as comparison
 from inflight.bench.engine import quality
@@ -25,7 +24,7 @@ from inflight.bench.soak import result as soak
 
 REPORTS = Path("bench/reports")
 PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {
-    kind.KIND: kind.page_of for kind in (bfcl, chaos, comparison, gpu, ledger, quality, scheduling, soak)
+    kind.KIND: kind.page_of for kind in (chaos, comparison, gpu, ledger, quality, scheduling, soak)
 }
 
 

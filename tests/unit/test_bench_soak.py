@@ -99,19 +99,6 @@ async def test_load_counts_an_answer_that_is_too_short() -> None:
     assert load.errors[0] == "1 of 3 tokens"
 
 
-async def test_load_ends_after_the_number_of_requests() -> None:
-    def answer(
-        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
-    ) -> Iterator[inference_pb2.StreamEvent]:
-        yield from speak(["x"] * request.stopping.max_tokens)
-
-    with serving(ScriptedRouter(answer)) as address:
-        async with AsyncClient(address) as client:
-            load = SoakLoad(client, (address,), REQUESTS, seed=1, max_requests=20)
-            await load.run(num_clients=3)
-    assert (load.num_sent, load.num_failed) == (20, 0)
-
-
 async def test_process_that_ended_ends_the_soak(redis_admin_url: str) -> None:
     async with (
         AsyncClient("127.0.0.1:1") as client,

@@ -17,14 +17,13 @@ from inflight.bench.chaos import report as chaos
 from inflight.bench.comparison import pages as comparison
 from inflight.bench.engine import quality
 from inflight.bench.gpu import report as gpu
-from inflight.bench.ledger import report as ledger
 from inflight.bench.report.page import Page
 from inflight.bench.scheduling import report as scheduling
 from inflight.bench.soak import result as soak
 
 REPORTS = Path("bench/reports")
 PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {
-    kind.KIND: kind.page_of for kind in (chaos, comparison, gpu, ledger, quality, scheduling, soak)
+    kind.KIND: kind.page_of for kind in (chaos, comparison, gpu, quality, scheduling, soak)
 }
 
 

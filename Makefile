@@ -46,7 +46,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-admission bench-scheduling bench-gpu bench-quality reports audit locks sbom test-images clean pictures docs docs-links docs-reference loadgen evaluator
+.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-admission bench-scheduling bench-gpu bench-quality audit locks sbom test-images clean pictures docs docs-links docs-reference loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -66,7 +66,7 @@ help:
 	@echo "  test-gpu, test-images   what needs an NVIDIA GPU; what needs root and buildah, CUDA=1"
 	@echo "  clients, evaluator, loadgen   install clients of others, lm-eval and GuideLLM for their tests"
 	@echo "Generated files:"
-	@echo "  protos, sync-client, docs-reference, pictures, reports, locks, sbom"
+	@echo "  protos, sync-client, docs-reference, pictures, locks, sbom"
 	@echo "Benchmarks:"
 	@echo "  bench       in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "  bench-peers install vLLM into .peers, to compare with"
@@ -225,9 +225,6 @@ bench-admission: setup
 
 bench-scheduling: setup
 	@$(BIN)/python -m inflight.bench.scheduling.compare $(ARGS)
-
-reports: setup
-	@$(BIN)/python -m inflight.bench.build_reports $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m inflight.bench.gpu.main $(ARGS)

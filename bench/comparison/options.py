@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight bench",
         description="Compares in-flight with static batching, the engine alone and other engines on this machine, side "
-        "by side in one run, or measures a router that runs already. Writes a report as Markdown, HTML and JSON.",
+        "by side in one run, or measures a router that runs already. Writes a report as Markdown and JSON.",
         allow_abbrev=False,
     )
     _add_traffic(parser.add_argument_group("requests").add_argument)

@@ -11,7 +11,7 @@ import pytest
 from inflight import AsyncClient
 from inflight.bench.soak.load import SoakLoad
 from inflight.bench.soak.readings import Readings, num_open_files, num_threads
-from inflight.bench.soak.result import SoakResult, page, page_of, trend, trends_of, values_of
+from inflight.bench.soak.result import SoakResult, page, trend, trends_of, values_of
 from inflight.bench.targets.target import TargetError
 from inflight.bench.workloads.plan import PlannedRequest
 from inflight.v1 import inference_pb2
@@ -53,7 +53,8 @@ def outcome(readings: Sequence[float], left: int = 0) -> SoakResult:
 def test_last_line_says_whether_it_was_flat() -> None:
     flat = outcome([20.0] * 20)
     assert flat.last_line == "soak: seconds=60 requests=10 failed=0 flat=yes"
-    assert page(flat) == page_of(values_of(flat, [0.0], {}))
+    assert page(flat).markdown().endswith(f"```\n{flat.last_line}\n```\n")
+    assert values_of(flat, [0.0], {})["last_line"] == flat.last_line
     assert outcome([20.0] * 10 + [90.0] * 10).last_line.endswith("flat=no")
     assert outcome([20.0] * 20, left=1).last_line.endswith("flat=no")
     assert outcome([20.0] * 2).last_line.endswith("flat=unknown")

@@ -169,7 +169,6 @@ bench: setup
 	@$(BIN)/inflight bench $(ARGS)
 
 bench-host: setup
-	@$(BIN)/python -m inflight.bench.engine.host_time $(ARGS)
 	@$(BIN)/python -m inflight.bench.engine.loop_time $(ARGS)
 
 bench-quality: setup

@@ -2,7 +2,6 @@
 #
 #   make setup PYTHON=python3.12                     another interpreter
 #   make setup PIP_ARGS="--extra-index-url URL"      another source of packages, say for a CPU build of torch
-#   make bench-peers PEERS=vllm                      some of the engines to compare with
 #   make test PYTEST_ARGS="tests/unit -k scheduler"  some of the tests
 #   make test-all WORKERS=4                          more tests side by side
 
@@ -17,8 +16,6 @@ PYTEST_ARGS ?=
 # Tests that run side by side: more than there are cores, since most of them wait for something.
 WORKERS ?= 3
 ARGS ?=
-PEERS ?=
-SOAK_REQUESTS ?= 10000
 # How long chaos or a soak goes on; and chaos's seed, empty: another one every time.
 SECONDS ?= 60
 SEED ?=
@@ -49,46 +46,34 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu bench-quality reports audit locks sbom test-images clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
+.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-admission bench-scheduling bench-gpu bench-quality audit locks sbom test-images clean pictures docs docs-links docs-reference loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
-	@echo "make demo    start the whole stack, send a dozen prompts at once, watch them board and leave"
-	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
 	@echo "make test    run the fast tests: unit, properties, contracts, integration; PYTEST_ARGS=\"…\""
-	@echo "make test-all   run them and the slow ones: whole stacks, chaos, browser, deployment, kernels, fuzzing"
-	@echo "make mutations  whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
-	@echo "make bfcl       tool calls by all questions of the Berkeley Function Calling Leaderboard, of which tests take a sample"
-	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
-	@echo "make test-images  only the tests of test-all that build and run the container images (root, buildah); CUDA=1"
-	@echo "make sbom    write the bills of materials of the images again, into deploy/sbom (root)"
-	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
-	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
-	@echo "make locks   resolve the packages of the images again, with hashes, into deploy/locks"
-	@echo "make lint    formatting, lint, types, generated code, what the documentation names"
-	@echo "make format  put the sources into the format that lint expects"
-	@echo "make protos  generate inflight/v1 and inflight/kserve again"
-	@echo "make sync-client  generate the blocking client from the asynchronous one"
+	@echo "make lint    formatting, lint, types, generated code, what the documentation names; make format"
+	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
+	@echo "make demo    start the whole stack, send a dozen prompts at once, watch them board and leave"
 	@echo "make docs    build the documentation's site into build/docs; every warning is an error"
-	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
-	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
-	@echo "make chaos   kill, stop and cut off the processes of a system under load; SECONDS=600 SEED=1, ARGS=\"--model tiny\""
-	@echo "make answers   2,000 answers under forty JSON schemas, each validated, a third during chaos; SEED=1, ARGS=\"--count 400\""
-	@echo "make pictures  take the pictures of the docs again, of a stack under load and of a scene, in Chromium"
-	@echo "make soak    full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
-	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
-	@echo "make bench-host   what the host's part of a step costs"
-	@echo "make bench-quality  perplexity, greedy agreement and needles by type of weights and KV; ARGS=\"--variants 'bfloat16,int8 KV'\""
-	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
-	@echo "make bench-soak   the soak test over 10,000 short requests; SOAK_REQUESTS=1000"
-	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
-	@echo "make evaluator  install lm-eval into .clients, for its test"
-	@echo "make loadgen  install GuideLLM into .clients, for its test and make bench-openai"
-	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000, or ARGS=--matrix"
-	@echo "make bench-scheduling  scheduling policies side by side, in virtual time; ARGS=\"--scale 0.3\""
-	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
-	@echo "make reports  build the pages with charts of bench/reports"
-	@echo "make clean   remove .venv and everything generated at run time"
+	@echo
+	@echo "More tests:"
+	@echo "  test-all    the fast and the slow tests: whole stacks, chaos, browser, deployment, kernels, fuzzing"
+	@echo "  mutations   whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
+	@echo "  chaos       kill, stop and cut off the processes of a system under load; SECONDS=600 SEED=1, ARGS=\"--model tiny\""
+	@echo "  soak        full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
+	@echo "  answers     2,000 answers under forty JSON schemas, a third during chaos; SEED=1, ARGS=\"--count 400\""
+	@echo "  bfcl        the tests of tool calls with all questions of the Berkeley Function Calling Leaderboard"
+	@echo "  test-gpu, test-images   what needs an NVIDIA GPU; what needs root and buildah, CUDA=1"
+	@echo "  clients, evaluator, loadgen   install clients of others, lm-eval and GuideLLM for their tests"
+	@echo "Generated files:"
+	@echo "  protos, sync-client, docs-reference, pictures, locks, sbom"
+	@echo "Benchmarks:"
+	@echo "  bench       in-flight against static batching; ARGS=\"--workload mixed …\""
+	@echo "  bench-peers install vLLM into .peers, to compare with"
+	@echo "  bench-host, bench-quality, bench-admission, bench-scheduling, bench-gpu"
+	@echo "Others:"
+	@echo "  docs-links  whether external links work;  audit  known vulnerabilities;  clean  remove .venv and what was generated"
+	@echo "CONTRIBUTING.md describes each of them."
 
 setup: $(INSTALLED)
 
@@ -126,10 +111,9 @@ $(CLIENTS)/%/.installed: $(CLIENT_LISTS)/%.txt
 test: setup clients
 	@HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not lint" $(PYTEST_ARGS)
 
-# All cases of BFCL instead of a sample: about half an hour on two cores. ARGS="--go-on" continues a run.
+# All cases of BFCL instead of a sample: about half an hour on two cores.
 bfcl: setup
-	BFCL_ALL=1 $(BIN)/python -m pytest -q tests/unit/test_bfcl.py
-	$(BIN)/python -m inflight.bench.bfcl.main $(ARGS)
+	@BFCL_ALL=1 $(BIN)/python -m pytest -q tests/unit/test_bfcl.py tests/stack/test_bfcl.py
 
 test-all: setup clients
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not lint" $(PYTEST_ARGS)
@@ -185,14 +169,13 @@ bench: setup
 	@$(BIN)/inflight bench $(ARGS)
 
 bench-host: setup
-	@$(BIN)/python -m inflight.bench.engine.host_time $(ARGS)
 	@$(BIN)/python -m inflight.bench.engine.loop_time $(ARGS)
 
 bench-quality: setup
 	@$(BIN)/python -m inflight.bench.engine.quality $(ARGS)
 
 bench-peers: setup
-	@$(BIN)/python bench/peers/install.py $(PEERS)
+	@$(BIN)/python bench/peers/install.py
 
 audit:
 	@python3 -m venv .venv-audit && .venv-audit/bin/pip install -q pip-audit
@@ -221,9 +204,6 @@ sbom: setup
 	@python3 -m venv .venv-sbom && .venv-sbom/bin/pip install -q cyclonedx-bom
 	@$(IMAGES) $(BIN)/python -m tests.deploy.bills .venv-sbom/bin/cyclonedx-py deploy/sbom
 
-bench-soak: setup
-	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
-
 # A load generator that others wrote, in an environment of its own. More than make test should wait for: its test is
 # skipped without it.
 loadgen: $(LOADGEN)
@@ -239,17 +219,11 @@ $(LOADGEN) $(EVALUATOR): .clients/%/.installed: bench/clients/%.txt
 	@$(@D)/bin/python -m pip install -q --prefer-binary --no-input $(PIP_ARGS) -r $<
 	@touch $@
 
-bench-openai: setup loadgen
-	@$(BIN)/python -m inflight.bench.openai_load $(ARGS)
-
 bench-admission: setup
 	@$(BIN)/python -m inflight.bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)
 
 bench-scheduling: setup
 	@$(BIN)/python -m inflight.bench.scheduling.compare $(ARGS)
-
-reports: setup
-	@$(BIN)/python -m inflight.bench.build_reports $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m inflight.bench.gpu.main $(ARGS)

@@ -1,4 +1,4 @@
-"""`inflight bench`: compares targets side by side and writes the report, or runs a soak test.
+"""`inflight bench`: compares targets side by side and writes the report.
 
 Everything is up during the whole run. Only one target works at a time, and an idle one uses no processor time. Each
 runs once per round, on the same requests, so that a disturbance of the machine affects all of them.
@@ -20,26 +20,23 @@ from inflight.bench.comparison.stacks import planned_workload
 from inflight.bench.comparison.start import Field, circumstances, start_field
 from inflight.bench.measures.run import Run
 from inflight.bench.report.page import write_report
-from inflight.bench.soak.soak import SoakOptions, soak
 from inflight.bench.targets.command_errors import with_command_errors
 from inflight.bench.targets.target import Target, TargetError
 from inflight.bench.workloads.generate import build_workload
 from inflight.bench.workloads.plan import Workload
-from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, run_in_foreground
+from inflight.cli.console import EXIT_FAILURE, run_in_foreground
 
 # The first steps of a process allocate, compile and fill caches. These requests bear that cost.
 WARM_UP_VARIANT = -1
 WARM_UP_SCALE = 0.25
 # Far more than are asked for.
 ROUNDS_OF_A_LOAD = 1000
-SOAK_FOLDER = Path("run/bench-soak")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark and returns the exit code: 0 if every request went well."""
     options = parse_options(argv)
-    command = _compare if options.num_soak_requests is None else _soak
-    return run_in_foreground(lambda: with_command_errors(command(options), options.address))
+    return run_in_foreground(lambda: with_command_errors(_compare(options), options.address))
 
 
 async def _compare(options: BenchOptions) -> int:
@@ -104,29 +101,6 @@ async def warm_up(started: Field, options: BenchOptions, progress: Progress) -> 
     for target in list(started.targets):
         progress.begin(workload, f"{target.mode}, warming up")
         await _run(started, target, workload, 0, progress)
-
-
-async def _soak(options: BenchOptions) -> int:
-    if options.address is not None:
-        raise CommandError("--soak needs the processes on this machine: leave --address out", EXIT_USAGE)
-    num_requests = options.num_soak_requests
-    code = await soak(
-        SoakOptions(
-            seconds=0.0,
-            seed=options.seed,
-            model=options.model or "",
-            routers=1,
-            executors=options.executors,
-            seats=options.seats,
-            run_dir=SOAK_FOLDER,
-            out=SOAK_FOLDER,
-            command=f"inflight bench --soak {num_requests} --seats {options.seats}",
-            num_requests=num_requests,
-            executor_args=options.executor_args,
-        )
-    )
-    _copy_json(SOAK_FOLDER / "soak.json", options.json_path)
-    return code
 
 
 def _copy_json(report: Path, path: Path | None) -> None:

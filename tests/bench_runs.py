@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.bench.comparison.report import Report, Section, section_of
-from inflight.bench.measures.run import NO_SLO, Outcome, Run, SeatSample, Slo, distributions, measure
+from inflight.bench.measures.run import NO_SLO, Outcome, Run, SeatSample, Slo, measure
 from inflight.bench.workloads.generate import build_workload
 
 WORKLOAD = build_workload("mixed", vocabulary_size=1000, scale=0.1, num_requests=3)
@@ -25,7 +25,7 @@ def finished_run(mode: str, number: int, *errors: str, slo: Slo = NO_SLO) -> Run
     outcomes = [Outcome(0.0, ttft_s, SECONDS[mode] * (1 + (number - 1) / 10), 600, (12.5, 20.0))]
     measures = measure(outcomes, samples, 100, slo)
     cores = {"router-0": 0.1, "executor-0": 1.7, "bench": 0.2}
-    return Run(mode, number, measures, samples, errors, distributions(outcomes), cores)
+    return Run(mode, number, measures, samples, errors, cores)
 
 
 def section(*modes: str, num_rounds: int = 2) -> Section:

@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from inflight.bench.chaos.gaps import Gaps, Window
 from inflight.bench.chaos.tally import Tally
 from inflight.bench.report.page import Page, Part, facts
@@ -42,11 +40,6 @@ def values_of(tally: Tally, windows: Sequence[Window], began_s: float) -> dict[s
     ]
     gaps = [asdict(one) | {"kind": one.kind and one.kind.value, "holds": one.holds} for one in tally.gaps]
     return {"report": KIND, **asdict(tally), "gaps": gaps, "schedule": faults, "last_line": tally.last_line}
-
-
-def page_of(values: Mapping[str, Any]) -> Page:
-    """Returns the page of a report that is given as values."""
-    return page(TypeAdapter(Tally).validate_python(values))
 
 
 def page(tally: Tally) -> Page:

@@ -39,18 +39,6 @@ class FaultKind(Enum):
 ADAPTER_KINDS = frozenset({FaultKind.ADAPTER_REPLACE, FaultKind.ADAPTER_REMOVE, FaultKind.ADAPTER_TRUNCATE})
 """Kinds that change the files of an adapter."""
 
-DEADLY = frozenset(
-    {
-        FaultKind.EXECUTOR_KILL,
-        FaultKind.EXECUTOR_RESTART,
-        FaultKind.ROUTER_KILL,
-        FaultKind.ROUTER_RESTART,
-        FaultKind.REDIS_EMPTY,
-        FaultKind.REDIS_RESTART,
-    }
-)
-"""Kinds after which a process is another one."""
-
 # Seconds that a fault lasts, [least, most): leases are 5 s, and a hang or a partition is to outlast them. A Redis that
 # hangs, or that one router does not reach, must be noticed by calls, which wait 2 s. Of a stale Redis: what it loses.
 LASTS_S: dict[FaultKind, tuple[float, float]] = {

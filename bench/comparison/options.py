@@ -60,7 +60,6 @@ class BenchOptions:
     address: str | None
     slo: Slo
     price_per_hour: float | None
-    num_soak_requests: int | None
     out: Path
     name: str
     json_path: Path | None
@@ -127,7 +126,6 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
         address=given.address,
         slo=Slo(given.slo_ttft_ms, given.slo_itl_ms),
         price_per_hour=given.price_per_hour,
-        num_soak_requests=given.soak,
         out=given.out,
         name=given.name or "-".join(Path(name).stem for name in given.workload),
         json_path=given.json,
@@ -138,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight bench",
         description="Compares in-flight with static batching, the engine alone and other engines on this machine, side "
-        "by side in one run, or measures a router that runs already. Writes a report as Markdown, HTML and JSON.",
+        "by side in one run, or measures a router that runs already. Writes a report as Markdown and JSON.",
         allow_abbrev=False,
     )
     _add_traffic(parser.add_argument_group("requests").add_argument)
@@ -181,12 +179,6 @@ def _add_traffic(add: Callable[..., argparse.Action]) -> None:
         metavar="KIND,…",
         help="through a stack: shared, as the client does by itself, or single, a call for each stream, as with "
         "`share_calls=False`; each is measured; default: shared",
-    )
-    add(
-        "--soak",
-        type=_positive,
-        metavar="N",
-        help="instead: a soak test of N short requests through one stack, watching what its processes hold",
     )
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from inflight.bench.comparison.report import Report, Section
 from inflight.bench.measures.run import Measures, ratio
-from inflight.bench.report.charts import Line, curves, figure
 from inflight.bench.report.page import Part
-from inflight.bench.report.scale import even_scale, log_scale
 from inflight.bench.report.table import Table, shown
 
 NOTE = """\
@@ -17,15 +15,15 @@ Output tokens/s of the device, prompts included in its time, against output toke
 first token; medians over the rounds. Further up and to the right is better."""
 
 
-def pareto_parts(report: Report, colours: Mapping[str, int]) -> Iterator[Part]:
+def pareto_parts(report: Report) -> Iterator[Part]:
     """Yields a part for each workload with more than one concurrency."""
     for name in dict.fromkeys(section.workload for section in report.workloads):
         sections = [one for one in report.workloads if one.workload == name and one.concurrency is not None]
         if len(sections) > 1:
-            yield _part(name, sections, colours)
+            yield _part(name, sections)
 
 
-def _part(name: str, sections: Sequence[Section], colours: Mapping[str, int]) -> Part:
+def _part(name: str, sections: Sequence[Section]) -> Part:
     modes = list(dict.fromkeys(mode for section in sections for mode in section.modes))
     titles = [f"{mode}, per {whose}" for mode in modes for whose in ("device", "user")]
     rows = [
@@ -40,7 +38,6 @@ def _part(name: str, sections: Sequence[Section], colours: Mapping[str, int]) ->
         note=NOTE,
         found=list(_compared(sections)),
         table=Table(["under way", *titles], rows),
-        charts=_chart(sections, modes, colours),
     )
 
 
@@ -61,24 +58,6 @@ def _point(section: Section, mode: str) -> tuple[float | None, float | None]:
         _median(section, mode, lambda measures: measures.tokens_per_s_per_user),
         _median(section, mode, lambda measures: measures.output_tokens_per_s),
     )
-
-
-def _chart(sections: Sequence[Section], modes: Sequence[str], colours: Mapping[str, int]) -> str:
-    lines = [Line(mode, colours[mode], sorted(_points(sections, mode))) for mode in modes]
-    points = [point for line in lines for point in line.points]
-    if not points:
-        return ""
-    x = log_scale((user for user, _ in points), 1.0)
-    y = even_scale(max(device for _, device in points))
-    note = "output tokens/s of the device over those of a user; one point per concurrency"
-    return figure("Pareto curve", note, curves(lines, x, y, "tokens/s per user"), is_wide=True)
-
-
-def _points(sections: Sequence[Section], mode: str) -> Iterator[tuple[float, float]]:
-    for section in sections:
-        user, device = _point(section, mode)
-        if user is not None and device is not None:
-            yield user, device
 
 
 def _median(section: Section, mode: str, value: Callable[[Measures], float | None]) -> float | None:

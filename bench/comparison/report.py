@@ -1,6 +1,6 @@
 """Runs of one or several workloads side by side, and what follows from them: medians, ratios, the cost of the stack.
 
-Pure. A report is read back from its JSON by `read_report`.
+Pure.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from inflight.bench.measures.run import NO_SLO, Measures, Run, SeatSample, Slo, cost_per_million, ratio
 from inflight.bench.report.table import spread_of
@@ -138,15 +136,6 @@ def values_of_run(run: Run) -> dict[str, Any]:
     return asdict(run) | {"samples": _columns(run.samples)}
 
 
-def read_report(values: Mapping[str, Any]) -> Report:
-    """Returns the report that was written as these values."""
-    workloads = [
-        section | {"runs": [run | {"samples": _samples(run["samples"])} for run in section["runs"]]}
-        for section in values["workloads"]
-    ]
-    return TypeAdapter(Report).validate_python({**values, "workloads": workloads})
-
-
 def _added(section: Section, mode: str, bare_mode: str, figure: Callable[[Measures], float | None]) -> float | None:
     by_round = {name: {run.round: figure(run.measures) for run in section.of(name)} for name in (mode, bare_mode)}
     pairs = [(ours, by_round[bare_mode].get(number)) for number, ours in by_round[mode].items()]
@@ -160,9 +149,3 @@ def _columns(samples: Sequence[SeatSample]) -> dict[str, float | list[float]]:
         field.name: [round(getattr(sample, field.name), 3) for sample in samples] for field in fields(SeatSample)
     }
     return {name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()}
-
-
-def _samples(columns: Mapping[str, Any]) -> list[dict[str, float]]:
-    number = max((len(values) for values in columns.values() if isinstance(values, list)), default=1)
-    rows = {name: values if isinstance(values, list) else [values] * number for name, values in columns.items()}
-    return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]

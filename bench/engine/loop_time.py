@@ -3,8 +3,9 @@
     python -m inflight.bench.engine.loop_time [--sequences 32 128 256] [--steps 400]
 
 As many sequences wait as have a seat, and one that ends is replaced at once. The parts are those of the loop: commands,
-plan, launch, waiting for the device, retirement with the status for reports, and publishing, which does nothing here.
-All figures are CPU time of the loop's thread, so other processes on the machine disturb them little.
+plan, launch, which packs the batch and the sampling parameters, waiting for the device, retirement with the status for
+reports, and publishing, which makes the frame for a router; in a server another thread makes it. All figures are CPU
+time of the loop's thread, so other processes on the machine disturb them little.
 """
 
 from __future__ import annotations
@@ -14,18 +15,36 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-from inflight.bench.engine.host_time import BLOCK_SIZE, PROMPT_TOKENS, decoding_sequence
 from inflight.bench.report.table import Table
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
-from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, Sampling, Sequence, StepPlan, Stopping, TokenLogprobs
 from inflight.executor.scheduler.step_record import PART_NAMES
+from inflight.executor.serving.router_session import Session
+from inflight.executor.step.batch import StepPacker
+from inflight.executor.step.sampling_columns import SamplingColumns
 
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 100
 TOKEN_ID = 7
 NUM_WARM_UP_STEPS = 200
+
+
+def decoding_sequence(number: int, max_tokens: int, num_blocks: int) -> Sequence:
+    """Returns the sequence of this number. Its prompt begins with the number, so no two share a prefix."""
+    return Sequence(
+        request_id=f"r{number}",
+        attempt=1,
+        token_ids=[number, *range(PROMPT_TOKENS - 1)],
+        num_prompt_tokens=PROMPT_TOKENS,
+        sampling=Sampling(0.0, 0, 1.0, 0),
+        stopping=Stopping(max_tokens, 0, frozenset({1})),
+        num_reserved_blocks=num_blocks,
+        cache_salt=b"",
+    )
 
 
 class EndedStep:
@@ -46,9 +65,14 @@ class EndedStep:
 
 
 class NoDevice:
-    """A runner without a device."""
+    """A runner that packs its steps for no device."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._packer = StepPacker(limits.num_seat_rows, limits.context_length // BLOCK_SIZE, BLOCK_SIZE)
+        self._columns = SamplingColumns(limits.num_seat_rows, vocabulary_size=2)
 
     def launch(self, plan: StepPlan) -> EndedStep:
+        self._columns.select(plan, self._packer.pack(plan))
         return EndedStep(plan, time.thread_time())
 
     def close(self) -> None:
@@ -74,8 +98,9 @@ class LoopTime:
         # Room for everything that is held, with the watermark.
         pool = BlockPool(int(2.2 * num_sequences * self._num_blocks), BLOCK_SIZE)
         self.engine = Engine(
-            Scheduler(limits, pool), NoDevice(), self._publish, lambda error: None, clock=time.thread_time
+            Scheduler(limits, pool), NoDevice(limits), self._publish, lambda error: None, clock=time.thread_time
         )
+        self._session = Session("bench", 1, 1 << 30)
         self._num_made = 0
         self._num_ended = 0
         self.seconds = [0.0] * len(PART_NAMES)
@@ -97,6 +122,17 @@ class LoopTime:
 
     def _publish(self, output: EngineOutput) -> None:
         assert not output.rejected, output.rejected[0][1]
+        for sequence in output.accepted:
+            self._session.accept(sequence)
+        for sequence in output.paused:
+            self._session.pause(sequence)
+        for sequence in output.started:
+            self._session.start(sequence)
+        for sequence, offset, token_id in output.tokens:
+            self._session.token(sequence, offset, token_id)
+        for event in output.finished:
+            self._session.finish(event)
+        self._session.take()
         self._num_ended += len(output.finished)
         if output.record is not None:
             for part, seconds in enumerate(output.record.part_s):

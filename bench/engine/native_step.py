@@ -233,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
     parser = cpu_parser(__doc__, rounds=30)
     options = parser.parse_args(argv)
     weight_types = tuple(dict.fromkeys((options.weight_dtype, "int8")))
-    models = [load_native_model(options, options.cpu_isa, weight_type) for weight_type in weight_types]
+    models = [load_native_model(options, weight_type) for weight_type in weight_types]
     loaded = [model for model in models if model is not None]
     if len(loaded) < len(models):
         return 1

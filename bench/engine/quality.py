@@ -12,9 +12,6 @@ prompts in chunks, and one token a step as in generation.
 The same is measured with long contexts, in chunks: prompts of 2,048 tokens, and needles. A needle is a sentence with a
 number of eight digits somewhere in the text, which the end of the prompt asks for. It is found if each of the last
 eight tokens, digits in the vocabulary of SmolLM2, is the likeliest, so that greedy generation yields the number.
-
-FP8 is for GPUs. Its variants emulate it on a CPU (`inflight.bench.gpu.fp8_emulation`), in chunks only: each token is
-rounded by itself. `bfloat16 emulated` is the same forward pass without rounding to FP8.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,16 +92,10 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way of computing: what `PagedModel.load`, or for an emulated one `load_emulated`, is told beside the model."""
+    """A way of computing: what `PagedModel.load` is told beside the model."""
 
     name: str
-    load_arguments: Mapping[str, Any] = field(default_factory=dict)
-    is_emulated: bool = False
-
-
-def _emulated(name: str, *, has_fp8_weights: bool = False, has_fp8_kv: bool = False) -> Variant:
-    arguments = {"dtype_name": "bfloat16", "has_fp8_weights": has_fp8_weights, "has_fp8_kv": has_fp8_kv}
-    return Variant(name, arguments, is_emulated=True)
+    load_arguments: Mapping[str, Any]
 
 
 VARIANTS = (
@@ -112,10 +103,6 @@ VARIANTS = (
     Variant("bfloat16", {"dtype_name": "bfloat16"}),
     Variant("int8 weights", {"dtype_name": "bfloat16", "weight_dtype": "int8"}),
     Variant("int8 KV", {"dtype_name": "bfloat16", "kv_cache_dtype": "int8"}),
-    _emulated("bfloat16 emulated"),
-    _emulated("fp8 weights emulated", has_fp8_weights=True),
-    _emulated("fp8 KV emulated", has_fp8_kv=True),
-    _emulated("fp8 both emulated", has_fp8_weights=True, has_fp8_kv=True),
 )
 
 
@@ -223,8 +210,6 @@ def _results(
     model = _load(source, variant)
     results = []
     for path, chunk_tokens in PATHS.items():
-        if variant.is_emulated and chunk_tokens == 1:
-            continue
         found = paged_predictions(model, prompts, chunk_tokens)
         figures = agreement_with(reference, found)
         _tell(f"{variant.name}, {path}", figures)
@@ -237,11 +222,9 @@ def _tell(name: str, figures: Agreement) -> None:
 
 
 def _load(source: ModelSource, variant: Variant) -> PagedModel:
-    from inflight.bench.gpu.fp8_emulation import load_emulated
     from inflight.executor.model.model import PagedModel
 
-    load = load_emulated if variant.is_emulated else PagedModel.load
-    return load(source, **variant.load_arguments)
+    return PagedModel.load(source, **variant.load_arguments)
 
 
 def _long_prompts(

@@ -62,14 +62,6 @@ def paged_predictions(model: PagedModel, prompts: Sequence[Sequence[int]], chunk
     return _joined([part for of_prompt in parts for part in of_prompt])
 
 
-def paged_logits(model: PagedModel, prompts: Sequence[Sequence[int]], chunk_tokens: int) -> Tensor:
-    """Returns the logits that `paged_predictions` are of, `[positions, vocabulary]`."""
-    parts: list[list[Tensor]] = [[] for _ in prompts]
-    for number, _, logits in _forced(model, prompts, chunk_tokens):
-        parts[number].append(logits.clone())
-    return torch.cat([part for of_prompt in parts for part in of_prompt])
-
-
 def _forced(
     model: PagedModel, prompts: Sequence[Sequence[int]], chunk_tokens: int
 ) -> Iterator[tuple[int, int, Tensor]]:

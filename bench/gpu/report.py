@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from statistics import median, quantiles
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from inflight.bench.gpu.figures import (
     ChunkAttentionPoint,
@@ -17,7 +15,7 @@ from inflight.bench.gpu.figures import (
     PrefillPoint,
     ServedRun,
 )
-from inflight.bench.gpu.roofline import SHAPES, Limits, ModelShape
+from inflight.bench.gpu.roofline import Limits, ModelShape
 from inflight.bench.report.page import Page, Part
 from inflight.bench.report.table import UNKNOWN, Table, shown
 
@@ -32,12 +30,6 @@ DECODE_GOAL, PREFILL_GOAL, MIXED_GOAL = 0.85, 0.60, 3.0
 def values_of(figures: GpuFigures) -> dict[str, Any]:
     """Everything that was measured, as plain values."""
     return {"report": KIND, **asdict(figures)}
-
-
-def page_of(values: Mapping[str, Any]) -> Page:
-    """Returns the page of a report that is given as values."""
-    figures = TypeAdapter(GpuFigures).validate_python(values)
-    return page(figures, next(shape for shape in SHAPES.values() if shape.name == figures.model))
 
 
 def page(figures: GpuFigures, shape: ModelShape) -> Page:

@@ -115,12 +115,6 @@ class Loop:
         """Takes what is in the mailboxes now."""
         self._wait(0.0)
 
-    def read_mail_for(self, seconds: float) -> None:
-        """Takes mail for so long."""
-        until_s = self.now_s() + seconds
-        while (left_s := until_s - self.now_s()) > 0:
-            self._wait(left_s)
-
     def read_mail_until(self, arrived: Callable[[], bool]) -> None:
         """Takes mail until what it should say is there."""
         until_s = self.now_s() + MAX_MAIL_S

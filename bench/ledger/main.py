@@ -1,14 +1,13 @@
 """Throughput and latency of the admission ledger: `make bench-admission QUEUED=1000000 EXECUTORS=1000`.
 
     python -m inflight.bench.ledger.main [--queued 10000] [--executors 100] [--rate 4000] [--redis-url URL]
-    python -m inflight.bench.ledger.main --matrix [1x10,100x10000] [--preload libjemalloc.so.2] [--out bench/reports]
 
 A private Redis is filled with a queue of waiting requests of 100 tenants and three classes, on executors whose seats
 are all taken, by 16 routers. Then every end frees a seat that a waiting request takes, and a new request arrives.
 The last line says how many requests are admitted per second at saturation, what each costs Redis' core, and at half of
 that rate, or at `--rate`, how long a submit takes, and how long it takes from an end that frees a seat until the owner
-of the request that gets the seat is told. With `--matrix` that is done at many sizes, and a report with charts is
-written. The private Redis uses its own allocator, which in wheels is libc's, or the one of `--preload`.
+of the request that gets the seat is told. The private Redis uses its own allocator, which in wheels is libc's, or the
+one of `--preload`.
 """
 
 from __future__ import annotations
@@ -16,35 +15,24 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import platform
-import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from inflight.bench.ledger.figures import Point
 from inflight.bench.ledger.measure import measure
-from inflight.bench.ledger.queueing import computed_ms
-from inflight.bench.ledger.report import KIND, page_of, values_of
 from inflight.bench.ledger.scale import PoolScale
 from inflight.bench.ledger.server import Server, real_time_stop_ms
 from inflight.bench.ledger.traffic import TrafficError
 from inflight.bench.redis.wire import WireError
-from inflight.bench.report.page import write_report
 from inflight.bench.report.table import Table
-from inflight.common.machine import num_usable_cores
 from inflight.local.redis_server import PrivateRedis, RedisStartError
 from inflight.router.store.keys import PoolKeys
 
 POOL = "bench-admission"
-MATRIX_QUEUED = (10, 10_000, 100_000, 1_000_000)
-MATRIX_EXECUTORS = (1, 100, 1_000)
-WHOLE_MATRIX = tuple(product(MATRIX_EXECUTORS, MATRIX_QUEUED))
-CELL = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,40 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.preload and options.redis_url:
         parser.error("--preload is of the private Redis, which --redis-url replaces")
-    chosen = options.matrix or ((options.executors, options.queued),)
     if stop_ms := real_time_stop_ms():
         _say(
             f"note: the kernel stops a busy Redis of the real-time class for {stop_ms:g} ms a second, unless "
             "`sysctl kernel.sched_rt_runtime_us=-1` is set"
         )
 
-    points = []
+    _say(f"{options.executors:,} executors, {options.queued:,} queued")
+    scale = PoolScale(
+        options.queued, options.executors, options.seats, routers=options.routers, is_mixed=options.traffic == "mixed"
+    )
     try:
-        for number, (executors, queued) in enumerate(chosen, 1):
-            _say(f"size {number} of {len(chosen)}: {executors:,} executors, {queued:,} queued")
-            scale = PoolScale(
-                queued, executors, options.seats, routers=options.routers, is_mixed=options.traffic == "mixed"
-            )
-            points.append(measure_alone(scale, options))
-            print(point_text(points[-1]), flush=True)
+        point = measure_alone(scale, options)
     except (RedisStartError, WireError, TrafficError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if options.matrix:
-        values = values_of(points, _circumstances(points, options.seconds, options.seed))
-        paths = write_report(options.out, KIND, values, page_of(values))
-        print("report: " + ", ".join(str(path) for path in paths))
-    for point in points:
-        print(point.line)
+    print(point_text(point))
+    print(point.line)
     return 0
-
-
-def cells(text: str) -> tuple[tuple[int, int], ...]:
-    """Executors and queued requests of each cell, from `1x10,100x10000`. For argparse."""
-    found = [CELL.fullmatch(cell) for cell in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form EXECUTORSxQUEUED,… such as 1x10,100x10000")
-    return tuple((int(cell[1]), int(cell[2])) for cell in found if cell)
 
 
 def _positive(text: str) -> float:
@@ -141,7 +113,6 @@ def _check_loaded(library: Path | None, pid: int) -> None:
 def point_text(point: Point) -> str:
     """Returns the figures in lines."""
     saturation, latency = point.saturation, point.latency
-    computed_submit_ms, computed_settle_ms = computed_ms(point)
     lines = [
         f"Redis {point.redis_version}, allocator {point.allocator}, {point.memory_bytes / 1e6:,.1f} MB, "
         f"{point.bytes_per_waiting:,.0f} bytes per waiting request; filled in {point.fill_s:.1f} s",
@@ -163,24 +134,10 @@ def point_text(point: Point) -> str:
         f"at {latency.rate_per_s:,.0f}/s, Redis {latency.busy:.0%} busy, p50/p99 ms: submit "
         f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}; "
         + latency.seconds_text,
-        f"{latency.reports_per_call:.1f} reports in a call; computed for a core that only Redis uses, as busy: "
-        f"submit {_both(computed_submit_ms)}, settle {_both(computed_settle_ms)}",
+        f"{latency.reports_per_call:.1f} reports in a call",
         f"of all script calls {point.durations}" if point.durations else "this server counts no durations",
     ]
     return "\n".join(lines)
-
-
-def _circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mapping[str, str]:
-    """Returns the machine, Redis and pool of a run, in words."""
-    scale = points[0].scale
-    return {
-        "machine": f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}; "
-        "the load generator and Redis share it",
-        "Redis": f"{points[0].redis_version}, allocator {points[0].allocator}, one process, no persistence",
-        "pool": f"{scale.routers} routers, {scale.tenants} tenants, 3 classes, {scale.seats} seats an executor",
-        "traffic": "mixed" if scale.is_mixed else "plain",
-        "run": f"about {seconds:g} s for each part, seed {seed}",
-    }
 
 
 def _costs(point: Point) -> Table:
@@ -220,15 +177,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--traffic", choices=("mixed", "plain"), default="mixed", help="plain: the best case; default: mixed")
     add("--seconds", type=float, default=3.0, metavar="S", help="about how long each part takes; default: 3")
     add("--seed", type=int, default=1, metavar="N", help="of what is drawn; default: 1")
-    add(
-        "--matrix",
-        type=cells,
-        nargs="?",
-        const=WHOLE_MATRIX,
-        metavar="EXECUTORSxQUEUED,…",
-        help="many sizes and their report; default of the sizes: 1, 100 and 1000 by 10, 10000, 100000 and 1000000",
-    )
-    add("--out", type=Path, default=Path("bench/reports"), metavar="FOLDER", help="default: bench/reports")
     add("--redis-url", metavar="URL", help="a Redis that is there; default: a private one")
     add(
         "--rate",

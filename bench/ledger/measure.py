@@ -37,7 +37,6 @@ from inflight.bench.ledger.figures import (
     reports_us,
 )
 from inflight.bench.ledger.loop import Loop
-from inflight.bench.ledger.queueing import next_s
 from inflight.bench.ledger.scale import PoolScale
 from inflight.bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference, num_stolen_ticks
 from inflight.bench.ledger.traffic import Traffic, TrafficError
@@ -62,7 +61,17 @@ MAX_TOP_UPS = 3
 # The share of an empty pool's seats for which mixed traffic has blocks anyhow.
 MIXED_SHARE = 0.6
 
+# A client sends its next request within this time after an end, unless the queue would be shorter meanwhile by more
+# than a share of its length.
+MAX_NEXT_S = 0.02
+MAX_MISSING = 0.01
+
 Say = Callable[[str], None]
+
+
+def next_s(rate_per_s: float, num_queued: int) -> float:
+    """Returns how long after a step frame the requests come that follow its ends, evenly spread."""
+    return max(ENDS_PER_FRAME / rate_per_s, min(MAX_NEXT_S, MAX_MISSING * num_queued / rate_per_s))
 
 
 def measure(

@@ -180,11 +180,6 @@ class Traffic:
         chosen = self._random.choice(routers) if router is None else routers[router]
         return Call(CallKind.UPKEEP, chosen.fill(filled))
 
-    def forget_seats(self, executor: bytes) -> None:
-        """The executor holds nothing any more, and its reports say so."""
-        self._held[executor].clear()
-        self._ending[executor].clear()
-
     def all_reports(self, num_together: int = 1) -> Iterator[Call]:
         """Yields a report of every executor, so many in a call."""
         executors = list(self._held)

@@ -7,9 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Points of a distribution that are kept: every percent from the least to the most.
-NUM_QUANTILES = 100
-
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -80,14 +77,6 @@ class Measures:
 
 
 @dataclass(frozen=True, slots=True)
-class Distributions:
-    """What a run's measures are the ends of: every percentile from 0 to 100, empty where nothing came."""
-
-    ttft_ms: tuple[float, ...] = ()
-    inter_token_ms: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """One run of one mode: what came out and the time line of the seats.
 
@@ -99,7 +88,6 @@ class Run:
     measures: Measures
     samples: tuple[SeatSample, ...]
     errors: tuple[str, ...]
-    distributions: Distributions = Distributions()
     cores: Mapping[str, float] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
 
@@ -161,21 +149,6 @@ def ttfts_ms(outcomes: Sequence[Outcome]) -> list[float]:
 def inter_token_ms(outcomes: Sequence[Outcome]) -> list[float]:
     """Times between consecutive tokens of one request."""
     return [gap for outcome in outcomes for gap in outcome.gaps_ms]
-
-
-def distributions(outcomes: Sequence[Outcome]) -> Distributions:
-    """How the times of the requests that went well are spread."""
-    good = [outcome for outcome in outcomes if outcome.error is None]
-    return Distributions(quantiles(ttfts_ms(good)), quantiles(inter_token_ms(good)))
-
-
-def quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns every percentile from 0 to 100 (nearest rank)."""
-    if not values:
-        return ()
-    ordered = sorted(values)
-    ranks = (max(1, math.ceil(percent * len(ordered) / NUM_QUANTILES)) for percent in range(NUM_QUANTILES + 1))
-    return tuple(round(ordered[rank - 1], 3) for rank in ranks)
 
 
 def cost_per_million(price_per_hour: float, output_tokens_per_s: float) -> float | None:

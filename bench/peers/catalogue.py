@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Where `make bench-peers` installs, one environment per peer.
+# Where `make bench-peers` installs.
 FOLDER = Path(".peers")
 INSTALLED_MARK = "installed"
 
@@ -26,7 +26,6 @@ KV_CACHE_GIB = 2
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled", "eager", "ngram"),
-    "openvino": ("bf16", "int8"),
     "transformers": ("static-8", "static-32", "continuous"),
 }
 # A library that we depend on ourselves.
@@ -34,7 +33,6 @@ OUR_OWN = frozenset({"transformers"})
 # What a peer's bare name stands for.
 DEFAULT_VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled",),
-    "openvino": ("bf16",),
     "transformers": ("static-8", "static-32", "continuous"),
 }
 
@@ -121,7 +119,7 @@ def preloads(environment_folder: Path | None, library_folders: Sequence[Path] = 
 
 def missing_words(peer: PeerChoice) -> str:
     """What to do where a peer is not installed."""
-    return f"{peer.mode}: not installed here; `make bench-peers PEERS={peer.name}` installs it"
+    return f"{peer.mode}: not installed here; `make bench-peers` installs it"
 
 
 def shortcomings(peer: PeerChoice) -> dict[str, str]:

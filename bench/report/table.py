@@ -1,11 +1,10 @@
-"""Tables of benchmark figures as Markdown, HTML and aligned text, and the format of single figures."""
+"""Tables of benchmark figures as Markdown and aligned text, and the format of single figures."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import zip_longest
 
 UNKNOWN = "–"
@@ -21,13 +20,6 @@ class Table:
     def markdown(self) -> str:
         lines = [self.header, ["---"] * len(self.header), *([plain(cell) for cell in row] for row in self.rows)]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-    def html(self) -> str:
-        head = "".join(f"<th>{escape(title)}</th>" for title in self.header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell.strip('*'))}</td>" for cell in row) + "</tr>" for row in self.rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def text(self) -> str:
         """Aligned columns for a terminal: the first to the left, the others to the right."""

@@ -17,7 +17,7 @@ from inflight.bench.redis.private import private_redis
 from inflight.bench.report.page import write_report
 from inflight.bench.scheduling.experiments import all_comparisons
 from inflight.bench.scheduling.lab import Comparison, Lab
-from inflight.bench.scheduling.report import KIND, page_of, values_of
+from inflight.bench.scheduling.report import KIND, page, values_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "devices": "modelled: an 8B model in bfloat16 on an H200 (bench/simulation/device.py); time is virtual",
         "scheduling": "real: the scripts on a real Redis, the executor's loop, scheduler and blocks",
     }
-    values = values_of(comparisons, circumstances)
-    paths = write_report(options.out, KIND, values, page_of(values))
+    paths = write_report(options.out, KIND, values_of(comparisons, circumstances), page(comparisons, circumstances))
     print("report: " + ", ".join(str(path) for path in paths))
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from inflight.bench.measures.run import percentile, quantiles
+from inflight.bench.measures.run import percentile
 from inflight.bench.simulation.invariants import Record, RequestOutcome
 from inflight.bench.simulation.world import World
 from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S
@@ -16,7 +16,7 @@ WARM_FRACTION = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run. `ttft_ms` are its percentiles from 0 to 100; `extra` are what one experiment asks for."""
+    """One run. `extra` are what one experiment asks for."""
 
     num_requests: int
     output_tokens_per_s: float
@@ -24,7 +24,6 @@ class Figures:
     ttft_p99_ms: float | None
     inter_token_p50_ms: float | None
     inter_token_p99_ms: float | None
-    ttft_ms: tuple[float, ...] = ()
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -44,7 +43,6 @@ def measured(
         ttft_p99_ms=percentile(waits_ms, 0.99),
         inter_token_p50_ms=percentile(gaps_ms, 0.5),
         inter_token_p99_ms=percentile(gaps_ms, 0.99),
-        ttft_ms=quantiles(waits_ms),
         extra=_waste(world),
     )
 

@@ -1,22 +1,17 @@
-"""Placement compared: by prefix until saturation, with the ledger's records or exact knowledge of caches, by prefix
-alone, by load, in turns, and by an oracle."""
+"""Placement compared: by prefix until saturation, by load, and by an oracle."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from inflight.bench.measures.run import percentile
-from inflight.bench.scheduling.exact_prefixes import by_what_is_told, tell_cached_tokens
 from inflight.bench.scheduling.figures import Figures, measured, ttft_ms
 from inflight.bench.scheduling.lab import Comparison, Lab, Mode, change
 from inflight.bench.simulation.push import PushPolicy
-from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
+from inflight.bench.simulation.sim_executor import ExecutorShape
 from inflight.bench.simulation.world import World, WorldSettings
 from inflight.bench.timeline.conversations import Conversations
 from inflight.bench.timeline.timeline import US_PER_S
-from inflight.bench.timeline.traffic import SimRequest
 
 NUM_EXECUTORS = 4
 # Agents' chats last half a minute, so the first 40 % of the time are left out: they fill an empty system.
@@ -36,55 +31,19 @@ AGENTIC = Conversations(
 
 P90, CACHED, BUSIEST = "TTFT p90 ms", "prompt tokens cached %", "busiest executor / mean"
 
-_CHOOSE_OPEN = re.compile(r"^local function choose_open\(request\)\n.*?^end\n", re.MULTILINE | re.DOTALL)
-_COST = re.compile(r"local ms = speed > 0 and .*")
-_IN_TURNS = """local function choose_open(request)
-  local ids = roomiest(64)
-  table.sort(ids)
-  for i = 1, #ids do
-    local executor_id = ids[(request.arrival + i) % #ids + 1]
-    local blocks = room_for(request, load_executor(executor_id))
-    if blocks then
-      return executor_id, blocks, 0
-    end
-  end
-  return nil
-end
-"""
-
-
-def in_turns(shared: str) -> str:
-    """Returns the shared source with round robin among the executors with room."""
-    changed, count = _CHOOSE_OPEN.subn(lambda match: _IN_TURNS, shared)
-    assert count == 1
-    return changed
-
-
-def whatever_it_holds(shared: str) -> str:
-    """Returns the shared source with no other limit of prefix affinity than room: the holder of the longest prefix."""
-    unbounded = shared.replace("MAX_IMBALANCE = 0.25", "MAX_IMBALANCE = 2").replace("wait_ms > tolerated_ms", "false")
-    changed, count = _COST.subn("local ms = 0", unbounded)
-    assert count == 1
-    return changed
-
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A rule of placement: the scripts with a change, or placement on arrival."""
+    """A rule of placement: the ledger's, with or without the names of prefixes, or placement on arrival."""
 
     name: str
     names_prefixes: bool
-    change: Callable[[str], str] | None = None
-    change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
     push: PushPolicy | None = None
 
 
 WAYS = (
     Way("prefix until saturation", names_prefixes=True),
-    Way("exact prefixes", names_prefixes=True, change=by_what_is_told, change_request=tell_cached_tokens),
-    Way("prefix while there is room", names_prefixes=True, change=whatever_it_holds),
     Way("least loaded", names_prefixes=False),
-    Way("round robin", names_prefixes=False, change=in_turns),
     Way("oracle", names_prefixes=False, push=PushPolicy.ORACLE),
 )
 
@@ -111,8 +70,6 @@ def run_way(lab: Lab, trace: Trace, load: str, way: Way) -> Figures:
         executor=CACHING,
         num_executors=NUM_EXECUTORS,
         duration_s=duration_s,
-        change_scripts=way.change,
-        change_request=way.change_request,
         push=way.push,
     )
     chats = replace(trace.chats, rate_per_s=dict(trace.loads)[load])

@@ -1,4 +1,4 @@
-"""The report of the scheduling benchmarks: a page with a table and charts for each comparison. Pure."""
+"""The report of the scheduling benchmarks: a page with a table for each comparison. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from inflight.bench.report.charts import Bar, Line, bars, figure, percentile_curves
 from inflight.bench.report.page import Page, Part
-from inflight.bench.report.table import UNKNOWN, Spread, Table, shown
+from inflight.bench.report.table import UNKNOWN, Table, shown
 from inflight.bench.scheduling.figures import Figures
 from inflight.bench.scheduling.lab import Comparison
 
@@ -32,18 +29,13 @@ def values_of(comparisons: Sequence[Comparison], circumstances: Mapping[str, str
     return {"report": KIND, "circumstances": circumstances, "comparisons": [asdict(one) for one in comparisons]}
 
 
-def page_of(values: Mapping[str, Any]) -> Page:
-    """Returns the page of a report that is given as values."""
-    comparisons = TypeAdapter(list[Comparison]).validate_python(values["comparisons"])
-    return Page("Scheduling", values["circumstances"], [_part(comparison) for comparison in comparisons], NOTE)
+def page(comparisons: Sequence[Comparison], circumstances: Mapping[str, str]) -> Page:
+    return Page("Scheduling", circumstances, [_part(comparison) for comparison in comparisons], NOTE)
 
 
 def _part(comparison: Comparison) -> Part:
-    speeds = _bars(comparison, "Throughput", "output tokens per second; more is better", "output tokens/s")
-    waits = _bars(comparison, "Slowest first tokens", "TTFT p99 in milliseconds; less is better", "TTFT p99 ms")
     setting = comparison.setting[0].upper() + comparison.setting[1:] + "."
-    charts = speeds + waits + _goodput(comparison) + _waits(comparison)
-    return Part(comparison.title, setting, comparison.found, table=_table(comparison), charts=charts)
+    return Part(comparison.title, setting, comparison.found, table=_table(comparison))
 
 
 def _table(comparison: Comparison) -> Table:
@@ -63,30 +55,3 @@ def _cells(figures: Figures, extras: Sequence[str]) -> list[str]:
 
 def _shown_extra(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"
-
-
-def _bars(comparison: Comparison, title: str, note: str, column: str) -> str:
-    value, form = COLUMNS[column]
-    rows = [
-        Bar(mode.name, colour, Spread(number, number, number), shown(number, form))
-        for colour, mode in enumerate(comparison.modes)
-        if (number := value(mode.figures)) is not None
-    ]
-    return figure(title, note, bars(rows))
-
-
-def _goodput(comparison: Comparison) -> str:
-    name = "goodput requests/s"
-    rows = [
-        Bar(mode.name, colour, Spread(number, number, number), f"{number:.1f}")
-        for colour, mode in enumerate(comparison.modes)
-        if (number := mode.figures.extra.get(name)) is not None
-    ]
-    return figure("Goodput", "first tokens in time per second; more is better", bars(rows)) if rows else ""
-
-
-def _waits(comparison: Comparison) -> str:
-    lines = [
-        Line(mode.name, colour, list(enumerate(mode.figures.ttft_ms))) for colour, mode in enumerate(comparison.modes)
-    ]
-    return percentile_curves("Time to first token", lines)

@@ -25,13 +25,12 @@ MAX_ERRORS_KEPT = 20
 
 @dataclass(slots=True)
 class SoakLoad:
-    """Clients that each send one request after the other, until `is_stopping` or `max_requests` are sent."""
+    """Clients that each send one request after the other, until `is_stopping`."""
 
     client: AsyncClient
     addresses: Sequence[str]
     requests: Sequence[PlannedRequest]
     seed: int
-    max_requests: int | None = None
     num_sent: int = 0
     num_cancelled: int = 0
     num_vanished: int = 0
@@ -47,7 +46,7 @@ class SoakLoad:
                 group.create_task(self._send_on(random.Random(f"soak/{self.seed}/{index}")))
 
     async def _send_on(self, rng: random.Random) -> None:
-        while not self.is_stopping and (self.max_requests is None or self.num_sent < self.max_requests):
+        while not self.is_stopping:
             planned, choice = rng.choice(self.requests), rng.random()
             self.num_sent += 1
             try:

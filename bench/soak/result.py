@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from inflight.bench.report.page import Page, Part
 from inflight.bench.report.table import Table, count_table
 from inflight.bench.soak.readings import Series
@@ -116,11 +114,6 @@ def values_of(outcome: SoakResult, at_s: Sequence[float], series: Series) -> dic
     readings = {f"{process} {figure}": values for (process, figure), values in series.items()}
     values = {"report": KIND, **asdict(outcome), "last_line": outcome.last_line}
     return {**values, "at_s": at_s, "readings": readings}
-
-
-def page_of(values: Mapping[str, Any]) -> Page:
-    """Returns the page of a report that is given as values."""
-    return page(TypeAdapter(SoakResult).validate_python(values))
 
 
 def page(outcome: SoakResult) -> Page:

@@ -1,4 +1,4 @@
-"""The soak test: a stack at full load for a time or a number of requests, and whether anything in it grows.
+"""The soak test: a stack at full load for a time, and whether anything in it grows.
 
 Start → load with readings at even intervals → the load ends → what is left → report. Ctrl-C ends the load and reports
 the readings so far.
@@ -7,7 +7,6 @@ the readings so far.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import tempfile
 import time
@@ -33,8 +32,6 @@ from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
 
 SHAPE = Shape(num_requests=400, prompt_tokens=(8, 96), output_tokens=(4, 64))
-# Of a soak by number: many requests, so that what a request leaves behind adds up soon.
-SHORT = Shape(num_requests=400, prompt_tokens=(8, 48), output_tokens=(2, 16))
 REQUESTS_PER_SEAT = 2
 NUM_READINGS = 300
 MIN_INTERVAL_S = 0.5
@@ -44,7 +41,7 @@ SOAK = "soak"
 
 @dataclass(frozen=True, slots=True)
 class SoakOptions:
-    """A soak for `seconds`, or of `num_requests` short requests where that is set. `command` is for the report."""
+    """A soak for `seconds`. `command` is for the report."""
 
     seconds: float
     seed: int
@@ -55,12 +52,6 @@ class SoakOptions:
     run_dir: Path
     out: Path
     command: str
-    num_requests: int | None = None
-    executor_args: tuple[str, ...] = ()
-
-    @property
-    def shape(self) -> Shape:
-        return SHAPE if self.num_requests is None else SHORT
 
     @property
     def num_clients(self) -> int:
@@ -93,8 +84,8 @@ async def _soak(
     options: SoakOptions, console: Console, stack: LocalStack, client: AsyncClient, readings: Readings, model: str
 ) -> SoakResult:
     found = local_model(model)
-    requests = shaped_requests(options.shape, SOAK, found.vocabulary_size, seed=options.seed)
-    load = SoakLoad(client, stack.router_addresses, requests, options.seed, options.num_requests)
+    requests = shaped_requests(SHAPE, SOAK, found.vocabulary_size, seed=options.seed)
+    load = SoakLoad(client, stack.router_addresses, requests, options.seed)
     began_s = time.monotonic()
     left: dict[str, int] = {}
     try:
@@ -124,17 +115,16 @@ async def _soak(
 
 
 async def _loaded(options: SoakOptions, console: Console, load: SoakLoad, readings: Readings) -> None:
-    """Full load and readings, until the time is over or all requests are sent, and every stream has ended."""
-    seconds = options.seconds if options.num_requests is None else math.inf
-    interval_s = max(MIN_INTERVAL_S, seconds / NUM_READINGS) if math.isfinite(seconds) else MIN_INTERVAL_S
+    """Full load and readings, until the time is over and every stream has ended."""
+    interval_s = max(MIN_INTERVAL_S, options.seconds / NUM_READINGS)
     began_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
         sending = group.create_task(load.run(options.num_clients))
         try:
-            while not sending.done() and (elapsed_s := time.monotonic() - began_s) < seconds:
+            while not sending.done() and (elapsed_s := time.monotonic() - began_s) < options.seconds:
                 await readings.read(elapsed_s)
                 _show_progress(console, elapsed_s, load, readings)
-                await asyncio.wait([sending], timeout=min(interval_s, seconds))
+                await asyncio.wait([sending], timeout=min(interval_s, options.seconds))
         finally:
             load.is_stopping = True
         await sending
@@ -162,7 +152,7 @@ def _pids(stack: LocalStack) -> dict[str, int]:
 
 def _stack(options: SoakOptions, model: str) -> StackOptions:
     # A small KV pool, so that the warm-up touches all of it: memory that is first used later would look like growth.
-    longest = options.shape.prompt_tokens[1] + options.shape.output_tokens[1] + 16
+    longest = SHAPE.prompt_tokens[1] + SHAPE.output_tokens[1] + 16
     return StackOptions(
         executors=options.executors,
         routers=options.routers,
@@ -171,7 +161,6 @@ def _stack(options: SoakOptions, model: str) -> StackOptions:
         executor_args=(
             *("--max-num-sequences", str(options.seats)),
             *("--max-tokens-in-paged-kv-cache", str(options.seats * longest)),
-            *options.executor_args,
         ),
     )
 

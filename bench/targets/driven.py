@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from inflight.bench.measures.processes import CoreMeter
-from inflight.bench.measures.run import Run, Slo, distributions, measure
+from inflight.bench.measures.run import Run, Slo, measure
 from inflight.bench.peers.driver import Request, Setup
 from inflight.bench.targets.record import DriverRecord
 from inflight.bench.targets.target import OnTokens, TargetError
@@ -132,7 +132,6 @@ class DrivenTarget:
             measures=measure(outcomes, samples, None if num_steps is None else int(num_steps), self._slo),
             samples=tuple(samples),
             errors=tuple(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)),
-            distributions=distributions(outcomes),
             cores=cores,
             figures=figures,
         )

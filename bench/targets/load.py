@@ -19,7 +19,6 @@ from inflight.bench.measures.run import (
     TokenTimes,
     added_up,
     device_figures,
-    distributions,
     measure,
 )
 from inflight.bench.targets.target import OnTokens
@@ -90,7 +89,6 @@ async def run_workload(
         measures=measure(outcomes, samples, after.num_steps - before.num_steps, slo),
         samples=tuple(samples),
         errors=tuple(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)),
-        distributions=distributions(outcomes),
         cores=cores,
         figures=figures,
     )

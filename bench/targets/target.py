@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from inflight.bench.measures.run import Run
@@ -15,14 +14,6 @@ OnTokens = Callable[[int], None]
 
 class TargetError(Exception):
     """A target that cannot be started, or that ended in the middle. The text is for the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunName:
-    """The target and the round of a run."""
-
-    mode: str
-    round: int
 
 
 class Target(Protocol):

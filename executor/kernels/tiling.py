@@ -2,8 +2,8 @@
 tensor.
 
 No search runs at serve time. Decodes, and chunks of GPUs of compute capability 9.0, with heads of 64 and 128 in half
-precision and FP8 were measured on an H100 (`python -m inflight.bench.gpu.tilings`, docs/design/gpu-kernels.md). The
-others are the usual ones for this kind of kernel.
+precision and FP8 were measured on an H100 (docs/design/gpu-kernels.md). The others are the usual ones for this kind of
+kernel.
 """
 
 from __future__ import annotations

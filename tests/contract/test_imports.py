@@ -105,7 +105,7 @@ def test_package_does_not_import(package: str, forbidden: str) -> None:
 
 
 def test_torch_is_imported_only_under_executor_and_by_its_benchmarks() -> None:
-    allowed = ("executor/", "bench/drafts/", "bench/engine/", "bench/gpu/", "bench/host_tier/")
+    allowed = ("executor/", "bench/engine/", "bench/gpu/")
     assert not {path for path in importers("torch", *PACKAGES) if not path.startswith(allowed)}
 
 

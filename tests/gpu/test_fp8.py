@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from inflight.bench.gpu.fp8_emulation import rounded
 from inflight.common.model_source import resolve_model
 from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.quantized import MIN_FP8_CAPABILITY
@@ -20,6 +19,7 @@ from tests.kernels.fp8_kv import (
     assert_attends_to_fp8,
     assert_fused_rounding_changes_nothing,
     assert_kernels_apply_scales,
+    rounded,
 )
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
 from tests.paged_cases import Spec

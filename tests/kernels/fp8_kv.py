@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.bench.gpu.fp8_emulation import rounded
 from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
 from inflight.executor.attention.reference import ReferenceAttention
 from inflight.executor.attention.triton import TritonAttention
@@ -30,6 +29,13 @@ CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 # Relative distance of outputs from those of exact keys and values, of which e4m3 keeps 4 significant bits.
 TOLERANCE_OF_ROUNDING = 0.1
+
+
+def rounded(numbers: Tensor) -> Tensor:
+    """Returns finite numbers `[..., size]` as the kernels keep them in e4m3, in float32. The largest of each row is 448
+    times its scale."""
+    scales = numbers.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) * (1 / 448)
+    return (numbers.float() / scales).to(FP8).float() * scales
 
 
 def stored(kv: LayerKv, slots: Tensor) -> tuple[Tensor, Tensor]:

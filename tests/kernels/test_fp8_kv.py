@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.bench.gpu.fp8_emulation import rounded
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.quantized import check_backend
@@ -18,7 +17,7 @@ from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.arithmetic import Machine, MemoryOptions, pool_of
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.greedy import generate_together
-from tests.kernels.fp8_kv import assert_attends_to_fp8, poisoned, stored
+from tests.kernels.fp8_kv import assert_attends_to_fp8, poisoned, rounded, stored
 from tests.paged_cases import Spec, make_case
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config
 
-from inflight.bench.gpu.fp8_emulation import rounded
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.fp8_weight import Fp8Weight, round_rows, stacked
 from inflight.executor.gpu.layers import linear, rounded_rows
@@ -20,7 +19,7 @@ from inflight.executor.model.self_check import relative_distance
 from inflight.executor.step.batch import StepBatch
 from inflight.tools.sizing.arithmetic import fp8_weight_bytes
 from inflight.tools.sizing.model_shape import read_model_shape
-from tests.kernels.fp8_kv import assert_fused_rounding_changes_nothing, assert_kernels_apply_scales
+from tests.kernels.fp8_kv import assert_fused_rounding_changes_nothing, assert_kernels_apply_scales, rounded
 from tests.paged_cases import Spec, make_case
 from tests.quantized_checkpoints import compressed, compressed_config, save_quantized
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes

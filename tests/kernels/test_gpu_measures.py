@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -11,9 +9,7 @@ from transformers import LlamaConfig
 from inflight.bench.gpu.engine.peers import serve_static
 from inflight.bench.gpu.engine.random_model import RandomModel, make_model
 from inflight.bench.gpu.engine.serving import TimedRequest, blocks_of, serve
-from inflight.bench.gpu.engine.session import Sizes
 from inflight.bench.gpu.engine.steps import decode_step_s, prefill_step_s
-from inflight.bench.gpu.engine.traffic import decode_launches
 from inflight.executor.attention.triton import TritonAttention
 from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits
@@ -65,20 +61,3 @@ def test_steps_are_timed(model: RandomModel) -> None:
     assert decode_step_s(runner, 2, 20, BLOCK_SIZE, num_steps=2, processors=Processors(presence_penalty=1.0)) > 0
     runner.repeat_decodes(2)
     assert prefill_step_s(runner, 10, BLOCK_SIZE, repetitions=1) > 0
-
-
-def test_launches_of_a_step_are_counted_with_their_bytes() -> None:
-    sizes = Sizes(16, 3, 2, 1, 8, 32, 50, has_tied_embeddings=True)
-    launches = decode_launches(sizes, 2, context=40)
-    count = Counter[str]()
-    for launch, number in launches.items():
-        count[launch.kernel] += number
-    # Of each layer: four products, two norms; the head, the last norm
-    assert count["product"] == 3 * 4 + 1
-    assert count["residual_norm_kernel"] == 3 * 2 + 1
-    assert count["attend_kernel"] == count["combine_kernel"] == count["rope_write_kernel"] == count["gated_kernel"] == 3
-    attention = next(launch for launch in launches if launch.kernel == "attend_kernel")
-    # Keys and values of two sequences, 16 bytes each, are sectors of two tokens; queries and numbers are beside them
-    assert 2 * 2 * 40 * 16 <= attention.bytes_loaded <= 2 * 2 * 40 * 16 + 40 * 32
-    head = max((launch for launch in launches if launch.kernel == "product"), key=lambda launch: launch.operations)
-    assert head.operations == max(2 * 2 * 16 * 50, 2 * 2 * 16 * 64)

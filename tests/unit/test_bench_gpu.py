@@ -20,7 +20,7 @@ from inflight.bench.gpu.figures import (
     PrefillPoint,
     ServedRun,
 )
-from inflight.bench.gpu.report import page_of, values_of
+from inflight.bench.gpu.report import page
 from inflight.bench.gpu.roofline import LLAMA_3_1B, LLAMA_3_8B, Limits, ModelShape, decode_bytes, prefill_operations
 
 TINY = ModelShape("tiny", 4, 2, 2, 1, 2, 8, 10, has_tied_embeddings=True)
@@ -74,7 +74,7 @@ def figures() -> GpuFigures:
 
 
 def test_report_sets_figures_against_limits_and_peers() -> None:
-    report = page_of(values_of(figures())).markdown()
+    report = page(figures(), LLAMA_3_8B).markdown()
     assert report.startswith("# Llama-3-8B on GPU X\n")
     assert report.count("| 50% |") == 3, "decode, prefill and attention"
     assert report.count("| 25% |") == 1, "decode with penalties"
@@ -91,7 +91,7 @@ def test_report_sets_figures_against_limits_and_peers() -> None:
 
 
 def test_report_leaves_out_tables_without_rows() -> None:
-    assert not page_of(values_of(GpuFigures({"gpu": "GPU X"}, "Llama-3-8B", 4e12, 8e14))).parts
+    assert not page(GpuFigures({"gpu": "GPU X"}, "Llama-3-8B", 4e12, 8e14), LLAMA_3_8B).parts
 
 
 def test_what_cannot_be_had_is_noted_and_the_rest_goes_on() -> None:

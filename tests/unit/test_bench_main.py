@@ -130,8 +130,3 @@ def test_wrong_workload_file_is_found_before_anything_starts(tmp_path: Path, mon
     with pytest.raises(CommandError, match="line 1 is not JSON"):
         main(["--workload", "day.jsonl"])
     assert not (tmp_path / "run").exists()
-
-
-def test_soak_of_a_router_elsewhere_is_refused() -> None:
-    with pytest.raises(CommandError, match="--address"):
-        main(["--soak", "5", "--address", "somewhere:1"])

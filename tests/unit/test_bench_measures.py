@@ -19,12 +19,10 @@ from inflight.bench.measures.run import (
     added_up,
     cost_per_million,
     device_figures,
-    distributions,
     keeps,
     mean_seats,
     measure,
     percentile,
-    quantiles,
     ratio,
 )
 
@@ -129,18 +127,6 @@ def test_goodput_counts_requests_that_kept_the_objectives_over_the_whole_time() 
 def test_cost_is_the_price_of_the_time_that_a_million_tokens_take() -> None:
     assert cost_per_million(3.6, 1000.0) == pytest.approx(1.0)
     assert cost_per_million(3.6, 0.0) is None
-
-
-def test_quantiles_run_from_the_least_to_the_most() -> None:
-    points = quantiles([float(value) for value in range(1, 201)])
-    assert (len(points), points[0], points[50], points[99], points[100]) == (101, 1.0, 100.0, 198.0, 200.0)
-    assert quantiles([]) == ()
-
-
-def test_distributions_leave_out_what_failed() -> None:
-    outcomes = [Outcome(0.0, 0.5, 1.0, 2, (20.0,)), Outcome(0.0, 0.9, 1.0, 2, (90.0,), "UNAVAILABLE")]
-    found = distributions(outcomes)
-    assert (set(found.ttft_ms), set(found.inter_token_ms)) == ({500.0}, {20.0})
 
 
 def test_tokens_that_come_together_count_as_coming_at_equal_distances() -> None:

@@ -36,7 +36,7 @@ def test_lists_are_split_at_commas() -> None:
         (["--rounds", "0"], "argument --rounds: '0' is not a whole number of at least 1"),
         (["--workload", "gone.json"], "argument --workload: there is no file gone.json"),
         (["--modes", "inflight,turbo"], "argument --modes: 'turbo' is not one of inflight, static, engine"),
-        (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, openvino, transformers"),
+        (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, transformers"),
         (["--peer", "vllm:fast"], "argument --peer: 'fast' is not one of vllm's compiled, eager"),
         (["--rate", "2", "--concurrency", "4"], "argument --rate: an open and a closed loop exclude each other"),
         (["--turns", "2"], "argument --turns: wants --concurrency"),

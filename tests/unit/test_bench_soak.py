@@ -11,7 +11,7 @@ import pytest
 from inflight import AsyncClient
 from inflight.bench.soak.load import SoakLoad
 from inflight.bench.soak.readings import Readings, num_open_files, num_threads
-from inflight.bench.soak.result import SoakResult, page, page_of, trend, trends_of, values_of
+from inflight.bench.soak.result import SoakResult, page, trend, trends_of, values_of
 from inflight.bench.targets.target import TargetError
 from inflight.bench.workloads.plan import PlannedRequest
 from inflight.v1 import inference_pb2
@@ -53,7 +53,8 @@ def outcome(readings: Sequence[float], left: int = 0) -> SoakResult:
 def test_last_line_says_whether_it_was_flat() -> None:
     flat = outcome([20.0] * 20)
     assert flat.last_line == "soak: seconds=60 requests=10 failed=0 flat=yes"
-    assert page(flat) == page_of(values_of(flat, [0.0], {}))
+    assert page(flat).markdown().endswith(f"```\n{flat.last_line}\n```\n")
+    assert values_of(flat, [0.0], {})["last_line"] == flat.last_line
     assert outcome([20.0] * 10 + [90.0] * 10).last_line.endswith("flat=no")
     assert outcome([20.0] * 20, left=1).last_line.endswith("flat=no")
     assert outcome([20.0] * 2).last_line.endswith("flat=unknown")
@@ -97,19 +98,6 @@ async def test_load_counts_an_answer_that_is_too_short() -> None:
             await load.run(num_clients=1)
     assert load.num_failed >= 1
     assert load.errors[0] == "1 of 3 tokens"
-
-
-async def test_load_ends_after_the_number_of_requests() -> None:
-    def answer(
-        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
-    ) -> Iterator[inference_pb2.StreamEvent]:
-        yield from speak(["x"] * request.stopping.max_tokens)
-
-    with serving(ScriptedRouter(answer)) as address:
-        async with AsyncClient(address) as client:
-            load = SoakLoad(client, (address,), REQUESTS, seed=1, max_requests=20)
-            await load.run(num_clients=3)
-    assert (load.num_sent, load.num_failed) == (20, 0)
 
 
 async def test_process_that_ended_ends_the_soak(redis_admin_url: str) -> None:

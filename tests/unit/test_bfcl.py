@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from inflight.bench.bfcl.cases import CATEGORIES, Case, NotFetchedError, fetched_cases
 from inflight.router.constraint.answer_grammar import AnswerRules, ToolSchema
 from inflight.router.tools.formats import FORMATS, AnswerFormat, ToolFormat
+from tests.bfcl.cases import CATEGORIES, Case, NotFetchedError, fetched_cases
 from tests.unit.test_answer_grammar import accepts
 from tests.unit.test_tool_parser import read, written
 

@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock
 from jsonschema import Draft202012Validator
 
-FOLDER = Path(__file__).parents[3] / ".clients" / "bfcl"
+FOLDER = Path(__file__).parents[2] / ".clients" / "bfcl"
 PACKAGE = "bfcl-eval==2026.3.23"
 CATEGORIES = ("simple_python", "multiple", "parallel")
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}

@@ -16,7 +16,8 @@ from inflight.v1 import inference_pb2
 from tests.cluster import run_cluster, tiny_tokenizer, token_request
 from tests.fuzz.messages import bytes_of
 from tests.fuzz.served import Loop, Metadata, call, check_unharmed
-from tests.fuzz.statuses import check_documented, documented, status_of
+from tests.fuzz.statuses import check_documented, status_of
+from tools.reference.statuses import documented
 
 P = "inflight.v1."
 REQUEST_IDS = st.sampled_from(["", "a", "b"])

@@ -14,8 +14,8 @@ from google.protobuf.descriptor_pb2 import (
     ServiceDescriptorProto,
 )
 
-from docs.generate.markdown import cell, notice, page, table
-from tests.fuzz.statuses import NO_REASON, documented
+from tools.reference.markdown import cell, notice, page, table
+from tools.reference.statuses import NO_REASON, documented
 
 # Field numbers in descriptor.proto; a location's path is made of them.
 FILE_MESSAGES, FILE_ENUMS, FILE_SERVICES = 4, 5, 6

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import inflight.common.settings
-from docs.generate.settings_page import settings_classes
 from inflight.cli.main import COMMANDS, Command
+from tools.reference.settings_page import settings_classes
 
 
 class _Found(BaseException):

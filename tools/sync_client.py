@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CLIENT = Path(__file__).parents[2] / "inflight"
+CLIENT = Path(__file__).parents[1] / "inflight"
 GENERATED = {"aio.py": "sync.py", "aio_stream.py": "sync_stream.py"}
 HEADER = "# Generated from {source} by `make sync-client`. Do not edit.\n"
 

@@ -1,7 +1,8 @@
-"""The baseline of version 1 of the protocol and of the supported part of KServe's: one line for each field, enum value
-and RPC, as read from the .proto files.
+"""The generator of the code of the .proto files, and of the baseline of version 1 of the protocol and of the supported
+part of KServe's: one line for each field, enum value and RPC.
 
-`make protos` runs this module to add what is new to `v1_fields.txt`. A line is never removed: v1 only grows.
+`make protos` writes the code and adds what is new to `tests/contract/v1_fields.txt`. A line is never removed: v1 only
+grows.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 PROTOS = REPOSITORY / "protos"
-BASELINE = Path(__file__).with_name("v1_fields.txt")
+BASELINE = REPOSITORY / "tests" / "contract" / "v1_fields.txt"
 
 
 def run_protoc(*options: str) -> None:
@@ -27,6 +28,11 @@ def run_protoc(*options: str) -> None:
     code = protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *options, *sources])
     if code != 0:
         raise RuntimeError(f"protoc ended with {code}")
+
+
+def generate(folder: Path) -> None:
+    """Writes the messages, their types and the stubs below a folder."""
+    run_protoc(f"--python_out={folder}", f"--pyi_out={folder}", f"--grpc_python_out={folder}")
 
 
 def read_protos() -> FileDescriptorSet:
@@ -87,7 +93,8 @@ def extended(baseline: Sequence[str], current: Sequence[str]) -> list[str]:
 
 
 def main() -> int:
-    """Adds new promises to the baseline; says what was taken back and fails then."""
+    """Writes the code, and adds new promises to the baseline; says what was taken back and fails then."""
+    generate(REPOSITORY)
     baseline, current = read_baseline(), list(promises(read_protos()))
     BASELINE.write_text("\n".join(extended(baseline, current)) + "\n", encoding="utf-8")
     broken = sorted(set(baseline) - set(current))

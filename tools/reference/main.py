@@ -6,12 +6,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from docs.generate.api_page import api_pages
-from docs.generate.commands_page import commands_page
-from docs.generate.settings_page import settings_page
-from tests.contract.baseline import read_protos
+from tools.protos import read_protos
+from tools.reference.api_page import api_pages
+from tools.reference.commands_page import commands_page
+from tools.reference.settings_page import settings_page
 
-DOCS = Path(__file__).parents[1]
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def pages() -> dict[str, str]:

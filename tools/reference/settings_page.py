@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 
-from docs.generate.markdown import cell, notice, page, table
 from inflight.common.settings import ProcessSettings, SettingWords, words_of
+from tools.reference.markdown import cell, notice, page, table
 
 PACKAGES = ("router", "executor", "gateway")
 REST = "Other"

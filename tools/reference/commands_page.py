@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from docs.generate.commands import commands_below, parser_of
-from docs.generate.markdown import cell, notice, page, table
-from docs.generate.settings_page import settings_classes
 from inflight.cli.main import ALIASES, COMMANDS, Command
+from tools.reference.commands import commands_below, parser_of
+from tools.reference.markdown import cell, notice, page, table
+from tools.reference.settings_page import settings_classes
 
 INTRODUCTION = """\
 # Command line

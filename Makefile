@@ -138,7 +138,7 @@ mutations: setup
 	@$(BIN)/python -m tests.mutations.main $(ARGS)
 
 pictures: setup
-	@$(BIN)/python -m tests.board_pictures docs/pictures $(ARGS)
+	@$(BIN)/python -m tests.support.board.pictures docs/pictures $(ARGS)
 
 test-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pytest -q tests/gpu $(PYTEST_ARGS)

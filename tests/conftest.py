@@ -23,8 +23,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 from inflight.local.redis_server import PrivateRedis
 from inflight.router.store.connection import connect
 from inflight.router.store.keys import PoolKeys
-from tests.redis_servers import WAYS, server_for
-from tests.store_pool import SETTINGS, START_MS, StorePool
+from tests.support.ledger.redis_servers import WAYS, server_for
+from tests.support.ledger.store_pool import SETTINGS, START_MS, StorePool
 
 # The repository's root is a folder of modules for pytest. Under these names a module would be loaded a second time.
 for folder in ("bench", "common", "executor", "gateway", "router"):
@@ -169,7 +169,7 @@ def one_seed_and_thread() -> Iterator[None]:
     """One thread and the random numbers of seed 0 for torch."""
     import torch  # few tests need it, and it takes seconds to import
 
-    from tests.torch_threads import torch_threads
+    from tests.support.device.torch_threads import torch_threads
 
     with torch.random.fork_rng(devices=[]), torch_threads(1):
         torch.manual_seed(0)

@@ -76,7 +76,8 @@ def reach(graph: Graph, start: str) -> frozenset[str]:
 
 
 def test_folder_has_few_modules() -> None:
-    sizes = Counter(path.parent.relative_to(REPOSITORY).as_posix() for path in modules(*PACKAGES, "tools"))
+    folders = (*PACKAGES, "tools", "tests/support")
+    sizes = Counter(path.parent.relative_to(REPOSITORY).as_posix() for path in modules(*folders))
     assert sizes
     assert not [folder for folder, size in sizes.items() if size > MAX_MODULES], f"more than {MAX_MODULES} modules"
 

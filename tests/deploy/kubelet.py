@@ -39,7 +39,7 @@ from inflight.common.guard import guarded
 from inflight.local.redis_server import find_redis_binary
 from tests.deploy.images import Image, Mount, first_process
 from tests.deploy.manifests import EVERYWHERE, Object, Overlay, environment_of, expanded
-from tests.redis_servers import server_for
+from tests.support.ledger.redis_servers import server_for
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0

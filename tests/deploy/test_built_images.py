@@ -33,7 +33,7 @@ from inflight.events import Completion, Delta, FinishReason
 from inflight.executor.native.library import INSTRUCTION_SETS
 from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, layer_sizes, servers_to_build
 from tests.deploy.manifests import EVERYWHERE
-from tests.redis_servers import server_for
+from tests.support.ledger.redis_servers import server_for
 from tests.unit.cli.test_fetch import WANTED, Store, fetched, store
 
 __all__ = ["store"]  # a fixture

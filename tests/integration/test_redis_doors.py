@@ -20,8 +20,16 @@ from inflight.router.store.keys import PoolKeys
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.store import AdmissionStore
 from inflight.router.store.types import Attempt, Demand, ExecutorReport, Placement, Queued, StoreEvent
-from tests.credentials import ec_key
-from tests.redis_servers import WAYS, Server, Watched, cluster_servers, sentinel_servers, server_for, start
+from tests.support.ledger.redis_servers import (
+    WAYS,
+    Server,
+    Watched,
+    cluster_servers,
+    sentinel_servers,
+    server_for,
+    start,
+)
+from tests.support.stack.credentials import ec_key
 
 SETTINGS = StoreSettings(
     call_timeout_ms=60_000,

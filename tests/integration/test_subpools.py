@@ -12,8 +12,8 @@ from inflight.router.settings import RouterSettings
 from inflight.router.subpools.assignment import home_of
 from inflight.router.subpools.store import SubPoolStore
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import PATIENCE_S, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import expected_ids, ids_of, rest
+from tests.support.stack.cluster import PATIENCE_S, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 
 # The two executors are in different sub-pools; the others have none.
 NUM_SUBPOOLS = 3

@@ -12,9 +12,9 @@ from inflight.common.model_source import resolve_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from tests.kernels.test_fp8_weights import logits_of
-from tests.paged_cases import Spec, make_case
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.paged_cases import Spec, make_case
+from tests.support.device.torch_threads import torch_threads
 
 
 def test_logits_are_those_of_the_gpu_path(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from inflight.router.store.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
 from inflight.router.store.lua import ScriptCaller, compose, shared_source
-from tests.store_pool import STEERED_CLOCK
+from tests.support.ledger.store_pool import STEERED_CLOCK
 
 # JSON has no infinity, and cjson writes 14 digits: what is not a small whole number comes as text behind "~".
 _READ = """

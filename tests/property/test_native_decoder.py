@@ -18,11 +18,11 @@ from inflight.executor.cpu.streams import STREAMS
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.step.batch import StepBatch
-from tests.greedy import assert_same, generate_alone, generate_together
-from tests.native_builds import BEST_FIRST
-from tests.paged_cases import PagedCase, Spec, make_case
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
+from tests.support.device.native_builds import BEST_FIRST
+from tests.support.device.paged_cases import PagedCase, Spec, make_case
+from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

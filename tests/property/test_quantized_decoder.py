@@ -20,11 +20,11 @@ from inflight.executor.checkpoint.rounding import round_linears
 from inflight.executor.formats.loading import load_network
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
-from tests.greedy import assert_same, generate_alone, generate_together
-from tests.native_builds import BEST_FIRST
 from tests.property.test_native_decoder import filled_case, load, logits_of
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
+from tests.support.device.native_builds import BEST_FIRST
+from tests.support.device.torch_threads import torch_threads
 from tests.unit.test_adapter_logits import logits_of as adapted_logits_of
 from tests.unit.test_adapter_logits import peft_adapter
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.executors_linked import wait_for_executors
+from tests.support.stack.executors_linked import wait_for_executors
 
 # Small enough that requests wait: 40 blocks of 16 tokens, three seats.
 EXECUTOR_ARGS = (

@@ -11,7 +11,7 @@ from inflight.bench.bfcl.answers import answers
 from inflight.bench.bfcl.cases import CATEGORIES, Case, NotFetchedError, fetched_cases
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.gateways import run_gateway
+from tests.support.stack.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
 # Of each category. `make bfcl` asks all.

@@ -18,8 +18,8 @@ from inflight.access import client_options
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from tests.credentials import AUDIENCE, ISSUER, Signer, ec_key, key_entry, public_jwk, write_jwks
 from tests.integration.test_requests import rest
+from tests.support.stack.credentials import AUDIENCE, ISSUER, Signer, ec_key, key_entry, public_jwk, write_jwks
 
 KEY = "inflight-" + "K7q" * 15
 WRONG_KEY = "inflight-" + "W3r" * 15

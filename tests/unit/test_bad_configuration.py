@@ -21,7 +21,7 @@ from inflight.router.store.types import (
     ReportOutcome,
     TenantLimits,
 )
-from tests.store_pool import SETTINGS, STEERED_CLOCK, StorePool
+from tests.support.ledger.store_pool import SETTINGS, STEERED_CLOCK, StorePool
 
 HOUR_MS = 3_600_000
 MILLION = 1_000_000

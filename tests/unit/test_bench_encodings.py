@@ -21,8 +21,8 @@ from inflight.bench.engine.formats.superblocks import quantize
 from inflight.common.model_source import resolve_model
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.formats.loading import load_network
-from tests.quantized_checkpoints import CONFIGS
-from tests.tiny_models import save_model
+from tests.support.checkpoints.quantized_checkpoints import CONFIGS
+from tests.support.checkpoints.tiny_models import save_model
 
 
 @pytest.fixture(scope="module")

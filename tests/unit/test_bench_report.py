@@ -20,7 +20,7 @@ from inflight.bench.measures.run import Run, Slo, measure
 from inflight.bench.report.page import Page, Part, dump, write_report
 from inflight.bench.report.scale import Scale, even_scale, log_scale
 from inflight.bench.report.table import Table
-from tests.bench_runs import WORKLOAD, finished_run, report, section
+from tests.support.bench.runs import WORKLOAD, finished_run, report, section
 
 VOID = frozenset({"meta", "br"})
 EVIL = "<script>alert('1')</script> | &"

@@ -11,7 +11,7 @@ from inflight.common.grammar import grammar_hash, grammar_violation
 from inflight.router.constraint.json_schema import MAX_VIOLATIONS
 from inflight.router.constraint.source import ConstraintError, ConstraintSource, canonical, source_of
 from inflight.router.constraint.worker import Compiler, readable
-from tests.grammars import accepts
+from tests.support.text.grammars import accepts
 
 
 def grammar_of(kind: str, *texts: str, max_whitespace: int = 8) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.schema_suite import NotFetchedError, fetched_suite, results
+from tests.support.text.schema_suite import NotFetchedError, fetched_suite, results
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from inflight.router.store.keys import PoolKeys
 from inflight.router.store.lua import Script, compose_library, load_scripts
 from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import Attempt, Demand
-from tests.redis_servers import server_for
-from tests.store_pool import PATIENT, STEERED_CLOCK, StorePool
+from tests.support.ledger.redis_servers import server_for
+from tests.support.ledger.store_pool import PATIENT, STEERED_CLOCK, StorePool
 
 CALLER = ["a"]
 # Of another version.

@@ -24,7 +24,7 @@ from inflight.router.store.types import (
     Queued,
     Refused,
 )
-from tests.store_pool import SETTINGS, StorePool, steered_scripts
+from tests.support.ledger.store_pool import SETTINGS, StorePool, steered_scripts
 
 NO_BYPASS = dataclasses.replace(SETTINGS, max_bypass=0)
 

@@ -20,7 +20,7 @@ from inflight.router.store.types import (
     StoreEvent,
     TenantLimits,
 )
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 HASHES = ("executors", "requests", "tenants", "lengths", "endings", "adapters", "prefixes", "attended")
 # All that a router calls. After any of them nothing unreadable is left in its way.

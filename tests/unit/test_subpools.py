@@ -39,7 +39,7 @@ from inflight.router.subpools.choice import SubPoolChoice
 from inflight.router.subpools.claims import Claims
 from inflight.router.subpools.ledgers import SubPoolLedgers
 from inflight.router.subpools.store import SubPoolStore
-from tests.store_pool import SETTINGS, RouterSide, StorePool
+from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 NUM_SUBPOOLS = 2
 DIGEST = "d" * 32

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2
-from tests import text_models
+from tests.support.text import text_models
 
 LLAMA_3 = (
     "{{ bos_token }}{% for message in messages %}"

@@ -1,6 +1,6 @@
 """Takes the board's pictures for the docs in a real browser.
 
-    python -m tests.board_pictures docs/pictures
+    python -m tests.support.board.pictures docs/pictures
 
 `make pictures` does so. Most are of a real stack of two executors with SmolLM2, idle and under load, and take some
 minutes so that the charts have something to show. Those of twenty executors are of a scene, with made-up figures.
@@ -30,8 +30,8 @@ from inflight.requests import Priority
 from inflight.router.auth.caller import AnonymousAuthenticator
 from inflight.router.dashboard.feed import Feeds
 from inflight.router.dashboard.routes import board_routes
-from tests.board_browser import PATIENCE_MS, chromium
-from tests.board_scenes import ScriptedStatistics, full_fleet, watching_of
+from tests.support.board.browser import PATIENCE_MS, chromium
+from tests.support.board.scenes import ScriptedStatistics, full_fleet, watching_of
 
 NUM_CLIENTS = 36
 EXECUTOR_ARGS = (

@@ -11,9 +11,9 @@ from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
 from inflight.executor.scheduler.step_record import HostPrefixCounts
-from tests.scheduling import run_overlapped
-from tests.swapping import BLOCK_SIZE
-from tests.swapping import LIMITS as SWAPPING_LIMITS
+from tests.support.device.swapping import BLOCK_SIZE
+from tests.support.device.swapping import LIMITS as SWAPPING_LIMITS
+from tests.support.scheduler.scheduling import run_overlapped
 
 NUM_POOL_BLOCKS = 4
 NUM_CONVERSATIONS = 3

@@ -43,8 +43,8 @@ from inflight.router.telemetry.latencies import Latencies
 from inflight.router.text.output import OutputText
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests.cluster import tiny_tokenizer
-from tests.fake_device import VOCABULARY_SIZE
+from tests.support.device.fake_device import VOCABULARY_SIZE
+from tests.support.stack.cluster import tiny_tokenizer
 
 
 class ScriptedStore:

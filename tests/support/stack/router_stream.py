@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from tests.cluster import BLOCK_SIZE
+from tests.support.stack.cluster import BLOCK_SIZE
 
 WAIT_S = 60
 # Of the tenant "default", as `expected_ids` takes it.

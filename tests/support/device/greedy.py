@@ -12,7 +12,7 @@ import torch
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
 from inflight.executor.step.batch import pack
-from tests.paged_cases import make_sequence
+from tests.support.device.paged_cases import make_sequence
 
 NEAR_TIE = 1e-3
 

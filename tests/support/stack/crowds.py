@@ -5,7 +5,7 @@ TAKEN_OVER after a correct beginning, at least one call ended OK, and no call wa
 leaves may end the request; the next call then starts it again. A machine that stands still for seconds may refuse a
 call before it is accepted (UNAVAILABLE).
 
-`python -m tests.crowds --groups 10000` sends many of them, over routers and executors in one process.
+`python -m tests.support.stack.crowds --groups 10000` sends many of them, over routers and executors in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import grpc.aio
 
 from inflight.local.redis_server import PrivateRedis
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import Brake, Cluster, ExecutorShape, run_cluster, token_request
+from tests.support.stack.cluster import Brake, Cluster, ExecutorShape, run_cluster, token_request
 
 MAX_SPREAD_S = 0.025
 CALL_TIMEOUT_S = 20.0
@@ -221,7 +221,7 @@ async def _send_all(cluster: Cluster, options: argparse.Namespace) -> int:
 
 def main() -> int:
     """Sends groups and returns 1 if one was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tests.crowds", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.stack.crowds", description=__doc__)
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--routers", type=int, default=2)
     parser.add_argument("--executors", type=int, default=1)

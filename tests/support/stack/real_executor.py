@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from inflight.executor.engine.gc import GarbageCollection
 from inflight.executor.main import Parts, build_executor, load_model
 from inflight.executor.settings import ExecutorSettings
-from tests.torch_threads import torch_threads
+from tests.support.device.torch_threads import torch_threads
 
 
 @asynccontextmanager

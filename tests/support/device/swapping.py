@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from inflight.executor.engine.runner import PendingStep, StepRunner
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
-from tests.paged_cases import make_sequence
+from tests.support.device.paged_cases import make_sequence
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 12

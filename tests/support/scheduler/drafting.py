@@ -10,7 +10,7 @@ from inflight.executor.scheduler.step_constraint import DraftTerms
 from inflight.executor.speculation.budget import DraftBudget
 from inflight.executor.speculation.forced import GrammarProposer
 from inflight.executor.speculation.proposer import Draft, NgramProposer, Proposer
-from tests.fake_device import VOCABULARY_SIZE, next_content
+from tests.support.device.fake_device import VOCABULARY_SIZE, next_content
 
 CHEAP = DraftTerms(lambda num_tokens: 1.0 + 1e-6 * num_tokens)
 

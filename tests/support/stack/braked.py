@@ -1,4 +1,6 @@
-"""The `inflight` command with executors whose steps a test permits: `python -m tests.braked PIPE 20 executor …`.
+"""The `inflight` command with executors whose steps a test permits.
+
+    python -m tests.support.stack.braked PIPE 20 executor …
 
 A test that kills a process after a stream's first tokens races with the tokens that follow: on a busy machine the
 stream may be over before the test has seen its beginning. While a test holds the brake, an engine waits for its
@@ -34,7 +36,7 @@ class ProcessBrake:
 
     def program(self, num_tokens: int) -> tuple[str, ...]:
         """Returns the program of a stack whose executors stop at sequences with so many output tokens."""
-        return (sys.executable, "-m", "tests.braked", str(self.path), str(num_tokens))
+        return (sys.executable, "-m", "tests.support.stack.braked", str(self.path), str(num_tokens))
 
     def hold(self) -> None:
         assert self._pipe is None

@@ -23,7 +23,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
 
 # Rows of 256 numbers, which superblocks of GGUF have.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}

@@ -1,7 +1,7 @@
 """JSON-Schema-Test-Suite, from the source distribution of `jsonschema`, against canonical grammars.
 
 Fetched once into `.clients/json-schema-suite`. A value counts as accepted if any of its texts is: llguidance fixes the
-order of properties, and 1 and 1.0 are equal. `python -m tests.schema_suite` prints the table.
+order of properties, and 1 and 1.0 are equal. `python -m tests.support.text.schema_suite` prints the table.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from filelock import FileLock
 
 from inflight.router.constraint.source import ConstraintError, ConstraintSource
 from inflight.router.constraint.worker import Compiler
-from tests.grammars import accepts
+from tests.support.text.grammars import accepts
 
-FOLDER = Path(__file__).parents[1] / ".clients" / "json-schema-suite"
+FOLDER = Path(__file__).parents[3] / ".clients" / "json-schema-suite"
 PACKAGE = "jsonschema==4.26.0"
 DIALECTS = {"draft2020-12": {}, "draft7": {"$schema": "http://json-schema.org/draft-07/schema#"}}
 MAX_TEXTS = 200

@@ -14,7 +14,7 @@ from torch import Tensor
 from inflight.executor.adapters.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.checkpoint.decoder_weights import DecoderShape, Rope
-from tests.tiny_models import VOCABULARY_SIZE, sizes
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, sizes
 
 TINY = sizes()
 SHAPE = DecoderShape(

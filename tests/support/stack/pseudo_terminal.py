@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 # For a busy machine; what is expected comes at once.
 WAIT_S = 60.0
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")

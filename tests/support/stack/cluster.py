@@ -56,8 +56,8 @@ from inflight.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
-from tests.drafting import eager
-from tests.fake_device import VOCABULARY_SIZE, FakeDevice
+from tests.support.device.fake_device import VOCABULARY_SIZE, FakeDevice
+from tests.support.scheduler.drafting import eager
 
 BLOCK_SIZE = 4
 CONTEXT_LENGTH = 64

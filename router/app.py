@@ -36,10 +36,9 @@ from inflight.router.kserve import service as kserve
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.gauges import ScrapeGauges
 from inflight.router.stats.source import StatsSource
-from inflight.router.store.ledgers import Ledgers, OnCall
+from inflight.router.store.ledgers import Ledgers
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.types import StoreCall
-from inflight.router.subpools.ledgers import SubPoolLedgers
 from inflight.router.telemetry.event_log import EventLog
 from inflight.router.telemetry.events import RequestObserver, RequestObservers
 from inflight.router.telemetry.latencies import Latencies
@@ -69,7 +68,7 @@ class RouterApp:
     admission: TenantConfigFile
     authentication: Authentication
     certificates: tuple[TlsFiles, ...]
-    ledgers: Ledgers | SubPoolLedgers
+    ledgers: Ledgers
     tokens: ResumeTokens
     pools: ModelRegistry
     stats: StatsSource
@@ -100,7 +99,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         watching.events.store_called(call)
         trace_store_calls(tracing.tracer, call)
 
-    ledgers = _ledgers(settings, router_id, store_called)
+    ledgers = Ledgers(settings.redis_url.get_secret_value(), router_id, store_settings_of(settings), store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [
         ModelBackend(name, text, _dispatcher(name, ledgers, settings, tokens), listeners)
@@ -164,17 +163,7 @@ def resume_tokens(settings: RouterSettings, learn: Learn) -> ResumeTokens:
     return ResumeTokens(None if secret is None else secret.get_secret_value().encode(), learn)
 
 
-def _ledgers(settings: RouterSettings, router_id: str, on_call: OnCall) -> Ledgers | SubPoolLedgers:
-    url, of_store = settings.redis_url.get_secret_value(), store_settings_of(settings)
-    if settings.num_subpools == 1:
-        return Ledgers(url, router_id, of_store, on_call)
-    urls = [one.get_secret_value() for one in settings.subpool_redis_urls] or [url]
-    return SubPoolLedgers(urls, settings.num_subpools, router_id, of_store, on_call)
-
-
-def _dispatcher(
-    model: str, ledgers: Ledgers | SubPoolLedgers, settings: RouterSettings, tokens: ResumeTokens
-) -> Dispatcher:
+def _dispatcher(model: str, ledgers: Ledgers, settings: RouterSettings, tokens: ResumeTokens) -> Dispatcher:
     return Dispatcher(
         functools.partial(ledgers.open, model),
         settings.max_attempts,

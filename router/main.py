@@ -22,6 +22,7 @@ from inflight.common.telemetry.logs import start_logging
 from inflight.router.app import RouterApp, build_router
 from inflight.router.dispatch.pools import ModelRegistry
 from inflight.router.settings import RouterSettings
+from inflight.router.store.ledgers import NoFunctionsError
 from inflight.router.text.tokenizer import TextModel
 from inflight.router.tools.formats import FormatError, read_formats, with_added
 from inflight.router.tools.support import DETECTED, ToolSettings
@@ -131,20 +132,34 @@ async def _listen(router: RouterApp, settings: RouterSettings) -> None:
 
 
 async def _check_redis_user(router: RouterApp) -> bool:
-    """Raises `SettingError` if the router's user in Redis lacks a command. A rarely used command would otherwise fail
-    after hours, and leave requests without an end. Returns False if Redis does not answer."""
+    """Raises `SettingError` if the router's user in Redis lacks a command, or the server functions. A rarely used
+    command would otherwise fail after hours, and leave requests without an end. Returns False if Redis does not
+    answer."""
     try:
-        missing = await router.ledgers.missing_commands()
+        lack = await _redis_lack(router)
     except RequestError as error:
         log.warning("the commands of the user in Redis cannot be checked yet: %s", error)
         return False
-    if missing:
+    if lack:
         await router.ledgers.aclose()
-        raise SettingError(
-            f"--redis-url (INFLIGHT_REDIS_URL): the user in Redis may not call {', '.join(missing)} on keys "
-            "inflight:*; docs/security.md lists the commands that a router needs"
-        )
+        raise SettingError(f"--redis-url (INFLIGHT_REDIS_URL): {lack}")
     return True
+
+
+async def _redis_lack(router: RouterApp) -> str:
+    """Returns what the server in Redis or the router's user lacks, and what to do; '' if nothing. Raises
+    `RequestError` if Redis does not answer."""
+    try:
+        missing = await router.ledgers.missing_commands()
+    except NoFunctionsError:
+        return "the server has no functions; use Redis 7, Valkey 7.2 or a newer one"
+    if not missing:
+        return ""
+    loading = "" if "FUNCTION|LOAD" not in missing else ", and how another user loads the scripts"
+    return (
+        f"the user in Redis may not call {', '.join(missing)} on keys inflight:*; docs/security.md lists the commands "
+        f"that a router needs{loading}"
+    )
 
 
 async def _check_redis_user_later(router: RouterApp) -> None:
@@ -152,9 +167,9 @@ async def _check_redis_user_later(router: RouterApp) -> None:
     while True:
         await asyncio.sleep(REDIS_CHECK_S)
         with suppress(RequestError):
-            missing = await router.ledgers.missing_commands()
-            if missing:
-                log.error("the user in Redis may not call %s on keys inflight:*", ", ".join(missing))
+            lack = await _redis_lack(router)
+            if lack:
+                log.error("%s", lack)
             return
 
 

@@ -29,18 +29,6 @@ class RouterSettings(ProcessSettings):
         description="URL of the Redis with the queues and the ledger: a server, Sentinels or a cluster; may "
         "contain a password",
     )
-    num_subpools: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="queues and ledgers into which the executors of each model are divided, about one for 128 "
-        "executors; the same for all routers",
-    )
-    subpool_redis_urls: tuple[SecretStr, ...] = Field(
-        (),
-        description="URLs of the Redis servers of the sub-pools, comma-separated; sub-pool k is on server k modulo "
-        "their number; the same for all routers; unset: redis_url",
-    )
     executors: tuple[str, ...] = Field(
         ("127.0.0.1:50061",),
         description="executor addresses host:port, comma-separated; dns:///name:port stands for every address of "
@@ -217,13 +205,6 @@ class RouterSettings(ProcessSettings):
         parse_redis_url(url.get_secret_value())
         return url
 
-    @field_validator("subpool_redis_urls")
-    @classmethod
-    def _check_subpool_redis_urls(cls, urls: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        for url in urls:
-            parse_redis_url(url.get_secret_value())
-        return urls
-
     @field_validator("resume_secret")
     @classmethod
     def _check_resume_secret(cls, secret: SecretStr | None) -> SecretStr | None:
@@ -255,15 +236,6 @@ class RouterSettings(ProcessSettings):
         for address in addresses:
             check_address(address)
         return addresses
-
-    @model_validator(mode="after")
-    def _check_subpools(self) -> Self:
-        if len(self.subpool_redis_urls) > self.num_subpools:
-            raise ValueError(
-                f"--subpool-redis-urls (INFLIGHT_SUBPOOL_REDIS_URLS): {len(self.subpool_redis_urls)} servers for "
-                f"{self.num_subpools} sub-pools; set --num-subpools (INFLIGHT_NUM_SUBPOOLS) to at least as many"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:

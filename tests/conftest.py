@@ -24,7 +24,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 from inflight.local.redis_server import PrivateRedis
 from inflight.router.store.connection import connect
 from inflight.router.store.keys import PoolKeys
-from tests.support.ledger.redis_servers import WAYS, server_for
 from tests.support.ledger.store_pool import SETTINGS, START_MS, StorePool
 
 # The repository's root is a folder of modules for pytest. Under these names a module would be loaded a second time.
@@ -99,25 +98,7 @@ for name, num_examples in (("fixed", 100), ("short", 25)):
 settings.register_profile("explore", deadline=None, print_blob=True, phases=PHASES, suppress_health_check=BUSY)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-# Run on a server without functions and on one with them, where there is one: `redis_servers.server_for`.
-BOTH_WAYS = (
-    "integration/test_ledger",
-    "integration/test_redis_stale.py",
-    "property/test_store",
-    "simulation/test_crash_schedules.py",
-    "simulation/test_subpools.py",
-    "unit/test_bench_ledger.py",
-    "unit/test_store",
-)
-
 _pool_numbers = itertools.count()
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs the tests of the store both ways."""
-    path = metafunc.definition.path.relative_to(TESTS).as_posix()
-    if "redis_server" in metafunc.fixturenames and path.startswith(BOTH_WAYS):
-        metafunc.parametrize("redis_server", WAYS, indirect=True, scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -166,10 +147,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[PrivateRedis]:
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateRedis]:
     """A real Redis that nothing else uses."""
-    binary = server_for(request.param) if hasattr(request, "param") else None
-    with PrivateRedis.start(tmp_path_factory.mktemp("redis") / "redis.log", binary=binary) as server:
+    with PrivateRedis.start(tmp_path_factory.mktemp("redis") / "redis.log") as server:
         yield server
 
 

@@ -17,7 +17,8 @@ from inflight.bench.fleet.fleet import Fleet
 from inflight.errors import InflightError
 from inflight.router.store.connection import connect
 from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import compose, shared_source
+from inflight.router.store.lua import compose_library, shared_source
+from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.settings import StoreSettings
 
 LOOK_EVERY_S = 0.1
@@ -148,7 +149,9 @@ async def _look(client: AsyncClient, redis: Any, pool: str, metrics_addresses: S
         sum(executor.blocks_used for executor in executors),
         sum(executor.blocks_reserved for executor in executors),
         int(await redis.hlen(keys.key("requests"))),
-        int(await redis.eval(compose(shared_source(), COUNT_PINS), len(pool_keys), *pool_keys)),
+        int(
+            await ScriptCalls(redis, compose_library(shared_source(), {"pins": COUNT_PINS})).run("pins", pool_keys, ())
+        ),
         sum(held),
     )
 

@@ -26,7 +26,6 @@ from inflight.bench.ledger.traffic import Traffic
 from inflight.bench.ledger.wire import Connection
 from inflight.local.redis_server import PrivateRedis
 from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import load_scripts
 
 POOL = "bench-losses"
 NUM_LOSING = 16  # executors that report nothing, and as many that are silent
@@ -42,8 +41,6 @@ class Losses:
         self.costs: dict[tuple[str, int], list[float]] = {}
         self._scale = scale
         self._server, self._connection = Server(url), Connection(url)
-        for script in load_scripts().values():
-            self._server.load_script(script.source)
         commands = asyncio.run(record_commands(url, POOL, scale, SEED))
         self._traffic = Traffic(scale, commands, SEED)
         self._loop = Loop(url, commands.mailboxes, 1, self._traffic)

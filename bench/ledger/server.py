@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.bench.ledger.wire import Connection, bulk_text
-from inflight.bench.redis.wire import WireError
 
-SCRIPT = "evalsha"  # in figures, also what was called by fcall
-SCRIPT_COMMANDS = (SCRIPT, "fcall")
+SCRIPT = "fcall"
 MAX_SLOW_CALLS = 1024
 LEAST_SLOW_US = 100
 # Of the slow log's entries: id, time, microseconds, number of arguments, command and its first argument.
@@ -45,7 +43,7 @@ class SlowCall:
 
     number: int
     us: float
-    sha: str
+    function: str
 
 
 class Server:
@@ -58,13 +56,11 @@ class Server:
 
     def usages(self) -> Usages:
         """By command, since the server's start. Commands that scripts call count, too."""
-        found = {
+        return {
             name.removeprefix("cmdstat_"): Usage(int(stat["calls"]), float(stat["usec"]))
             for name, text in self._fields("commandstats").items()
             for stat in (dict(part.split("=", 1) for part in text.split(",")),)
         }
-        scripts = sum((found.pop(name, NOTHING) for name in SCRIPT_COMMANDS), NOTHING)
-        return {**found, SCRIPT: scripts}
 
     def cpu_s(self) -> float:
         """Processor time of the thread that runs commands."""
@@ -77,12 +73,8 @@ class Server:
         return int(self._fields("memory")["used_memory"])
 
     def num_calls_by_us(self) -> Mapping[int, int]:
-        """How many calls of scripts took at most so many microseconds, by Redis' clock, since the last reset; nothing
-        before version 7."""
-        try:
-            text = self._connection.ask("LATENCY", "HISTOGRAM", *SCRIPT_COMMANDS).decode(errors="replace")
-        except WireError:
-            return {}
+        """How many calls of scripts took at most so many microseconds, by Redis' clock, since the last reset."""
+        text = self._connection.ask("LATENCY", "HISTOGRAM", SCRIPT).decode(errors="replace")
         counts: dict[int, int] = {}
         for command in text.split("histogram_usec")[1:]:
             numbers = [int(number) for number in BUCKET.findall(command)]
@@ -95,9 +87,6 @@ class Server:
         """Runs a command; its reply does not matter."""
         self._connection.ask(*words)
 
-    def load_script(self, source: str) -> None:
-        self.execute("SCRIPT", "LOAD", source)
-
     def set_option(self, name: str, value: str) -> str:
         """Sets an option and returns its former value."""
         former = self._connection.ask("CONFIG", "GET", name).split(b"\r\n")[4].decode()
@@ -108,9 +97,9 @@ class Server:
         """Scripts in the slow log."""
         reply = self._connection.ask("SLOWLOG", "GET", MAX_SLOW_CALLS)
         return [
-            SlowCall(int(number), float(us), sha.decode())
-            for number, us, name, sha in SLOW_CALL.findall(reply)
-            if name.lower().decode() in SCRIPT_COMMANDS
+            SlowCall(int(number), float(us), function.decode())
+            for number, us, name, function in SLOW_CALL.findall(reply)
+            if name.lower().decode() == SCRIPT
         ]
 
     def delete_pool(self, pattern: str) -> None:
@@ -178,13 +167,15 @@ class Slowest:
 
     def look(self) -> None:
         """Takes what was logged since the last look."""
-        new = [call for call in self._server.slow_calls() if call.number > self._logged and call.sha in self._names]
+        new = [
+            call for call in self._server.slow_calls() if call.number > self._logged and call.function in self._names
+        ]
         if not new:
             return
         worst = max(new, key=lambda call: call.us)
         self._logged = max(call.number for call in new)
         if worst.us > self.us:
-            self.us, self.script = worst.us, self._names[worst.sha]
+            self.us, self.script = worst.us, self._names[worst.function]
             self._server.set_option("slowlog-log-slower-than", str(int(worst.us)))
 
     def close(self) -> None:

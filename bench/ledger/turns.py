@@ -1,7 +1,6 @@
-"""The processor time of Redis per call by two versions or two ways, in turns.
+"""The processor time of Redis per call by the scripts of two checkouts, in turns.
 
-    python -m inflight.bench.ledger.turns --redis-server PATH                  # EVALSHA and FCALL
-    python -m inflight.bench.ledger.turns --redis-server PATH --before TREE    # the scripts of two checkouts
+    python -m inflight.bench.ledger.turns --redis-server PATH --before TREE
 
 Each side has a server and a process that loads the code of its tree: scripts, routers' store and load. On one
 server Lua's collector would look through what both sides keep. The figures are medians over rounds of the time of
@@ -30,15 +29,11 @@ from inflight.bench.ledger.loop import Loop
 from inflight.bench.ledger.main import preloaded
 from inflight.bench.ledger.measure import MAX_SEATED_AT_ONCE, NUM_CONNECTIONS, REFRESH_S, Frames
 from inflight.bench.ledger.scale import PoolScale
-from inflight.bench.ledger.server import Server, Usage, difference
+from inflight.bench.ledger.server import SCRIPT, Server, Usage, difference
 from inflight.bench.ledger.traffic import Traffic
-from inflight.bench.redis.wire import connect
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.store.lua import load_scripts
 
 TREE = Path(__file__).parents[3]
-# A user who may not call functions: for it the routers' store uses EVALSHA.
-WITHOUT_FUNCTIONS = ("ACL", "SETUSER", "without", "on", ">functions", "~*", "&*", "+@all", "-fcall")
 KINDS = (
     "submit 1",
     "settle 4",
@@ -70,10 +65,6 @@ class Side:
     """One pool and its load, in a process of its own: reads orders from standard input, answers each with a line."""
 
     def __init__(self, url: str, pool: str, scale: PoolScale) -> None:
-        server = Server(url)
-        for script in load_scripts().values():
-            server.load_script(script.source)
-        server.close()
         self._scale = scale
         commands = asyncio.run(record_commands(url, pool, scale, SEED))
         self._traffic = Traffic(scale, commands, SEED)
@@ -201,7 +192,7 @@ def measure(workers: dict[str, Worker], num_rounds: int, kinds: Sequence[str]) -
 
 def _num_commands(used: dict[str, Usage]) -> int:
     """Returns how many commands the scripts called."""
-    return sum(usage.calls for name, usage in used.items() if name not in ("evalsha", "info", "xread"))
+    return sum(usage.calls for name, usage in used.items() if name not in (SCRIPT, "info", "xread"))
 
 
 def main() -> None:
@@ -210,7 +201,7 @@ def main() -> None:
     add = parser.add_argument
     add("--redis-server", type=Path, help="a server of version 7 or later; else the one that is found")
     add("--preload", type=Path, metavar="LIB", help="a library that the servers load first: an allocator")
-    add("--before", type=Path, metavar="TREE", help="another checkout, to compare with this one")
+    add("--before", type=Path, metavar="TREE", help="the other checkout")
     add("--executors", type=int, default=20)
     add("--waiting", type=int, default=1000)
     add(
@@ -221,6 +212,8 @@ def main() -> None:
     add("--only", default="", metavar="TEXT", help="only calls whose name begins so, such as settle")
     add("--side", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not (options.side or options.before):
+        parser.error("--before is required")
     logging.getLogger("inflight.router.store").setLevel(logging.ERROR)
     if options.side:
         scale = PoolScale(options.waiting, options.executors, is_mixed=options.traffic == "mixed")
@@ -228,37 +221,28 @@ def main() -> None:
         for line in sys.stdin:
             print(side.obey(line), flush=True)
         return
-    names = ("before", "after") if options.before else ("EVALSHA", "FCALL")
     workers: dict[str, Worker] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for name in names:
+        for name in ("before", "after"):
             with preloaded(options.preload):
                 redis = stack.enter_context(PrivateRedis.start(folder / f"{name}.log", binary=options.redis_server))
-            server, url = Server(redis.admin_url), redis.admin_url
+            server = Server(redis.admin_url)
             stack.callback(server.close)
             tree = options.before if name == "before" else TREE
-            if name == "EVALSHA":
-                url = _without_functions(server, url)
-            workers[name] = stack.enter_context(_started(server, tree, url, options))
+            workers[name] = stack.enter_context(_started(server, tree, redis.admin_url, options))
         kinds = KINDS if options.rate is None else (*KINDS, f"pace {options.rate}")
         found = measure(workers, options.rounds, [kind for kind in kinds if kind.startswith(options.only)])
-    _print(found, *names)
+    _print(found)
 
 
-def _without_functions(server: Server, url: str) -> str:
-    server.execute(*WITHOUT_FUNCTIONS)
-    address = connect(url)[0].getpeername()
-    return f"redis://without:functions@{address[0]}:{address[1]}/0"
-
-
-def _print(found: dict[str, dict[str, Found]], first: str, second: str) -> None:
-    print(f"| call | {first}, µs | {second}, µs | change | commands |\n| --- | --- | --- | --- | --- |")
+def _print(found: dict[str, dict[str, Found]]) -> None:
+    print("| call | before, µs | after, µs | change | commands |\n| --- | --- | --- | --- | --- |")
     for kind, sides in found.items():
-        rounds = [sides[name].cpu_us for name in (first, second)]
+        rounds = [sides[name].cpu_us for name in ("before", "after")]
         us = [statistics.median(one) for one in rounds]
         change = statistics.median(after / before for before, after in zip(*rounds, strict=True)) - 1
-        commands = [f"{statistics.mean(sides[name].num_commands):.1f}" for name in (first, second)]
+        commands = [f"{statistics.mean(sides[name].num_commands):.1f}" for name in ("before", "after")]
         print(f"| {kind} | {us[0]:.0f} | {us[1]:.0f} | {change:+.0%} | {' → '.join(commands)} |")
 
 

@@ -198,16 +198,15 @@ class InvariantChecker:
         if not holds:
             raise InvariantViolation(what)
 
-    def rates_kept(self, num_subpools: int = 1) -> None:
-        """No tenant got more in than its rate, over all routers: a bucket that the limit fills and requests empty. Its
-        burst is at least a request for each sub-pool."""
+    def rates_kept(self) -> None:
+        """No tenant got more in than its rate, over all routers: a bucket that the limit fills and requests empty."""
         for tenant, taken in self._taken_in.items():
-            self._check_rate(tenant, sorted(taken, key=lambda one: one[0]), num_subpools)
+            self._check_rate(tenant, sorted(taken, key=lambda one: one[0]))
 
-    def _check_rate(self, tenant: str, taken: list[tuple[int, TenantLimits]], num_subpools: int) -> None:
+    def _check_rate(self, tenant: str, taken: list[tuple[int, TenantLimits]]) -> None:
         limits = taken[0][1]
         assert limits.requests_per_s is not None
-        most = float(max(limits.request_burst, num_subpools))
+        most = float(limits.request_burst)
         level, before_us = most, taken[0][0]
         for at_us, _ in taken:
             level = min(most, level + (at_us - before_us) / US_PER_S * limits.requests_per_s) - 1.0

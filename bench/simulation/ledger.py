@@ -30,7 +30,6 @@ from inflight.router.store.codec import (
 )
 from inflight.router.store.lua import Argument
 from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import TAKE_OUT
 from inflight.router.store.types import (
     Adopted,
     Attempt,
@@ -45,7 +44,6 @@ from inflight.router.store.types import (
     LeaseLapsed,
     Placement,
     PoolListener,
-    PoolLoad,
     Queued,
     Refused,
     ReportOutcome,
@@ -98,8 +96,6 @@ class Ledger:
         self._peers: frozenset[str] = frozenset()
         self._listener: PoolListener | None = None
         self._is_registered = False
-        self.load: PoolLoad | None = None
-        """As the last renewal told."""
         # A reply got lost that may have said that the pool had forgotten this router.
         self._may_have_lapsed = False
         self._beginnings: dict[tuple[str, frozenset[str]], tuple[int, bytes]] = {}
@@ -109,10 +105,10 @@ class Ledger:
         self._has_mail = False
         link.listen(self._mailbox, lambda: process.run(self._read_mailbox))
 
-    def start(self, phase_us: int, renew_us: int = RENEW_US) -> None:
+    def start(self, phase_us: int) -> None:
         """Renews and reaps from now on; `phase_us` keeps routers apart."""
         self.renew()
-        self._link.timeline.after(phase_us % renew_us, self._process.run, self._renew_always, renew_us)
+        self._link.timeline.after(phase_us % RENEW_US, self._process.run, self._renew_always)
         self._link.timeline.after(phase_us % REAP_US, self._process.run, self._reap_always)
 
     def close(self) -> None:
@@ -134,16 +130,7 @@ class Ledger:
     def cancel(
         self, request_id: str, is_own: bool, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure
     ) -> None:
-        self._cancel(request_id, int(is_own), on_result, on_failure)
-
-    def take_out(self, request_id: str, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure) -> None:
-        """Calls `AdmissionStore.take_out`."""
-        self._cancel(request_id, TAKE_OUT, on_result, on_failure)
-
-    def _cancel(
-        self, request_id: str, how: int, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure
-    ) -> None:
-        args: list[Argument] = ["", request_id, how]
+        args: list[Argument] = ["", request_id, int(is_own)]
         self._operate("cancel", args, lambda reply, _: on_result(parse_cancel(request_id, reply)), on_failure)
 
     def hand_back(
@@ -199,8 +186,8 @@ class Ledger:
 
     # How a script is called ------------------------------------------------------------------------------------
 
-    def _renew_always(self, renew_us: int) -> None:
-        self._link.timeline.after(renew_us, self._process.run, self._renew_always, renew_us)
+    def _renew_always(self) -> None:
+        self._link.timeline.after(RENEW_US, self._process.run, self._renew_always)
         self.renew()
 
     def _reap_always(self) -> None:
@@ -209,8 +196,6 @@ class Ledger:
 
     def _renewed(self, reply: Reply, own: OwnEvent | None) -> None:
         self._peers = frozenset(reply.values[0]) - {self.router_id}
-        num_waiting, num_executors, num_with_room = reply.values[1:]
-        self.load = PoolLoad(num_waiting, num_executors, num_with_room, len(self._peers) + 1)
         if self._listener is not None:
             self._listener.on_routers(self._peers)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from inflight.bench.simulation.ledger import Ledger
-from inflight.bench.simulation.subpool_ledger import SubPoolLedger
 from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Process, Timeline
 from inflight.router.dispatch.report_pacer import ReportPacer
 from inflight.router.store.types import Ending, ExecutorReport, ReportOutcome
@@ -25,7 +24,7 @@ class LedgerWriter:
 
     def __init__(
         self,
-        ledger: Ledger | SubPoolLedger,
+        ledger: Ledger,
         timeline: Timeline,
         process: Process,
         on_superseded: Callable[[str, str, int], None],

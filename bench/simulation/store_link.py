@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from inflight.bench.redis.pipelined import RedisWire
-from inflight.bench.redis.wire import WireError, command, encode
+from inflight.bench.redis.wire import command, encode
 from inflight.bench.timeline.timeline import Timeline
 from inflight.router.store.codec import Reply, parse_reply, parse_snapshot
 from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import Script, compose_scripts, load_scripts, shared_source
+from inflight.router.store.lua import NAMES, compose_scripts, load_scripts, shared_source
 from inflight.router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
@@ -54,8 +54,6 @@ class StoreLink:
         timeline: Timeline,
         seed: int,
         change: Callable[[str], str] | None = None,
-        *,
-        may_use_functions: bool = True,
     ) -> None:
         self.url = url
         self.keys = PoolKeys(pool)
@@ -73,15 +71,11 @@ class StoreLink:
         self._newest: dict[str, tuple[Any, Reply]] = {}
         self._wire = RedisWire.connect(url, self._on_push)
         scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
-        self._beginnings = (self._load_functions(scripts) if may_use_functions else None) or self._load_scripts(scripts)
+        self._wire.call(command("FUNCTION", "LOAD", "REPLACE", scripts.source))
+        self._beginnings = {name: ("FCALL", scripts.function(name)) for name in NAMES}
         self._wire.call(command("CONFIG", "SET", "notify-keyspace-events", "Kt"))
         # Answered by a push, which the next read meets.
         self._wire.send(command("PSUBSCRIBE", f"__keyspace@0__:{self.keys.mailbox('*')}"))
-
-    @property
-    def call_command(self) -> str:
-        """FCALL or EVALSHA."""
-        return self._beginnings["submit"][0]
 
     def close(self) -> None:
         """Reads what is still to come, removes the pool and ends the connection."""
@@ -170,20 +164,6 @@ class StoreLink:
         reply = parse_reply(raw)
         self._newest[kind] = (raw, reply)
         return reply
-
-    def _load_functions(self, scripts: Mapping[str, Script]) -> dict[str, tuple[str, str]] | None:
-        """Returns how function calls begin; None if the server has no functions."""
-        try:
-            self._wire.call(command("FUNCTION", "LOAD", "REPLACE", scripts["submit"].library.source))
-        except WireError:
-            return None
-        return {name: ("FCALL", script.function) for name, script in scripts.items()}
-
-    def _load_scripts(self, scripts: Mapping[str, Script]) -> dict[str, tuple[str, str]]:
-        """Returns how calls of scripts by their hash begin."""
-        for script in scripts.values():
-            self._wire.call(command("SCRIPT", "LOAD", script.source))
-        return {name: ("EVALSHA", script.sha) for name, script in scripts.items()}
 
     def _set_clock(self) -> None:
         clock_ms = self.timeline.now_ms + EPOCH_MS - self._behind_ms

@@ -16,7 +16,6 @@ from inflight.bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutc
 from inflight.bench.simulation.ledger_writer import LedgerWriter
 from inflight.bench.simulation.session import Frame, Session
 from inflight.bench.simulation.store_link import StoreLink
-from inflight.bench.simulation.subpool_ledger import SubPoolLedger
 from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Action, Process, Timeline
 from inflight.bench.timeline.traffic import SimRequest
 from inflight.common.errors import Reason, RequestError
@@ -74,7 +73,6 @@ from inflight.router.store.types import (
     Queued,
     StoreEvent,
 )
-from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import types_pb2
 
 # As `inflight.router.dispatch.waiting_audit`'s and `retry_queue`'s.
@@ -107,14 +105,13 @@ class RouterShape:
 
 
 class VirtualRouter:
-    """One start of a router. With one link it has a ledger, with more a sub-pool behind each. Implements
-    `inflight.router.dispatch.waiting_audit.WaitingRequests`."""
+    """One start of a router."""
 
     def __init__(
         self,
         router_id: str,
         shape: RouterShape,
-        links: Sequence[StoreLink],
+        link: StoreLink,
         timeline: Timeline,
         checker: InvariantChecker,
     ) -> None:
@@ -128,14 +125,8 @@ class VirtualRouter:
         self._shape = shape
         self._timeline = timeline
         self._checker = checker
-        self.ledger = self._open(links)
+        self.ledger = Ledger(link, self.process, router_id, shape.store, self._on_store_event)
         self.writer = LedgerWriter(self.ledger, timeline, self.process, self._cancel_superseded)
-
-    def _open(self, links: Sequence[StoreLink]) -> Ledger | SubPoolLedger:
-        settings = self._shape.store
-        if len(links) == 1:
-            return Ledger(links[0], self.process, self.router_id, settings, self._on_store_event)
-        return SubPoolLedger(links, self.process, self.router_id, settings, self._on_store_event, self)
 
     def start(self, phase_us: int) -> None:
         """Renews and reaps from now on; `phase_us` keeps routers apart."""
@@ -308,17 +299,6 @@ class VirtualRouter:
 
     def _waits(self, life: Lifecycle) -> bool:
         return self.requests.served.get(life.request_id) is life and life.is_in_queue
-
-    # The line, for moves between sub-pools.
-
-    def waiting(self) -> list[RequestStream]:
-        return [client_of(life).stream for life in self.requests.waiting()]
-
-    def waits(self, stream: RequestStream) -> bool:
-        return self._waits(stream.life)
-
-    def resubmit_forgotten(self, stream: RequestStream) -> None:
-        self._apply(stream.life, Forgotten())
 
     # How effects are executed.
 

@@ -12,20 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inflight.bench.redis.wire import WireError
-from inflight.bench.simulation.bounds import Bounds, SubPoolBound
+from inflight.bench.simulation.bounds import Bounds
 from inflight.bench.simulation.invariants import InvariantChecker
 from inflight.bench.simulation.push import PushPolicy, PushRouter
 from inflight.bench.simulation.session import RouterEnd, Session
 from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
 from inflight.bench.simulation.store_link import StoreLink
-from inflight.bench.simulation.subpool_ledger import SubPoolLedger
 from inflight.bench.simulation.virtual_router import RouterShape, VirtualRouter
 from inflight.bench.timeline.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
 from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 from inflight.bench.timeline.traffic import SimRequest
 from inflight.router.lifecycle.lifecycle import IllegalTransition
-from inflight.router.subpools.assignment import home_of
-from inflight.router.subpools.ledgers import subpool_name
 
 START_US = 1_000 * US_PER_S
 NOTICED_US = 1_000
@@ -49,13 +46,11 @@ class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
     finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
-    source with a change to compare with, and `change_request` a request as it arrives; without `may_use_functions`
-    scripts are called by EVALSHA on every server. With several sub-pools a fault of Redis affects one of them."""
+    source with a change to compare with, and `change_request` a request as it arrives."""
 
     seed: int = 0
     num_routers: int = 2
     num_executors: int = 2
-    num_subpools: int = 1
     executor: ExecutorShape = field(default_factory=ExecutorShape)
     router: RouterShape = field(default_factory=RouterShape)
     faults: FaultRates | SpacedFaults = NO_FAULTS
@@ -67,7 +62,6 @@ class WorldSettings:
     has_room: bool = False
     change_scripts: Callable[[str], str] | None = None
     change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
-    may_use_functions: bool = True
 
 
 class World:
@@ -78,12 +72,7 @@ class World:
         self.timeline = Timeline()
         self.timeline.now_us = START_US
         self.checker = InvariantChecker()
-        count = settings.num_subpools
-        names = [pool] if count == 1 else [subpool_name(pool, number) for number in range(count)]
-        change, functions = settings.change_scripts, settings.may_use_functions
-        self.links = [
-            StoreLink(url, name, self.timeline, settings.seed, change, may_use_functions=functions) for name in names
-        ]
+        self.link = StoreLink(url, pool, self.timeline, settings.seed, settings.change_scripts)
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()
@@ -91,14 +80,12 @@ class World:
         self._requests: Iterator[SimRequest] = iter(requests)
         self.begin_us = START_US + WARM_UP_US
         self._num_starts = 0
-        self._emptied_us: dict[StoreLink, int] = {}
-        self.bounds = [Bounds(self.timeline, settings.executor, settings.has_room) for _ in self.links]
-        self.subpool_bound = SubPoolBound(self.timeline, settings.router.block_size)
+        self._emptied_us: int | None = None
+        self.bounds = Bounds(self.timeline, settings.executor, settings.has_room)
 
     def close(self) -> None:
         """Removes the pool from Redis."""
-        for link in self.links:
-            link.close()
+        self.link.close()
 
     def run(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
         """Everything, from the first start to the last end. Raises `SimulationFailed`."""
@@ -125,7 +112,7 @@ class World:
             self.timeline.at(self.begin_us + fault.at_us, self._break, fault)
             if fault.kind is FaultKind.STORE_STALE:
                 remembered_us = max(START_US, self.begin_us + fault.at_us - fault.duration_us)
-                self.timeline.at(remembered_us, self._link_of(fault).remember, fault.place)
+                self.timeline.at(remembered_us, self.link.remember, fault.place)
         self._next_arrival()
         look_us = round(settings.look_s * US_PER_S)
         while self.timeline.now_us < end_us:
@@ -137,30 +124,19 @@ class World:
         """Checks the state of the whole system."""
         # Standby follows the ends, so that an executor may have promised more than it would now.
         most_sequences = self.settings.executor.num_seats + self.settings.executor.num_standby
-        for link in self.links:
-            emptied_us = self._emptied_us.get(link)
-            is_rebuilding = emptied_us is not None and self.timeline.now_us < emptied_us + REBUILD_US
-            self.checker.look(link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
+        is_rebuilding = self._emptied_us is not None and self.timeline.now_us < self._emptied_us + REBUILD_US
+        self.checker.look(self.link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
         self.checker.all_accounted_for(self._open_ids())
         self.checker.within(self._running())
         if self.settings.push is None:
-            self._check_bounds()
-
-    def _check_bounds(self) -> None:
-        routers, records = self._living_routers(), self.checker.records
-        for number, (link, bounds) in enumerate(zip(self.links, self.bounds, strict=True)):
-            own = [one for one in self.executors if home_of(one.executor_id, len(self.links)) == number]
-            bounds.look(link, routers, own, records)
-        if len(self.links) > 1:
-            self.subpool_bound.look(self.links, routers)
+            self.bounds.look(self.link, self._living_routers(), self.executors, self.checker.records)
 
     def check_end(self) -> None:
         """Checks that nothing is left of anything."""
         self.look()
-        for link in self.links:
-            self.checker.nothing_left(link.snapshot())
-        if not self._emptied_us:
-            self.checker.rates_kept(len(self.links))
+        self.checker.nothing_left(self.link.snapshot())
+        if self._emptied_us is None:
+            self.checker.rates_kept()
         for executor in self._living_executors():
             self.checker.require(executor.scheduler.is_idle, f"{executor.executor_id} is not idle")
             executor.scheduler.check_when_idle()
@@ -168,12 +144,6 @@ class World:
             self.checker.require(used == 0, f"{executor.executor_id} holds {used} blocks for no request")
         if self.settings.max_wait_s is not None:
             self.checker.waited_at_most(round(self.settings.max_wait_s * US_PER_S))
-
-    @property
-    def num_moved(self) -> int:
-        """Requests that were taken out of the queue of a sub-pool so that they wait in another, by living routers."""
-        ledgers = [router.ledger for router in self.routers if isinstance(router, VirtualRouter)]
-        return sum(ledger.num_moved for ledger in ledgers if isinstance(ledger, SubPoolLedger))
 
     def _drain(self, until_us: int, look_us: int) -> None:
         """Until everything has ended, and then as long as reports and leases need to say so."""
@@ -237,7 +207,7 @@ class World:
         settings = self.settings
         if settings.push is not None:
             return PushRouter(settings.push, settings.router, self.timeline, self.checker)
-        router = VirtualRouter(router_id, settings.router, self.links, self.timeline, self.checker)
+        router = VirtualRouter(router_id, settings.router, self.link, self.timeline, self.checker)
         router.start(self._random.randrange(US_PER_S))
         return router
 
@@ -270,27 +240,17 @@ class World:
 
     # Faults.
 
-    def _link_of(self, fault: Fault) -> StoreLink:
-        return self.links[fault.place % len(self.links)]
-
     def _changed(self, *, router: RouterEnd | None = None, executor: SimExecutor | None = None) -> None:
-        for bounds in self.bounds:
-            bounds.changed(router=router, executor=executor)
-        self.subpool_bound.disturbed()
+        self.bounds.changed(router=router, executor=executor)
 
     def _lost(self, executor: SimExecutor, router: RouterEnd | None = None) -> None:
-        for bounds in self.bounds:
-            bounds.lost(executor, router)
-        self.subpool_bound.disturbed()
+        self.bounds.lost(executor, router)
 
     def _break(self, fault: Fault) -> None:
         self.num_faults[fault.kind] += 1
         router = self.routers[fault.place % len(self.routers)]
         executor = self.executors[fault.place % len(self.executors)]
-        for bounds in self.bounds:
-            bounds.broken(fault, router, executor)
-        self.subpool_bound.broken(fault)
-        link = self._link_of(fault)
+        self.bounds.broken(fault, router, executor)
         match fault.kind:
             case FaultKind.ROUTER_CRASH:
                 self._kill_router(router, fault.duration_us)
@@ -307,15 +267,15 @@ class World:
             case FaultKind.LINK_BREAK:
                 self._break_link(executor, fault.place)
             case FaultKind.STORE_EMPTY:
-                self._emptied_us[link] = self.timeline.now_us
-                link.empty()
+                self._emptied_us = self.timeline.now_us
+                self.link.empty()
             case FaultKind.STORE_STALE:
-                self._emptied_us[link] = self.timeline.now_us
-                link.roll_back(fault.place)
+                self._emptied_us = self.timeline.now_us
+                self.link.roll_back(fault.place)
             case FaultKind.STORE_AWAY:
-                link.go_away(fault.duration_us)
+                self.link.go_away(fault.duration_us)
             case FaultKind.STORE_CLOCK_BACK:
-                link.set_clock_back(fault.duration_us * CLOCK_STEP_FACTOR // US_PER_MS)
+                self.link.set_clock_back(fault.duration_us * CLOCK_STEP_FACTOR // US_PER_MS)
 
     def _kill_router(self, router: RouterEnd, duration_us: int) -> None:
         if not router.process.is_alive:

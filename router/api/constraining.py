@@ -11,8 +11,8 @@ import asyncio
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.router.api.tokenizer_turns import TokenizerTurns
@@ -49,6 +49,8 @@ MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 
 # Functions that are compiled alone although that ends a compiling process, each after seconds.
 MAX_COSTLY_FUNCTIONS = 3
+# Different words of schemas that are logged.
+MAX_LOGGED_WORDS = 1000
 COSTLY = frozenset({TOO_LONG, TOO_LARGE})
 NOT_TRIED = "the schema was not compiled, because those of other functions take too long"
 
@@ -110,10 +112,11 @@ def constraint_source(constraint: types_pb2.Constraint) -> ConstraintSource:
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A canonical grammar. `unenforced` are the functions whose parameters it does not enforce, each with the
-    reason."""
+    reason. `ignored` are keywords and formats of its schemas that JSON Schema does not know."""
 
     grammar: str
     unenforced: Mapping[str, str] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -132,6 +135,7 @@ class Constraining:
         # By the constraint's text: its grammar, or why there is none. The least recently used is first.
         self._results: OrderedDict[str, Compiled | ConstraintError] = OrderedDict()
         self._remembered_bytes = 0
+        self._logged: set[str] = set()
         # Equal constraints that come together are compiled once.
         self._compiling: dict[str, asyncio.Task[Compiled | ConstraintError]] = {}
 
@@ -160,6 +164,7 @@ class Constraining:
             if not task.cancelled() and task.exception() is None:
                 self._remember(key, task.result())
                 _log_unenforced(tenant, task.result())
+                self._log_ignored(task.result())
 
         task = asyncio.create_task(self._turns.run(tenant, len(key), lambda: self._compile(source)))
         self._compiling[key] = task
@@ -180,7 +185,7 @@ class Constraining:
 
     def _compiled(self, source: ConstraintSource) -> Compiled | ConstraintError:
         try:
-            return Compiled(self._ask(source))
+            return self._ask(source)
         except ConstraintError as error:
             if source.tools is None or not source.tools.loose:
                 return error
@@ -198,12 +203,12 @@ class Constraining:
         unenforced = self._unenforceable(source, rules, error)
         try:
             if unenforced:
-                return Compiled(self._ask(source.of_tools(rules.relaxed(unenforced))), unenforced)
+                return replace(self._ask(source.of_tools(rules.relaxed(unenforced))), unenforced=unenforced)
         except ConstraintError as without_these:
             error = without_these
         # Each can be enforced alone, but not all together.
         reason = f"the schema cannot be enforced together with those of the other functions: {error}"
-        return Compiled(least, {name: unenforced.get(name, reason) for name in rules.loose})
+        return replace(least, unenforced={name: unenforced.get(name, reason) for name in rules.loose})
 
     def _unenforceable(self, source: ConstraintSource, rules: AnswerRules, error: ConstraintError) -> dict[str, str]:
         """Returns the loose tools whose parameters cannot be enforced, with the reasons. `error` is that of all tools
@@ -223,15 +228,16 @@ class Constraining:
                 num_costly += _is_costly(error)
         return reasons
 
-    def _ask(self, source: ConstraintSource) -> str:
+    def _ask(self, source: ConstraintSource) -> Compiled:
         process = self._take()
         try:
-            return process.compile(source)
+            grammar, ignored = process.compile(source)
         except CompilerLostError:
             process = self._start()
-            return process.compile(source)
+            grammar, ignored = process.compile(source)
         finally:
             self._put(process)
+        return Compiled(grammar, ignored=ignored)
 
     def _take(self) -> CompilingProcess:
         while self._idle:
@@ -247,6 +253,13 @@ class Constraining:
             process.close()
             process = self._start()
         self._idle.append(process)
+
+    def _log_ignored(self, result: Compiled | ConstraintError) -> None:
+        """Logs words of schemas without effect, each once."""
+        if isinstance(result, Compiled) and len(self._logged) < MAX_LOGGED_WORDS:
+            for word in set(result.ignored) - self._logged:
+                log.info("JSON schemas: %s is unknown to JSON Schema and has no effect", word)
+            self._logged.update(result.ignored)
 
     def _remember(self, key: str, result: Compiled | ConstraintError) -> None:
         self._results[key] = result

@@ -10,9 +10,8 @@ import itertools
 import json
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
-from inflight.router.constraint.json_schema import SCHEMA_LISTS, SCHEMA_MAPS, Schema
+from inflight.router.constraint.json_schema import SCHEMA_LISTS, SCHEMA_MAPS, Schema, pointed_at
 
 ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 # References and `allOf` that are followed for one alternative.
@@ -109,20 +108,8 @@ def _parts(schema: Schema, root: dict[str, Any]) -> list[dict[str, Any]]:
         parts.append(part)
         pending.extend(part.get("allOf", ()))
         if "$ref" in part:
-            pending.append(_target(part["$ref"], root))
+            pending.append(pointed_at(part["$ref"], root))
     return parts
-
-
-def _target(reference: str, root: dict[str, Any]) -> Schema:
-    """Returns the schema that a reference names; true if it is not there any more."""
-    target: Any = root
-    for step in unquote(reference.removeprefix("#")).split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        try:
-            target = target[int(name)] if isinstance(target, list) else target[name]
-        except (KeyError, IndexError, ValueError):
-            return True
-    return target if isinstance(target, bool | dict) else True
 
 
 def _types(schema: dict[str, Any]) -> frozenset[str]:

@@ -1,12 +1,16 @@
 """Canonical JSON schemas: only what llguidance enforces, in draft 2020-12.
 
-The compiler refuses some keywords and silently ignores others. Here every keyword is either supported, an annotation,
-which is dropped, or refused by name; so is every format. A canonical schema says the same as the client's schema and
-has no annotations, so equal constraints have equal texts. References lead only to schemas that were checked.
+The compiler refuses some keywords and silently ignores others. Here a keyword of JSON Schema is supported, an
+annotation, which is dropped, or refused by name. Keywords and formats that JSON Schema does not know are annotations,
+as its specification says, and are reported. Every value of a canonical schema satisfies the client's schema. It has no
+annotations, so equal constraints have equal texts. References lead only to schemas that were checked.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +21,21 @@ from inflight.router.constraint.json_text import shortened
 
 Schema = dict[str, Any] | bool
 
+# By the address without its scheme: both are in use.
 DIALECTS = {
-    "https://json-schema.org/draft/2020-12/schema": 2020,
-    "https://json-schema.org/draft/2019-09/schema": 2019,
-    "http://json-schema.org/draft-07/schema": 7,
-    "http://json-schema.org/draft-06/schema": 6,
+    "json-schema.org/draft/2020-12/schema": 2020,
+    "json-schema.org/draft/2019-09/schema": 2019,
+    "json-schema.org/draft-07/schema": 7,
+    "json-schema.org/draft-06/schema": 6,
+    "json-schema.org/draft-04/schema": 4,
 }
 NEWEST = 2020
 # In these, `items` may be a list.
 LAST_WITH_ITEM_LISTS = 2019
 # In these, keywords beside `$ref` have no effect.
 LAST_WITH_LONE_REFERENCES = 7
+# In these, `exclusiveMinimum` and `exclusiveMaximum` are booleans that change `minimum` and `maximum`.
+LAST_WITH_EXCLUSIVE_FLAGS = 4
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
@@ -40,6 +48,7 @@ _DAY = (
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _LABEL = r"[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+UUID = "^[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$"
 _LABEL_LENGTHS = r"[^.@]{1,63}(?:\.[^.@]{1,63})*"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]+"
 # A text has the format if it matches all patterns.
@@ -54,9 +63,16 @@ PATTERNS_OF_FORMAT = {
         r"^[^@]{1,64}@[^@]{1,189}$",
     ),
 }
+# Patterns of zod 4 with look-around, which the compiler has not. The formats beside them say more.
+PATTERNS_WITHIN_FORMAT = {
+    "hostname": r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$",
+    "duration": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+}
 ANNOTATIONS = frozenset(
     {
-        "$comment",
+        *("$anchor", "$comment", "$dynamicAnchor", "$recursiveAnchor", "$schema", "$vocabulary"),
+        *("contentEncoding", "contentMediaType", "contentSchema"),
         "default",
         "deprecated",
         "description",
@@ -69,14 +85,30 @@ ANNOTATIONS = frozenset(
         "writeOnly",
     }
 )
-# Names of extensions, which say nothing about a value. The compiler's own would change how it reads the schema.
+# Keywords of JSON Schema, and the compiler's own, that would change which values are valid.
+REFUSED = frozenset(
+    {
+        *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
+        *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$recursiveRef"),
+        *("divisibleBy", "disallow", "extends"),  # of draft 3
+        "x-guidance",
+    }
+)
+# Names of extensions.
 EXTENSION_PREFIX = "x-"
-COMPILER_EXTENSION = "x-guidance"
+# Formats of OpenAPI that are ranges.
+RANGES_OF_FORMAT = {"int32": (-(2**31), 2**31 - 1)}
+# Arrays that `uniqueItems` allows are listed, up to this number.
+MAX_UNIQUE_ARRAYS = 400
 MAX_COUNT = 1_000_000
 # Larger integers have no exact value in the compiler, which computes with doubles.
 MAX_NUMBER = 2**53
 MAX_PATTERN_CHARACTERS = 4096
 MAX_VIOLATIONS = 16
+
+# A bound beyond that is replaced by the nearest number within: fewer values are valid then. 1 is an upper bound.
+BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 
 ONE_SCHEMA = frozenset({"additionalProperties", "items"})
 SCHEMA_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -111,7 +143,7 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of names",
     ),
     "pattern": (is_pattern, f"a regular expression of at most {MAX_PATTERN_CHARACTERS} characters"),
-    "format": (lambda value: isinstance(value, str) and value in FORMATS, f"one of {', '.join(sorted(FORMATS))}"),
+    "format": (lambda value: isinstance(value, str), "a text"),
     "minimum": _A_NUMBER,
     "maximum": _A_NUMBER,
     "exclusiveMinimum": _A_NUMBER,
@@ -136,12 +168,19 @@ class SchemaError(Exception):
 
 def canonical_schema(schema: Any) -> dict[str, Any]:
     """Returns the canonical form of a schema. Raises `SchemaError`."""
-    walk = _Walk(_dialect(schema))
+    walk = _Walk(schema)
     canonical = walk.schema(schema, "")
     walk.check_references()
     if walk.violations:
         raise SchemaError(walk.violations)
     return {} if canonical is True else canonical if isinstance(canonical, dict) else {"enum": []}
+
+
+def ignored_words(schema: Any) -> list[str]:
+    """Returns the keywords and formats of a supported schema that JSON Schema does not know."""
+    walk = _Walk(schema)
+    walk.schema(schema, "")
+    return sorted(walk.ignored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +198,7 @@ class SchemaPattern:
 
 def patterns_of(schema: Any) -> list[SchemaPattern]:
     """Returns the patterns of a supported schema."""
-    walk = _Walk(_dialect(schema))
+    walk = _Walk(schema)
     walk.schema(schema, "")
     return walk.patterns
 
@@ -168,19 +207,37 @@ def _dialect(schema: Any) -> int:
     named = schema.get("$schema") if isinstance(schema, dict) else None
     if named is None:
         return NEWEST
-    if not isinstance(named, str) or named.removesuffix("#") not in DIALECTS:
+    address = named.removesuffix("#").rpartition("://")[2] if isinstance(named, str) else ""
+    if address not in DIALECTS:
         raise SchemaError([f"has an unknown `$schema`; must be one of {', '.join(DIALECTS)}, or not set"])
-    return DIALECTS[named.removesuffix("#")]
+    return DIALECTS[address]
+
+
+def pointed_at(reference: str, root: Any) -> Schema:
+    """Returns the schema that a reference such as `#/$defs/name` names; true if there is none."""
+    target = root
+    for step in unquote(reference.removeprefix("#")).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        try:
+            target = target[int(name)] if isinstance(target, list) else target[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return True
+    return target if isinstance(target, bool | dict) else True
 
 
 class _Walk:
-    """One pass over a schema. `violations` are its unsupported places, `patterns` its supported patterns."""
+    """One pass over a schema. `violations` are its unsupported places, `patterns` its supported patterns, and `ignored`
+    its words that JSON Schema does not know."""
 
-    def __init__(self, dialect: int) -> None:
+    def __init__(self, root: Any) -> None:
         self.violations: list[str] = []
         self.patterns: list[SchemaPattern] = []
-        self._dialect = dialect
+        self.ignored: set[str] = set()
+        self._root = root
+        self._dialect = _dialect(root)
         self._places: set[str] = set()
+        # Places of parts with ids that change what relative references mean.
+        self._ids: list[str] = []
         self._references: list[tuple[str, str]] = []
 
     def schema(self, schema: Any, place: str) -> Schema:
@@ -192,15 +249,26 @@ class _Walk:
             self._refuse(f"is not a schema{_at(place)}: must be an object, true or false")
             return True
         canonical: dict[str, Any] = {}
-        for keyword, value in self._effective(schema).items():
+        effective = self._effective(schema)
+        if "pattern" in effective and PATTERNS_WITHIN_FORMAT.get(str(effective.get("format"))) == effective["pattern"]:
+            effective = {name: value for name, value in effective.items() if name != "pattern"}
+        for keyword, value in effective.items():
             self._keyword(keyword, value, place, canonical)
         self._old_items(schema, place, canonical)
+        self._property_names(effective, place, canonical)
+        self._unique_items(effective, place, canonical)
         self._check_min_properties(canonical, place)
         _replace_format(canonical)
+        _add_range(effective, canonical)
+        if effective.get("nullable") is True and "enum" not in canonical and "type" in canonical:
+            types = canonical["type"]
+            canonical["type"] = list(dict.fromkeys([*([types] if isinstance(types, str) else types), "null"]))
         return canonical
 
     def check_references(self) -> None:
-        """Refuses references to places that are not schemas."""
+        """Refuses references to places that are not schemas, and ids that would change what references mean."""
+        for place in self._ids if self._references else ():
+            self._refuse(f"has an id{_at(place)}, which is not supported beside `$ref`")
         for reference, place in self._references:
             if unquote(reference.removeprefix("#")) not in self._places:
                 text = "must be # or a JSON pointer to a schema of this text, such as #/$defs/name"
@@ -210,7 +278,15 @@ class _Walk:
         """Returns the keywords that have an effect."""
         if "$ref" in schema and self._dialect <= LAST_WITH_LONE_REFERENCES:
             return {name: schema[name] for name in ("$ref", "$defs", "definitions") if name in schema}
-        return schema
+        if self._dialect > LAST_WITH_EXCLUSIVE_FLAGS:
+            return schema
+        effective = dict(schema)
+        for flag, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if isinstance(is_exclusive := effective.get(flag), bool):
+                del effective[flag]
+                if is_exclusive and limit in effective:
+                    effective[flag] = effective.pop(limit)
+        return effective
 
     def _keyword(self, keyword: str, value: Any, place: str, canonical: dict[str, Any]) -> None:
         inside = f"{place}/{_escaped(keyword)}"
@@ -227,16 +303,60 @@ class _Walk:
         elif keyword == "$ref":
             self._reference(value, place)
             canonical[keyword] = value
-        elif not self._is_annotation(keyword, place):
-            self._refuse(f"has the keyword `{keyword}`{_at(place)}, which is not supported")
+        elif keyword == "$id" or (keyword == "id" and self._dialect <= LAST_WITH_EXCLUSIVE_FLAGS):
+            if place and not str(value).startswith("#"):
+                self._ids.append(place)
+        elif keyword in REFUSED and keyword not in {"propertyNames", "uniqueItems"}:
+            self._refuse_keyword(keyword, place)
+        elif keyword not in REFUSED | ANNOTATIONS and not keyword.startswith(EXTENSION_PREFIX):
+            self.ignored.add(f"`{keyword}`")
 
-    def _is_annotation(self, keyword: str, place: str) -> bool:
-        """Returns whether a keyword says nothing about values. An id of a part would change what references mean."""
-        if keyword in {"$schema", "$id"}:
-            return place == ""
-        if keyword == "additionalItems":
-            return self._dialect <= LAST_WITH_ITEM_LISTS  # see `_old_items`
-        return keyword in ANNOTATIONS or (keyword.startswith(EXTENSION_PREFIX) and keyword != COMPILER_EXTENSION)
+    def _property_names(self, schema: dict[str, Any], place: str, canonical: dict[str, Any]) -> None:
+        """Translates `propertyNames` that are listed, or that match one pattern, into properties."""
+        if "propertyNames" not in schema:
+            return
+        names = self._resolved(self.schema(schema["propertyNames"], f"{place}/propertyNames"))
+        properties, others = canonical.get("properties", {}), canonical.get("additionalProperties", True)
+        if names is True or (isinstance(names, dict) and not set(names) - {"type"} and _can_be_text(names)):
+            return
+        if isinstance(names, dict) and "patternProperties" not in canonical and _can_be_text(names):
+            if (listed := _listed_texts(names)) is not None:
+                known = {name: part for name, part in properties.items() if name in listed}
+                canonical["properties"] = known | {name: others for name in listed if name not in known}
+                canonical["additionalProperties"] = False
+                return
+            if (pattern := _only_pattern(names)) is not None and not properties:
+                canonical["patternProperties"] = {pattern: others}
+                canonical["additionalProperties"] = False
+                return
+        self._refuse_keyword("propertyNames", place)
+
+    def _unique_items(self, schema: dict[str, Any], place: str, canonical: dict[str, Any]) -> None:
+        """Translates `uniqueItems` of few listed items into the list of arrays."""
+        if schema.get("uniqueItems", False) is False or canonical.get("maxItems", 2) < 2:
+            return
+        items = self._resolved(canonical.get("items", True))
+        values = items.get("enum") if isinstance(items, dict) and not set(items) - {"type", "enum"} else None
+        is_plain = canonical.get("type") == "array" and not {"prefixItems", "enum", "const"} & set(canonical)
+        arrays = _arrays(values, canonical) if values and is_plain and schema["uniqueItems"] is True else None
+        if arrays is None:
+            self._refuse_keyword("uniqueItems", place)
+            return
+        canonical["enum"] = arrays
+        for name in ("items", "minItems", "maxItems"):
+            canonical.pop(name, None)
+
+    def _resolved(self, schema: Schema) -> Schema:
+        """Returns the canonical schema that a lone reference leads to, if that has no parts."""
+        if not isinstance(schema, dict) or set(schema) != {"$ref"}:
+            return schema
+        target = pointed_at(str(schema["$ref"]), self._root)
+        if isinstance(target, dict) and set(target) & (ONE_SCHEMA | SCHEMA_LISTS | SCHEMA_MAPS | REFUSED | {"$ref"}):
+            return schema
+        return _Walk(self._root).schema(target, "")  # its violations and patterns are found where it stands
+
+    def _refuse_keyword(self, keyword: str, place: str) -> None:
+        self._refuse(f"has the keyword `{keyword}`{_at(place)}, which is not supported")
 
     def _old_items(self, schema: dict[str, Any], place: str, canonical: dict[str, Any]) -> None:
         """Translates a list of `items`, and `additionalItems`, which has an effect only beside one."""
@@ -272,7 +392,12 @@ class _Walk:
 
     def _value(self, keyword: str, value: Any, place: str, canonical: dict[str, Any]) -> None:
         is_allowed, allowed = VALUES[keyword]
-        if (large := next(_large_numbers(value), None)) is not None:
+        if keyword in BOUNDS and is_number(value) and BOUNDS[keyword] * value > MAX_NUMBER:
+            canonical[keyword] = BOUNDS[keyword] * MAX_NUMBER
+        elif keyword == "format" and isinstance(value, str) and value not in FORMATS:
+            if value not in RANGES_OF_FORMAT:  # see `_add_range`
+                self.ignored.add(f"`format` {shortened(value)}")
+        elif (large := next(_large_numbers(value), None)) is not None:
             text = f"has the number {shortened(str(large))} in `{keyword}`{_at(place)}"
             self._refuse(f"{text}; numbers beyond ±2^53 are not supported")
         elif is_allowed(value):
@@ -306,6 +431,50 @@ def _large_numbers(value: Any) -> Iterator[int | float]:
             yield from _large_numbers(part)
     elif is_number(value) and abs(value) > MAX_NUMBER:
         yield value
+
+
+def _add_range(schema: dict[str, Any], canonical: dict[str, Any]) -> None:
+    """Adds the range of a numeric format."""
+    least, most = RANGES_OF_FORMAT.get(str(schema.get("format")), (None, None))
+    if least is None or most is None or "integer" not in str(canonical.get("type")):
+        return
+    canonical["minimum"] = max(canonical.get("minimum", least), least)
+    canonical["maximum"] = min(canonical.get("maximum", most), most)
+
+
+def _can_be_text(schema: dict[str, Any]) -> bool:
+    types = schema.get("type", "string")
+    return "string" in ([types] if isinstance(types, str) else types)
+
+
+def _listed_texts(schema: dict[str, Any]) -> list[str] | None:
+    """Returns the texts that a schema lists; None if it says anything else."""
+    if set(schema) - {"type"} == {"enum"}:
+        return [value for value in schema["enum"] if isinstance(value, str)]
+    if set(schema) - {"type"} == {"const"} and isinstance(schema["const"], str):
+        return [schema["const"]]
+    return None
+
+
+def _only_pattern(schema: dict[str, Any]) -> str | None:
+    """Returns a pattern that says the same about texts as a schema; None if there is none."""
+    said = set(schema) - {"type"}
+    if said == {"format"} and schema["format"] == "uuid":
+        return UUID
+    if said == {"pattern"}:
+        return str(schema["pattern"])
+    if said and said <= {"minLength", "maxLength"}:
+        return f"^(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}$"
+    return None
+
+
+def _arrays(values: list[Any], canonical: dict[str, Any]) -> list[list[Any]] | None:
+    """Returns all arrays without repetition of some values, within the bounds of their length; None if too many."""
+    unique = list({json.dumps(value, sort_keys=True): value for value in values}.values())
+    least, most = canonical.get("minItems", 0), min(canonical.get("maxItems", len(unique)), len(unique))
+    if sum(math.perm(len(unique), length) for length in range(least, most + 1)) > MAX_UNIQUE_ARRAYS:
+        return None
+    return [list(array) for length in range(least, most + 1) for array in itertools.permutations(unique, length)]
 
 
 def _replace_format(canonical: dict[str, Any]) -> None:

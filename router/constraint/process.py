@@ -67,9 +67,10 @@ class CompilingProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def compile(self, source: ConstraintSource, timeout_s: float = MAX_WAIT_S) -> str:
-        """Returns the canonical grammar. Blocks. Raises `ConstraintError`, also for a constraint that ended the
-        process, `CompilerLostError`, `CompilerFailedError` or `CompilerTimeoutError`."""
+    def compile(self, source: ConstraintSource, timeout_s: float = MAX_WAIT_S) -> tuple[str, list[str]]:
+        """Returns the canonical grammar, and words of its schemas that have no effect. Blocks. Raises
+        `ConstraintError`, also for a constraint that ended the process, `CompilerLostError`, `CompilerFailedError` or
+        `CompilerTimeoutError`."""
         try:
             answer = self._exchange(source.to_json().encode(), time.monotonic() + timeout_s)
         except (BrokenPipeError, EOFError):
@@ -80,8 +81,7 @@ class CompilingProcess:
         result = json.loads(answer)
         if "violations" in result:
             raise ConstraintError(result["violations"])
-        grammar: str = result["grammar"]
-        return grammar
+        return result["grammar"], result["ignored"]
 
     def _exchange(self, source: bytes, until: float) -> bytes:
         assert self._process.stdin is not None

@@ -21,7 +21,13 @@ from inflight.router.constraint.answer_grammar import (
     tool_patterns,
 )
 from inflight.router.constraint.exclusive import with_any_of
-from inflight.router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
+from inflight.router.constraint.json_schema import (
+    SchemaError,
+    SchemaPattern,
+    canonical_schema,
+    ignored_words,
+    patterns_of,
+)
 from inflight.router.constraint.json_text import JsonTextError, parse_json
 
 DEFAULT_MAX_WHITESPACE = 8
@@ -109,6 +115,16 @@ def patterns(source: ConstraintSource) -> Iterator[tuple[str, SchemaPattern]]:
             yield "", pattern
     elif source.kind == TOOLS:
         yield from tool_patterns(answer_rules(source.texts[0]))
+
+
+def ignored(source: ConstraintSource) -> list[str]:
+    """Returns the words in schemas of a supported constraint that JSON Schema does not know."""
+    if source.kind == "json_schema":
+        return ignored_words(parse_json(source.texts[0]))
+    if source.kind != TOOLS:
+        return []
+    enforced = (tool.parameters for tool in answer_rules(source.texts[0]).tools if tool.is_strict and tool.parameters)
+    return sorted({word for parameters in enforced for word in ignored_words(parse_json(parameters))})
 
 
 def _grammar(source: ConstraintSource) -> tuple[str, object]:

@@ -26,7 +26,15 @@ import llguidance
 from inflight.common.grammar import PARSER_LIMITS, canonical_grammar
 from inflight.router.constraint.json_schema import MAX_VIOLATIONS
 from inflight.router.constraint.process import LENGTH_BYTES, OUT_OF_MEMORY
-from inflight.router.constraint.source import TOOLS, ConstraintError, ConstraintSource, canonical, patterns, source_of
+from inflight.router.constraint.source import (
+    TOOLS,
+    ConstraintError,
+    ConstraintSource,
+    canonical,
+    ignored,
+    patterns,
+    source_of,
+)
 
 # Processor time for one constraint.
 MAX_COMPILE_S = 2.0
@@ -124,7 +132,7 @@ def answer_constraint(compiler: Compiler, source: str) -> str:
     """Returns the answer to one constraint as JSON text."""
     try:
         with processor_time(MAX_COMPILE_S):
-            return json.dumps({"grammar": compiler.compile(source)})
+            return json.dumps({"grammar": compiler.compile(source), "ignored": ignored(source_of(source))})
     except ConstraintError as error:
         return json.dumps({"violations": error.violations})
 

@@ -20,7 +20,6 @@ from typing import Any, TypeVar, cast
 
 from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch.ledger_writer import LedgerWriter, ledger_report
-from inflight.router.dispatch.moves import Moves
 from inflight.router.dispatch.queue_updates import QueueWatch
 from inflight.router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
 from inflight.router.dispatch.waiting_audit import WaitingAudit
@@ -100,7 +99,6 @@ from inflight.router.store.types import (
 )
 from inflight.router.stream.relay import Relay, unattended_s
 from inflight.router.stream.request_stream import Reader, RequestStream, unread_stream
-from inflight.router.subpools.store import SubPoolStore
 from inflight.v1 import executor_pb2, types_pb2
 
 Outcome = TypeVar("Outcome")
@@ -207,7 +205,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        open_store: Callable[[Callable[[StoreEvent], None]], AdmissionStore | SubPoolStore],
+        open_store: Callable[[Callable[[StoreEvent], None]], AdmissionStore],
         max_attempts: int,
         no_executor_grace_s: float,
         queue_event_interval_s: float = QUEUE_EVENT_INTERVAL_S,
@@ -232,7 +230,6 @@ class Dispatcher:
         self._withdrawals: RetryQueue[Lifecycle] = RetryQueue(self._try_to_withdraw, self._spawn)
         self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
         self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
-        self._moves = Moves(self, self._store) if isinstance(self._store, SubPoolStore) else None
         self._turns = SubmitTurns()
         self._on_effect = self._effect_table()
         self._tasks = asyncio.TaskGroup()
@@ -266,8 +263,6 @@ class Dispatcher:
                 self._tasks.create_task(self._queue_watch.run(), name="queue watch")
                 self._tasks.create_task(self._waiting_audit.run(), name="waiting audit")
                 self._tasks.create_task(self._waiting_audit.run_after_lapses(), name="waiting audit after a lapse")
-                if self._moves is not None:
-                    self._tasks.create_task(self._moves.run(), name="moves between sub-pools")
         finally:
             self._has_stopped = True
 

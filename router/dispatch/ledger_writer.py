@@ -21,7 +21,6 @@ from inflight.router.dispatch.retry_queue import STORE_RETRY_S
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.store.store import AdmissionStore
 from inflight.router.store.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
-from inflight.router.subpools.store import SubPoolStore
 from inflight.v1 import executor_pb2, types_pb2
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class LedgerWriter:
     counts its attempt. It must cancel the sequence on the executor.
     """
 
-    def __init__(self, store: AdmissionStore | SubPoolStore, on_superseded: Callable[[str, Attempt], None]) -> None:
+    def __init__(self, store: AdmissionStore, on_superseded: Callable[[str, Attempt], None]) -> None:
         self._store = store
         self._on_superseded = on_superseded
         self._ended: list[Ending] = []

@@ -38,9 +38,7 @@ the ledger's clock.
 - `adapters` (hash): executor with adapter slots → the hashes of the adapters that it serves, and which are resident
 - `mailbox:<router>` (stream): events of the router's requests, about 10,000 entries
 
-Outside the pools there is `inflight:secret`, which all routers share (`inflight.router.store.ledgers`). If a model has
-several sub-pools, each is a pool `model#k`, and a string `claim:<request>` says which sub-pool has a request
-(`inflight.router.subpools.claims`).
+Outside the pools there is `inflight:secret`, which all routers share (`inflight.router.store.ledgers`).
 """
 
 from __future__ import annotations

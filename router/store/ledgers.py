@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from redis.asyncio import Redis
@@ -17,8 +16,8 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from inflight.common.errors import RequestError
 from inflight.router.store.connection import Turns, answered, close, connect, unavailable
-from inflight.router.store.lua import ScriptCaller
-from inflight.router.store.script_calls import FORGET, is_unreadable, run_source
+from inflight.router.store.lua import ScriptCaller, load_scripts
+from inflight.router.store.script_calls import ScriptCalls, execute_at, is_unreadable
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.store import AdmissionStore
 from inflight.router.store.types import StoreCall, StoreEvent
@@ -29,44 +28,50 @@ KEY = "inflight:secret"
 SECRET_BYTES = 32
 
 
-# A harmless call of each command that scripts use, on a key that expires by itself. Errors other than a missing
-# permission do not matter.
-_CALLS = """
-local key, missing = KEYS[1], {}
-for _, call in ipairs({
-  {'SET', key, 'x', 'PX', 1000}, {'GET', key}, {'PEXPIRE', key, 1000}, {'RENAME', key, key}, {'TIME'},
-  {'HDEL', key, 'x'}, {'HGET', key, 'x'}, {'HKEYS', key}, {'HLEN', key}, {'HMGET', key, 'x'}, {'HSCAN', key, 0},
-  {'HSET', key, 'x', 'x'}, {'ZADD', key, 0, 'x'}, {'ZCARD', key}, {'ZLEXCOUNT', key, '-', '+'},
-  {'ZRANGE', key, 0, 0}, {'ZRANGEBYLEX', key, '-', '+'}, {'ZRANGEBYSCORE', key, 0, 0}, {'ZREM', key, 'x'},
-  {'ZREMRANGEBYSCORE', key, 0, 0}, {'ZREVRANGE', key, 0, 0}, {'ZREVRANGEBYSCORE', key, 0, 0}, {'ZSCORE', key, 'x'},
-  {'XADD', key, '*', 'x', 'x'},
-}) do
-  local reply = redis.pcall(unpack(call))
-  local text = type(reply) == 'table' and reply.err or ''
-  if text:find('NOPERM') or text:find('[Nn]o permissions') or text:find('user executing') then
-    missing[#missing + 1] = call[1]
-  end
-end
-redis.pcall('PEXPIRE', key, 0)
-return missing
-"""
+def _calls(key: str) -> list[tuple[str | int, ...]]:
+    """Returns a harmless call of each command that a router and its scripts use, on a key that expires by itself."""
+    return [
+        *(("XREAD", "STREAMS", key, 0), ("XREVRANGE", key, "+", "-", "COUNT", 1)),
+        *(("SET", key, "x", "PX", 1000), ("GET", key), ("PEXPIRE", key, 1000), ("RENAME", key, key), ("TIME",)),
+        *(("HDEL", key, "x"), ("HGET", key, "x"), ("HKEYS", key), ("HLEN", key), ("HMGET", key, "x")),
+        *(("HSCAN", key, 0), ("HSET", key, "x", "x"), ("ZADD", key, 0, "x"), ("ZCARD", key)),
+        *(("ZLEXCOUNT", key, "-", "+"), ("ZRANGE", key, 0, 0), ("ZRANGEBYLEX", key, "-", "+")),
+        *(("ZRANGEBYSCORE", key, 0, 0), ("ZREM", key, "x"), ("ZREMRANGEBYSCORE", key, 0, 0), ("ZREVRANGE", key, 0, 0)),
+        *(("ZREVRANGEBYSCORE", key, 0, 0), ("ZSCORE", key, "x"), ("XADD", key, "*", "x", "x"), ("PEXPIRE", key, 0)),
+    ]
+
+
+class NoFunctionsError(Exception):
+    """Raised if the server has no functions."""
 
 
 async def missing_commands(redis: Redis, settings: StoreSettings) -> list[str]:
-    """Returns the commands that a router needs and its user in Redis may not call, in capitals. It does not need those
-    of Redis Functions. Raises `RequestError` if Redis does not answer."""
-    caller: ScriptCaller = redis
+    """Returns the commands that a router needs and its user in Redis may not call, in capitals. Loads the library of
+    scripts if the server does not have it. Raises `RequestError` if Redis does not answer, and `NoFunctionsError`."""
     key = f"inflight:check:{secrets.token_hex(8)}"
-    calls: dict[str, Callable[[], Awaitable[Any]]] = {
-        "EVALSHA": lambda: caller.execute_command("EVALSHA", "0" * 40, 1, key),
-        "EVAL": lambda: caller.execute_command("EVAL", "return 0", 1, key),
-        "XREAD": lambda: redis.xread({key: "0-0"}, count=1),
-        "XREVRANGE": lambda: redis.xrevrange(key, count=1),
-    }
-    missing = [name for name, call in calls.items() if await _is_refused(call(), settings)]
-    if "EVAL" in missing:
-        return missing
-    return [*missing, *await answered(caller.execute_command("EVAL", _CALLS, 1, key), settings)]
+    missing = await _missing_for_functions(redis, settings, key)
+    for call in _calls(key):
+        name = str(call[0])
+        if name not in missing and await _is_refused(execute_at(redis, key, *call), settings):
+            missing.append(name)
+    return missing
+
+
+async def _missing_for_functions(redis: ScriptCaller, settings: StoreSettings, key: str) -> list[str]:
+    library = load_scripts()
+    try:
+        await answered(execute_at(redis, key, "FCALL", library.function("forget"), 0), settings)
+    except RequestError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ResponseError):
+            raise
+        if isinstance(cause, NoPermissionError):
+            return ["FCALL"]
+        if str(cause).startswith("unknown command"):
+            raise NoFunctionsError from error
+        if str(cause) == "Function not found" and await _is_refused(ScriptCalls(redis, library).load(key), settings):
+            return ["FUNCTION|LOAD"]
+    return []
 
 
 async def _is_refused(call: Awaitable[Any], settings: StoreSettings) -> bool:
@@ -96,7 +101,7 @@ async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -
         if isinstance(error, RequestError) and not is_unreadable(error.__cause__):
             raise
         logger.error("%s is not what a router puts there, and is replaced", KEY)
-        await answered(run_source(redis, FORGET, [KEY], ()), settings)
+        await answered(ScriptCalls(redis, load_scripts()).forget([KEY]), settings)
         try:
             return await _shared(redis, settings, secret)
         except ValueError:
@@ -139,15 +144,6 @@ class Ledgers:
         return AdmissionStore(
             self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
         )
-
-    def turn(self, kind: str) -> AbstractAsyncContextManager[None]:
-        """Returns a turn for calls of `run_source`. Entering it raises `RequestError` if Redis does not answer."""
-        return self._turns.turn(kind)
-
-    async def run_source(self, source: str, keys: Sequence[str], *args: str | int) -> Any:
-        """Runs a script that belongs to no pool. Its keys share one hash tag. Raises `RequestError` if Redis does not
-        answer."""
-        return await answered(run_source(self._redis, source, keys, args), self._settings)
 
     async def learn_secret(self, own: bytes | None) -> bytes:
         return await learn_secret(self._redis, self._settings, own)

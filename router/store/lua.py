@@ -1,28 +1,19 @@
-"""The Lua scripts. They are composed once from their sources: as scripts for EVALSHA and as one library of Redis
-Functions.
+"""The library of Redis Functions with the Lua scripts, composed once from their sources.
 
-A script consists of the parts of `scripts/shared` that it needs, in the order of `SHARED`, and its own file.
+It has one function per script. Its Lua functions are created when it is loaded, those of `scripts/shared` once for all
+scripts. Lua allows 200 local variables at a time, so a function that only one script or only one other function needs
+is put into a block with it. Variables that a file sets at its top level before its last function are read by Lua
+functions, so they are variables of the library. Every call sets them first. A table that starts empty is emptied for
+the next call, unless its name begins with `kept_`. Code after the last function remains local to the call. A line
+`--@flags` lists the flags of the script's function.
 
-Redis executes a script from its first line at every call. The commands are the smaller part of the cost. Most of it is
-the creation of functions, each of which captures every local that it uses, and the conversion of records to tables. A
-composed script therefore contains
-
-- only the functions that it can reach. Functions that only one function needs are moved into that function if it has a
-  line `--@nest`; they are then created when it is called;
-- constants and keys (`local NAME = number`, `KEYS[…]` or `ARGV[…]`) inlined where they are used;
-- for each line `--@record name fields` generated functions `pack_name` and `unpack_name`: `field` is a number, `field?`
-  a boolean, `field$` a string of less than 64 KiB, `field[n]` n numbers.
+- Constants and keys (`local NAME = number`, `KEYS[…]` or `ARGV[…]`) are inlined where they are used.
+- For each line `--@record name fields` functions `pack_name` and `unpack_name` are generated: `field` is a number,
+  `field?` a boolean, `field$` a string of less than 64 KiB, `field[n]` n numbers.
 
 A line `--@array name as variables` makes the record an array. For these variables `variable.field` is replaced by
 `variable[number]`, and `variable{field = value, …}` by a table in the order of the fields. Such a table takes a quarter
 of the memory. The names after `with` are fields that are not packed; unpacking sets them to false.
-
-A library (`compose_library`) is loaded once and has one function per script. Its Lua functions are created when it is
-loaded, the shared ones once for all scripts. Lua allows 200 local variables at a time, so a function that only one
-script or only one other function needs is put into a block with it. Variables that a script sets at its top level
-before its last function are read by Lua functions, so they are variables of the library. Every call sets them first. A
-table that starts empty is emptied for the next call, unless its name begins with `kept_`. Code after the last function
-remains local to the call. A line `--@flags` lists the flags of the script's function.
 """
 
 from __future__ import annotations
@@ -30,19 +21,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
-
-from redis.exceptions import NoScriptError
 
 _CONSTANT = re.compile(r"^local ([A-Z][A-Z_]*) = ([\d.e]+|(?:KEYS|ARGV)\[\d+\])\n", re.MULTILINE)
 _FUNCTION = re.compile(r"^local function (\w+)\((?:[^\n]* end\n|.*?^end\n)", re.MULTILINE | re.DOTALL)
-_NEST = re.compile(r"^  --@nest\n", re.MULTILINE)
 _FLAGS = re.compile(r"^--@flags ([\w -]+)\n", re.MULTILINE)
 _LOCAL = re.compile(r"^local (\w+(?:,\s*\w+)*)(\s*=)?", re.MULTILINE)
 _TABLES = re.compile(r"^(\w+(?:, \w+)*) = \{\}(?:, \{\})*\n", re.MULTILINE)
@@ -50,20 +36,6 @@ _RECORD = re.compile(r"^--@record (\w+) ((?:[^\n]*\\\n)*[^\n]*)\n", re.MULTILINE
 _ARRAY = re.compile(r"^--@array (\w+) as ([\w ]+?)(?: with ([\w ]+))?\n", re.MULTILINE)
 _COMMENT = re.compile(r"[ ]*--[^\n]*")
 _STRING_OR_WORD = re.compile(r"'[^']*'|\w+")
-_NEST_HERE = "  @nest@\n"
-
-
-def compose(shared: str, own: str) -> str:
-    """Returns the text of the script `own`, with the parts of `shared` that it needs."""
-    text = _without_comments(shared + own, _arrays(shared))
-    constants = dict(_CONSTANT.findall(text))
-    text = _CONSTANT.sub("", text)
-    functions = _functions(text)
-    reached = _reached(_FUNCTION.sub("", text), functions)
-    text = _FUNCTION.sub(lambda match: match[0] if match[1] in reached else "", text)
-    for name in reversed([name for name, body in functions.items() if _NEST_HERE in body]):
-        text = _nest(name, text)
-    return _finished(f"{_GUARDED}local function run()\n{text}end\nreturn guarded(run)\n", constants)
 
 
 def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
@@ -87,7 +59,8 @@ def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
     flags = {
         name: [flag for line in _FLAGS.findall(source) for flag in line.split()] for name, source in scripts.items()
     }
-    body += "".join(_registration(name, source, flags[name], constants) for name, source in own.items()) + _IDLE
+    body += "".join(_registration(name, source, flags[name], constants) for name, source in own.items())
+    body += _FORGET + _IDLE
     digest = hashlib.sha256(body.encode()).hexdigest()[:16]
     return Library(digest, f"#!lua name={LIBRARY_PREFIX}{digest}\n" + body.replace("@digest@", digest))
 
@@ -126,6 +99,14 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 last_call_ms = last_call_ms or now
 return now - last_call_ms
 end}
+"""
+
+# Drops its keys. A router's user in Redis may call PEXPIRE, but not DEL.
+_FORGET = """redis.register_function('inflight_forget_@digest@', function(keys)
+for _, key in ipairs(keys) do
+redis.call('PEXPIRE', key, 0)
+end
+end)
 """
 
 
@@ -190,7 +171,7 @@ def _fields(text: str) -> list[str]:
 
 def _without_comments(text: str, arrays: Mapping[str, Mapping[str, int]]) -> str:
     text = _RECORD.sub(lambda match: _record(match[1], _fields(match[2]), arrays.get(match[1])), text)
-    text = _COMMENT.sub("", _NEST.sub(_NEST_HERE, text))
+    text = _COMMENT.sub("", text)
     for variable, places in arrays.items():
         for match in reversed(list(re.finditer(rf"\b{variable}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", text))):
             text = text[: match.start()] + _in_order(match[1], places) + text[match.end() :]
@@ -209,7 +190,7 @@ def _in_order(entries: str, places: Mapping[str, int]) -> str:
 
 def _finished(text: str, constants: Mapping[str, str]) -> str:
     """Returns the text with the constants inlined and without empty lines."""
-    text = _STRING_OR_WORD.sub(lambda match: constants.get(match[0], match[0]), text.replace(_NEST_HERE, ""))
+    text = _STRING_OR_WORD.sub(lambda match: constants.get(match[0], match[0]), text)
     return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
 
 
@@ -226,13 +207,6 @@ def _reached(text: str, functions: dict[str, str]) -> set[str]:
         seen |= used
         waiting += (functions[name] for name in used)
     return seen
-
-
-def _nest(name: str, text: str) -> str:
-    """Returns the text with the functions that only `name` needs moved into it."""
-    text, body, nested = _separated(name, text, "")
-    # Indented, so that it no longer counts as a top-level function of the script.
-    return text.replace(body, body.replace(_NEST_HERE, textwrap.indent(nested, "  "), 1)) if body else text
 
 
 def _only(functions: str, names: Set[str]) -> str:
@@ -342,41 +316,21 @@ class Library:
         """Returns the library's name."""
         return LIBRARY_PREFIX + self.digest
 
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """One script. `sha` is the SHA-1 by which EVALSHA names `source`. `library` has the script as a function."""
-
-    name: str
-    source: str
-    sha: str
-    library: Library
-
-    @property
-    def function(self) -> str:
-        """Returns the name of the function."""
-        return f"inflight_{self.name}_{self.library.digest}"
-
-    async def run(self, redis: ScriptCaller, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs the script by EVALSHA. Sends the source if Redis does not know it (first use, restart, failover)."""
-        try:
-            return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
-        except NoScriptError:
-            return await redis.execute_command("EVAL", self.source, len(keys), *keys, *args)
+    def function(self, script: str) -> str:
+        """Returns the name of a script's function."""
+        return f"{LIBRARY_PREFIX}{script}_{self.digest}"
 
 
 @functools.cache
-def load_scripts(clock: str | None = None) -> Mapping[str, Script]:
-    """Returns all scripts by name, composed once per process and clock. A test that controls time passes the Lua source
-    of its own `now_ms` as `clock`."""
+def load_scripts(clock: str | None = None) -> Library:
+    """Returns the library of all scripts, composed once per process and clock. A test that controls time passes the Lua
+    source of its own `now_ms` as `clock`."""
     return compose_scripts(shared_source(clock))
 
 
-def compose_scripts(shared: str) -> Mapping[str, Script]:
-    """Returns all scripts by name, composed with this shared source. An experiment passes a modified source."""
-    own = {name: _read(name) for name in NAMES}
-    library = compose_library(shared, own)
-    return MappingProxyType({name: _script(name, compose(shared, own[name]), library) for name in NAMES})
+def compose_scripts(shared: str) -> Library:
+    """Returns the library of all scripts, composed with this shared source. An experiment passes a modified source."""
+    return compose_library(shared, {name: _read(name) for name in NAMES})
 
 
 def shared_source(clock: str | None = None) -> str:
@@ -388,6 +342,5 @@ def _read(name: str) -> str:
     return (SOURCES / f"{name}.lua").read_text(encoding="utf-8")
 
 
-def _script(name: str, source: str, library: Library) -> Script:
-    # EVALSHA names scripts by SHA-1.
-    return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest(), library)
+if __name__ == "__main__":
+    print(load_scripts().source, end="")

@@ -33,7 +33,8 @@ from redis.asyncio import Redis
 from inflight.common.errors import RequestError
 from inflight.router.store.codec import parse_event
 from inflight.router.store.connection import answered
-from inflight.router.store.script_calls import FORGET, is_unreadable, run_source
+from inflight.router.store.lua import load_scripts
+from inflight.router.store.script_calls import ScriptCalls, is_unreadable
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
 
@@ -89,7 +90,7 @@ class Mailbox:
 
     async def _drop(self) -> None:
         """Drops a key of another type in the mailbox's place, so that the next script can write there."""
-        await answered(run_source(self._redis, FORGET, [self._key], ()), self._settings)
+        await answered(ScriptCalls(self._redis, load_scripts()).forget([self._key]), self._settings)
 
     async def read(self, block_ms: int | None = None) -> list[StoreEvent]:
         """Returns the events since the last read. If there are none, waits up to `block_ms` for the first one. If

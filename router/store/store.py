@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,7 @@ from inflight.router.store.codec import (
 )
 from inflight.router.store.connection import NotSent, Turns, answered, close, connect_reader, unavailable
 from inflight.router.store.keys import NUM_CLASSES, PoolKeys
-from inflight.router.store.lua import Argument, Script, load_scripts
+from inflight.router.store.lua import Argument, Library, load_scripts
 from inflight.router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
 from inflight.router.store.outage import Outage
 from inflight.router.store.script_calls import ScriptCalls
@@ -66,7 +66,6 @@ from inflight.router.store.types import (
     LedgerState,
     Placement,
     PoolListener,
-    PoolLoad,
     Queued,
     Refused,
     ReportOutcome,
@@ -83,9 +82,6 @@ T = TypeVar("T")
 MAX_ROUNDS = 64
 # A call with this many occupies Redis for about a millisecond.
 MAX_SETTLED_PER_CALL = 16
-
-# The mode of cancel.lua that takes a waiting request out of the queue, for another pool.
-TAKE_OUT = 2
 
 # Scripts that must not run after their caller has stopped waiting: by then another router may own the request, or the
 # client may have repeated it. An argument says until when the caller waits. In `submit` and `cancel` it precedes the
@@ -136,7 +132,7 @@ class AdmissionStore:
         router_id: str,
         settings: StoreSettings,
         on_event: Callable[[StoreEvent], None],
-        scripts: Mapping[str, Script] | None = None,
+        scripts: Library | None = None,
         on_call: Callable[[StoreCall], None] = lambda call: None,
         turns: Turns | None = None,
     ) -> None:
@@ -153,8 +149,6 @@ class AdmissionStore:
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
         self._listener: PoolListener | None = None
-        self.load: PoolLoad | None = None
-        """The pool's load at the last renewal of the lease."""
         self._is_registered = False
         self._missed_reply = False
         self._operations: set[asyncio.Task[Any]] = set()
@@ -219,12 +213,6 @@ class AdmissionStore:
         reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, int(is_own)])))
         return parse_cancel(request_id, reply)
 
-    async def take_out(self, request_id: str) -> CancelOutcome:
-        """Takes a WAITING request of this router out of the queue, for another pool. This pool then no longer knows the
-        request. A request in another state is not changed."""
-        reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, TAKE_OUT])))
-        return parse_cancel(request_id, reply)
-
     async def hand_back(
         self, request_id: str, attempt: int, max_attempts: int, **details: Unpack[HandBackDetails]
     ) -> Placement | Queued | Dropped | HandBackRefusal:
@@ -287,14 +275,12 @@ class AdmissionStore:
         self._listener = listener
 
     async def renew(self) -> None:
-        """Renews this router's lease. Updates the list of other live routers and the pool's load."""
+        """Renews this router's lease. Updates the list of other live routers."""
         reply = await self._detached(self._operate("renew"))
         peers = frozenset(reply.values[0]) - {self.router_id}
         has_changed, self._peers = peers != self._peers, peers
         if has_changed and self._listener is not None:
             self._listener.on_routers(peers)
-        num_waiting, num_executors, num_with_room = reply.values[1:]
-        self.load = PoolLoad(num_waiting, num_executors, num_with_room, len(peers) + 1)
 
     async def reap(self) -> None:
         """Removes executors and routers whose lease has lapsed. The number per call is bounded; the next call
@@ -441,7 +427,7 @@ class AdmissionStore:
             raise
         finally:
             ended = time.monotonic()
-            self._on_call(StoreCall(name, ended, ended - began, succeeded, self._calls.command))
+            self._on_call(StoreCall(name, ended, ended - began, succeeded))
         self._turns.heard()
         self._outage.answered()
         self._clock.observe(reply.now_ms)

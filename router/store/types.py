@@ -29,16 +29,6 @@ class ExecutorStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolLoad:
-    """The load of a pool: waiting requests, executors, executors with an open seat, and live routers."""
-
-    num_waiting: int
-    num_executors: int
-    num_with_room: int
-    num_routers: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class ClassQueue:
     """The waiting requests of one class."""
 
@@ -520,10 +510,9 @@ StoreEvent = Placement | Lost | CancelRequested | PreemptRequested | Cancelled |
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """A finished call of a script. `ended` is a time of `time.monotonic`. `command` is FCALL or EVALSHA."""
+    """A finished call of a script. `ended` is a time of `time.monotonic`."""
 
     script: str
     ended: float
     seconds: float
     succeeded: bool
-    command: str = "EVALSHA"

@@ -47,7 +47,7 @@ def trace_store_calls(tracer: Tracer, call: StoreCall) -> None:
         kind=SpanKind.CLIENT,
         attributes={
             "db.system.name": "redis",
-            "db.operation.name": call.command,
+            "db.operation.name": "FCALL",
             "db.stored_procedure.name": call.script,
         },
         start_time=unix_ns(call.ended - call.seconds),

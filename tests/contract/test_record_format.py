@@ -7,7 +7,7 @@ import re
 
 from inflight.router.store.codec import parse_event
 from inflight.router.store.keys import FINGERPRINT, FORMAT, PoolKeys
-from inflight.router.store.lua import compose, shared_source
+from inflight.router.store.lua import compose_library, shared_source
 from inflight.router.store.types import Placement
 
 RECORD = re.compile(r"^--@record (\w+) ", re.MULTILINE)
@@ -19,8 +19,8 @@ def packings() -> str:
     shared = shared_source()
     names = RECORD.findall(shared)
     assert names
-    text = compose(shared, "".join(f"pack_{name}({{}})\n" for name in names))
-    return "\n".join(PACKED.findall(text))
+    library = compose_library(shared, {"pack": "".join(f"pack_{name}({{}})\n" for name in names)})
+    return "\n".join(PACKED.findall(library.source))
 
 
 def test_records_are_packed_as_their_format_says() -> None:

@@ -39,12 +39,12 @@ from inflight.common.guard import guarded
 from inflight.local.redis_server import find_redis_binary
 from tests.deploy.images import Image, Mount, first_process
 from tests.deploy.manifests import EVERYWHERE, Object, Overlay, environment_of, expanded
-from tests.support.ledger.redis_servers import server_for
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
 PROBE_RETRY_S = 0.1
 SMALL_KV_TOKENS = 16_384
+VALKEY_CLI = Path(__file__).with_name("valkey_cli.py")
 REPLACED_WORDS = {"inflight": (sys.executable, "-m", "inflight.cli.main")}
 
 
@@ -274,10 +274,13 @@ def _image_environment(folder: Path) -> dict[str, str]:
     programs = folder / "bin"
     if not programs.exists():
         programs.mkdir()
-        server = server_for("FCALL")  # like the image; its users file names commands that older servers refuse
-        (programs / "valkey-server").symlink_to(server)
-        client = next((found for found in (shutil.which("valkey-cli"), shutil.which("redis-cli")) if found), None)
-        (programs / "valkey-cli").symlink_to(client or find_redis_binary().with_name("redis-cli"))
+        (programs / "valkey-server").symlink_to(find_redis_binary())
+        client = programs / "valkey-cli"
+        if found := shutil.which("valkey-cli") or shutil.which("redis-cli"):
+            client.symlink_to(found)
+        else:
+            client.write_text(f'#!/bin/sh\nexec {sys.executable} {VALKEY_CLI} "$@"\n')
+            client.chmod(0o755)
     return {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),

@@ -31,9 +31,9 @@ from inflight.common.guard import guarded
 from inflight.common.version import installed_version
 from inflight.events import Completion, Delta, FinishReason
 from inflight.executor.native.library import INSTRUCTION_SETS
+from inflight.local.redis_server import find_redis_binary
 from tests.deploy.images import NEEDS_IMAGES, Container, Image, Mount, layer_sizes, servers_to_build
 from tests.deploy.manifests import EVERYWHERE
-from tests.support.ledger.redis_servers import server_for
 from tests.unit.cli.test_fetch import WANTED, Store, fetched, store
 
 __all__ = ["store"]  # a fixture
@@ -190,13 +190,13 @@ class Composed:
 
     @contextlib.asynccontextmanager
     async def redis(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        """A server with functions, whose commands the users file names, with the configuration of the service."""
+        """A server with the configuration of the service."""
         users = self.folder / "users.acl"
         users.write_text(self._mapped(self.configs["redis-users"]["content"], ""))
         text = self._mapped(self.configs["redis"]["content"], REDIS)
         text = text.replace("/etc/redis/users.acl", str(users)).replace("dir /tmp", f"dir {self.folder}")
         process = await asyncio.create_subprocess_exec(
-            *guarded([str(server_for("FCALL")), "-"]),
+            *guarded([str(find_redis_binary()), "-"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # errors of the configuration

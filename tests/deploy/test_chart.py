@@ -172,7 +172,6 @@ PLAIN: dict[str, Any] = {
     [
         ("adapter-pvc", {"executor": {"adapters": {"volume": claim_of("inflight-adapters", readOnly=True)}}}),
         ("cache-pvc", {"executor": {"cache": {"volume": claim_of("inflight-cache")}}}),
-        ("redis-subpools", {"redis": {"subpools": 4}}),
         ("external-redis", {"redis": {"mode": "external"}}),
     ],
 )
@@ -455,7 +454,6 @@ def test_own_secrets_replace_those_of_the_release() -> None:
         ({**MODEL, "ingress": {"enabled": True, "host": "llm.example.org"}}, "tlsSecret"),
         ({**MODEL, "models": {"source": "image", "download": {"enabled": True}}}, "source"),
         ({**MODEL, "executor": {"autoscaling": {"by": "hpa", "minReplicas": 0}}}, "minReplicas"),
-        ({**MODEL, "redis": {"mode": "sentinel", "subpools": 2}}, "subpools"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) -> None:
@@ -497,12 +495,11 @@ def test_every_setting_of_a_process_can_be_given(role: str) -> None:
         ({"settings": {"INFLIGHT_REDIS_URL": "redis://x"}}, "INFLIGHT_REDIS_URL"),
         ({"extraEnv": [{"name": "INFLIGHT_REDIS_URL", "value": "redis://x"}]}, "INFLIGHT_REDIS_URL"),
         ({"settings": {"INFLIGHT_API_KEYS_FILE": None}}, "INFLIGHT_API_KEYS_FILE"),
-        ({"settings": {"INFLIGHT_NUM_SUBPOOLS": 2}}, "INFLIGHT_NUM_SUBPOOLS"),
     ],
 )
 def test_variable_of_other_values_is_refused_as_a_setting(given_twice: dict[str, Any], variable: str) -> None:
     with pytest.raises(AssertionError, match=f"{variable}: the chart sets"):
-        template({**MODEL, "redis": {"subpools": 3}, "router": given_twice})
+        template({**MODEL, "router": given_twice})
 
 
 @pytest.mark.slow

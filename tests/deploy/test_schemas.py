@@ -14,23 +14,18 @@ import yaml
 from kubernetes_validate import utils
 
 from inflight.gateway.metrics import Metrics
-from inflight.router.settings import RouterSettings
-from inflight.router.store.redis_url import parse_redis_url
 from tests.dashboards.queries import selectors_of
 from tests.deploy.custom_resources import SCHEMAS
 from tests.deploy.manifests import (
     FOLDER,
     OVERLAYS,
     Object,
-    Overlay,
     needs_kubectl,
     overlay,
     pod_labels,
     rendered,
-    secrets_beside,
 )
 from tests.deploy.rules import ALERTS, COPY, DASHBOARD, RULES, rules_of
-from tests.deploy.test_manifests import settings_of
 
 # The oldest with `preStop: sleep` on by default; image volumes, which `ha` mounts, came later, and
 # with `subPath` in 1.33.
@@ -99,9 +94,6 @@ def overlay_of(*components: str) -> Iterator[tuple[Object, ...]]:
         folder.rmdir()
 
 
-OPTIONAL = {"key": "subpool-urls", "optional": True}
-
-
 @needs_kubectl
 def test_external_redis_replaces_ours() -> None:
     with overlay_of("external-redis") as objects:
@@ -112,28 +104,10 @@ def test_external_redis_replaces_ours() -> None:
         variable["name"]: variable for variable in router["spec"]["template"]["spec"]["containers"][0]["env"]
     }
     assert "REDIS_PASSWORD" not in environment
-    for name, key in (("INFLIGHT_REDIS_URL", {"key": "url"}), ("INFLIGHT_SUBPOOL_REDIS_URLS", OPTIONAL)):
-        reference = {"secretKeyRef": {"name": "inflight-redis", **key}}
-        assert environment[name] == {"name": name, "valueFrom": reference}
+    reference = {"secretKeyRef": {"name": "inflight-redis", "key": "url"}}
+    assert environment["INFLIGHT_REDIS_URL"] == {"name": "INFLIGHT_REDIS_URL", "valueFrom": reference}
     for manifest in objects:
         check(manifest, NEWEST)
-
-
-@needs_kubectl
-def test_each_subpool_has_a_redis_server_of_its_own() -> None:
-    with overlay_of("model-pvc", "redis-subpools") as objects:
-        pass
-    for manifest in objects:
-        check(manifest, NEWEST)
-    rendered_overlay = Overlay("redis-subpools", (*objects, *secrets_beside(objects)))
-    redis, router = rendered_overlay.workload("redis"), rendered_overlay.workload("router")
-    (container,) = router["spec"]["template"]["spec"]["containers"]
-    settings = settings_of(rendered_overlay, container)
-    assert isinstance(settings, RouterSettings)
-    urls = [parse_redis_url(url.get_secret_value()) for url in settings.subpool_redis_urls]
-    names = [f"{redis['metadata']['name']}-{index}.{redis['spec']['serviceName']}" for index in range(len(urls))]
-    assert len(urls) == redis["spec"]["replicas"] == settings.num_subpools
-    assert [url.options["host"] for url in urls] == names
 
 
 @needs_kubectl

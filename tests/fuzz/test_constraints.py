@@ -102,7 +102,7 @@ def grammar_or_refusal(compiler: list[CompilingProcess], kind: str, text: str) -
     if not compiler[0].is_alive:
         compiler[0] = CompilingProcess()
     try:
-        return compiler[0].compile(ConstraintSource(kind, (text,)), timeout_s=120)
+        return compiler[0].compile(ConstraintSource(kind, (text,)), timeout_s=120)[0]
     except ConstraintError:
         return None
 

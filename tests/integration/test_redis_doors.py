@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,20 +15,22 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
 from inflight.common.errors import RequestError
+from inflight.router.config.tenants import Variant, choose_variant
 from inflight.router.store.connection import connect
 from inflight.router.store.keys import PoolKeys
+from inflight.router.store.ledgers import Ledgers
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import Attempt, Demand, ExecutorReport, Placement, Queued, StoreEvent
-from tests.support.ledger.redis_servers import (
-    WAYS,
-    Server,
-    Watched,
-    cluster_servers,
-    sentinel_servers,
-    server_for,
-    start,
+from inflight.router.store.types import (
+    Attempt,
+    Demand,
+    ExecutorReport,
+    HeldSequence,
+    Placement,
+    Queued,
+    StoreEvent,
 )
+from tests.support.ledger.redis_servers import Server, Watched, cluster_servers, sentinel_servers, start
 from tests.support.stack.credentials import ec_key
 
 SETTINGS = StoreSettings(
@@ -42,15 +44,9 @@ SETTINGS = StoreSettings(
 POOL = "pool"
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def binary(request: pytest.FixtureRequest) -> Path:
-    """A server without functions, and one with them."""
-    return server_for(request.param)
-
-
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, binary: Path) -> Iterator[Watched]:
-    with sentinel_servers(tmp_path_factory.mktemp("sentinel"), binary) as servers:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with sentinel_servers(tmp_path_factory.mktemp("sentinel")) as servers:
         yield servers
 
 
@@ -109,8 +105,8 @@ async def test_requests_are_placed_before_and_after_sentinel_fails_the_master_ov
         await take_turns(a, b, told, "after", 2)
 
 
-async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(tmp_path: Path, binary: Path) -> None:
-    with cluster_servers(tmp_path, binary) as (nodes, url):
+async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(tmp_path: Path) -> None:
+    with cluster_servers(tmp_path) as (nodes, url):
         async with two_routers(url, POOL) as (a, b, told):
             await take_turns(a, b, told, "before", 1)
             (home,) = [node for node in nodes if node.admin().dbsize()]
@@ -126,13 +122,65 @@ async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(t
             new_home.kill()
             with pytest.raises(RequestError, match="does not answer"):
                 await a.renew()
-            restarted = start(tmp_path, new_home.port, "", binary=binary)
+            restarted = start(tmp_path, new_home.port, "")
             try:
                 await until_answered(a)
                 await until_answered(b)
                 await take_turns(a, b, told, "restarted", 3)
             finally:
                 restarted.kill()
+
+
+async def served(ledgers: Ledgers, name: str, demands: Sequence[Demand]) -> list[str]:
+    """Returns the tenants in the order in which their requests get the only seat of a name."""
+    told: list[StoreEvent] = []
+    store = ledgers.open(name, told.append)
+    await store.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
+    outcomes = [await store.submit(demand) for demand in demands]
+    tenant_of = {demand.request_id: demand.tenant for demand in demands}
+    placed = [one for one in outcomes if isinstance(one, Placement)]
+    tenants: list[str] = []
+    while placed:
+        seated = placed.pop()
+        tenants.append(tenant_of[seated.request_id])
+        held = (HeldSequence(seated.request_id, seated.attempt, 1),)
+        await store.report(ExecutorReport("x", 1, len(tenants) + 1, 10, 10, 1, accepting=True, held=held))
+        await store.settle([Attempt(seated.request_id, seated.attempt)])
+        placed += [one for one in told if isinstance(one, Placement)]
+        told.clear()
+    return tenants
+
+
+def num_script_calls(node: Server) -> int:
+    stats = node.admin().info("commandstats")
+    calls: int = stats.get("cmdstat_fcall", {"calls": 0})["calls"]
+    return calls
+
+
+async def test_two_names_of_a_model_halve_the_load_of_a_node_and_are_fair_each(tmp_path: Path) -> None:
+    """The example of docs/operations.md: the sessions of one variant name use two nodes of a cluster."""
+    variants = [Variant("llama-0", 1.0), Variant("llama-2", 1.0)]
+    by_name: dict[str, list[Demand]] = {variant.model: [] for variant in variants}
+    for number, tenant in enumerate(["flood"] * 120 + ["calm"] * 60):
+        name = choose_variant(variants, f"session {number}").model
+        by_name[name].append(Demand(f"r{number}", 2, 1, tenant=tenant, prompt_tokens=8, max_tokens=8))
+    with cluster_servers(tmp_path) as (nodes, url):
+        ledgers = Ledgers(url, "a", SETTINGS)
+        orders = [await served(ledgers, name, demands) for name, demands in by_name.items()]
+        await ledgers.aclose()
+        homes = {name: [node for node in nodes if _has_keys_of(node, name)] for name in by_name}
+        calls = sorted(num_script_calls(node) for node in nodes)
+    ((first,), (second,)) = homes.values()
+    assert first is not second
+    assert calls[-1] < 0.6 * sum(calls)
+    for order, demands in zip(orders, by_name.values(), strict=True):
+        assert len(order) == len(demands)
+        num_calm = order.count("calm")
+        assert abs(order[: 2 * num_calm].count("calm") - num_calm) <= 2  # half, until the calm tenant has no more
+
+
+def _has_keys_of(node: Server, name: str) -> bool:
+    return any(key.startswith(PoolKeys(name).key("")) for key in node.ask("KEYS", "*"))
 
 
 def _move(slot: int, home: Server, nodes: list[Server]) -> None:

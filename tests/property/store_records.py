@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.router.store.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
-from inflight.router.store.lua import ScriptCaller, compose, shared_source
+from inflight.router.store.lua import Library, ScriptCaller, compose_library, shared_source
+from inflight.router.store.script_calls import ScriptCalls
 from tests.support.ledger.store_pool import STEERED_CLOCK
 
 # JSON has no infinity, and cjson writes 14 digits: what is not a small whole number comes as text behind "~".
@@ -85,27 +86,19 @@ class Records:
 
 async def read_records(redis: ScriptCaller, keys: PoolKeys) -> Records:
     """What is there now."""
-    text: Any = await _run(redis, _reading_script(), keys.for_script(()), POOL_KEYS)
+    text: Any = await ScriptCalls(redis, _test_scripts()).run("read", keys.for_script(()), POOL_KEYS)
     return Records(json.loads(text, object_hook=_with_numbers))
-
-
-@functools.cache
-def _reading_script() -> str:
-    return compose(shared_source(), _READ)
 
 
 async def write_histogram(redis: ScriptCaller, keys: PoolKeys, field: str, histogram: dict[str, Any]) -> None:
     """Puts a histogram of output lengths there."""
-    await _run(redis, _writing_script(), keys.for_script(()), ("test", field, json.dumps(histogram)))
+    args = ("test", field, json.dumps(histogram))
+    await ScriptCalls(redis, _test_scripts()).run("write_histogram", keys.for_script(()), args)
 
 
 @functools.cache
-def _writing_script() -> str:
-    return compose(shared_source(STEERED_CLOCK), _WRITE_HISTOGRAM)
-
-
-async def _run(redis: ScriptCaller, source: str, keys: list[str], args: tuple[str, ...]) -> Any:
-    return await redis.execute_command("EVAL", source, len(keys), *keys, *args)
+def _test_scripts() -> Library:
+    return compose_library(shared_source(STEERED_CLOCK), {"read": _READ, "write_histogram": _WRITE_HISTOGRAM})
 
 
 def _with_numbers(found: Any) -> Any:

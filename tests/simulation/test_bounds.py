@@ -82,7 +82,7 @@ WITH_DURATIONS = (FaultKind.ROUTER_HANG, FaultKind.EXECUTOR_HANG, FaultKind.STOR
 def test_every_bound_is_kept_where_there_is_room(redis_url: str, pool: str, kind: FaultKind, duration_s: float) -> None:
     world = run_world(spacious(redis_url, pool, kind, duration_s=duration_s))
     assert world.num_faults[kind] >= 2
-    assert world.bounds[0].next_token_us() <= NEXT_TOKEN_S * US_PER_S
+    assert world.bounds.next_token_us() <= NEXT_TOKEN_S * US_PER_S
 
 
 def test_bounds_are_kept_if_all_requests_wait(redis_url: str, pool: str) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from inflight.common.errors import Reason
 from inflight.router.store.codec import settle_args, submit_args
-from inflight.router.store.lua import Argument, load_scripts
+from inflight.router.store.lua import Argument
+from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import (
     NO_LIMITS,
     Attempt,
@@ -21,7 +22,7 @@ from inflight.router.store.types import (
     ReportOutcome,
     TenantLimits,
 )
-from tests.support.ledger.store_pool import SETTINGS, STEERED_CLOCK, StorePool
+from tests.support.ledger.store_pool import SETTINGS, StorePool, steered_scripts
 
 HOUR_MS = 3_600_000
 MILLION = 1_000_000
@@ -55,12 +56,12 @@ def asked(request_id: str, tenant: str, limits: TenantLimits = NO_LIMITS, **fiel
 
 async def call_often(pool: StorePool, script: str, arguments: Iterable[list[Argument]]) -> None:
     """Runs a script many times, a thousand to a round trip."""
-    one, keys, queued = load_scripts(STEERED_CLOCK)[script], pool.keys.for_script(()), list(arguments)
-    await pool.redis.script_load(one.source)
+    function, keys, queued = steered_scripts().function(script), pool.keys.for_script(()), list(arguments)
+    await ScriptCalls(pool.redis, steered_scripts()).forget([pool.keys.key("none")])  # loads them
     for start in range(0, len(queued), 1000):
         pipeline = pool.redis.pipeline(transaction=False)
         for args in queued[start : start + 1000]:
-            pipeline.execute_command("EVALSHA", one.sha, len(keys), *keys, "a", *args)
+            pipeline.execute_command("FCALL", function, len(keys), *keys, "a", *args)
         await pipeline.execute()
 
 

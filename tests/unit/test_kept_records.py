@@ -11,8 +11,6 @@ from inflight.router.store.codec import settle_args
 from inflight.router.store.types import Attempt, Demand, Ending, LedgerState, Queued, TenantLimits
 from tests.support.ledger.store_pool import RouterSide, StorePool, steered_scripts
 
-pytestmark = pytest.mark.parametrize("redis_server", ["FCALL"], indirect=True, scope="session")
-
 
 @pytest.fixture
 async def a(store_pool: StorePool) -> RouterSide:
@@ -26,19 +24,14 @@ async def a(store_pool: StorePool) -> RouterSide:
     return router
 
 
-@pytest.mark.parametrize("way", ["EVALSHA", "FCALL"])
-async def test_records_are_read_again_after_a_call_that_failed_half_way(
-    a: RouterSide, store_pool: StorePool, way: str
-) -> None:
+async def test_records_are_read_again_after_a_call_that_failed_half_way(a: RouterSide, store_pool: StorePool) -> None:
     assert await store_pool.reserved_blocks() == {"x": 1}
     # The placement of `waiting` is written when the call finds that its owner's mailbox is no stream.
     await store_pool.redis.set(store_pool.keys.mailbox("a"), "no stream")
     keys, args = store_pool.keys.for_script(("a",)), ["b", *settle_args([Attempt("running", 1)])]
-    settle = steered_scripts()["settle"]
-    first = ("EVALSHA", settle.sha) if way == "EVALSHA" else ("FCALL", settle.function)
-    await store_pool.redis.execute_command("SCRIPT", "LOAD", settle.source)  # type: ignore[no-untyped-call]
+    settle = ("FCALL", steered_scripts().function("settle"), len(keys))
     with pytest.raises(ResponseError, match="WRONGTYPE"):
-        await store_pool.redis.execute_command(*first, len(keys), *keys, *args)  # type: ignore[no-untyped-call]
+        await store_pool.redis.execute_command(*settle, *keys, *args)  # type: ignore[no-untyped-call]
     await store_pool.redis.delete(store_pool.keys.mailbox("a"))
 
     assert await store_pool.reserved_blocks() == {"x": 2}

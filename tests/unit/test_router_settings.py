@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from pydantic import SecretStr
@@ -14,6 +15,7 @@ from inflight.router.app import resume_tokens, store_settings_of
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.main import load_texts, run_router
 from inflight.router.settings import RouterSettings
+from inflight.router.store.ledgers import Ledgers, NoFunctionsError
 from inflight.router.store.settings import StoreSettings
 from tests.support.text.text_models import llama_like
 
@@ -83,6 +85,22 @@ def test_models_whose_paths_have_commas_or_equals_signs_are_served(
     assert served(f"mine=./{name}") == ["mine"]
     assert served(f"./plain, ./{name},other=./plain") == ["plain", name, "other"]
     assert served("one=./plain,two=./plain") == ["one", "two"]
+
+
+async def test_router_that_may_not_load_its_scripts_says_where_the_way_out_is_described(tmp_path: Path) -> None:
+    with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.admin_url) as admin:
+        admin.execute_command("ACL", "SETUSER", USER, "-function|load")
+        what = r"may not call FUNCTION\|LOAD .* docs/security.md lists .*, and how another user loads the scripts"
+        with pytest.raises(SettingError, match=what):
+            await run_router(RouterSettings(redis_url=SecretStr(server.url)), {})
+
+
+async def test_router_does_not_start_on_a_server_without_functions(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ledgers, "missing_commands", AsyncMock(side_effect=NoFunctionsError))
+    with pytest.raises(SettingError, match="no functions; use Redis 7"):
+        await run_router(RouterSettings(redis_url=SecretStr(redis_url)), {})
 
 
 async def test_router_does_not_start_if_its_user_in_redis_lacks_a_command(tmp_path: Path) -> None:

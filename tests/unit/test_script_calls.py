@@ -1,10 +1,8 @@
-"""How scripts are called: as functions where the server has them, else by hash; what happens to libraries."""
+"""How scripts are called, and what happens to libraries."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -14,22 +12,22 @@ from inflight.local.redis_server import PrivateRedis
 from inflight.router.store.codec import settle_args, submit_args
 from inflight.router.store.connection import connect
 from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import Script, compose_library, load_scripts
+from inflight.router.store.lua import NAMES, load_scripts
 from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import Attempt, Demand
-from tests.support.ledger.redis_servers import server_for
 from tests.support.ledger.store_pool import PATIENT, STEERED_CLOCK, StorePool
 
 CALLER = ["a"]
+FUNCTION_COMMANDS = ("+function|load", "+function|list", "+function|delete")
 # Of another version.
 ANOTHER_CLOCK = "local function now_ms()\n  return redis.call('TIME')[1] * 1000\nend\n"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateRedis]:
-    """A server with functions that no other test uses."""
+    """A server that no other test uses."""
     folder = tmp_path_factory.mktemp("functions")
-    with PrivateRedis.start(folder / "redis.log", binary=server_for("FCALL")) as started:
+    with PrivateRedis.start(folder / "redis.log") as started:
         yield started
 
 
@@ -63,9 +61,7 @@ async def libraries(admin: Redis) -> set[str]:
 
 
 async def test_library_is_loaded_where_it_is_missing(admin: Redis, routers: Redis, keys: list[str]) -> None:
-    scripts = load_scripts()
-    calls = ScriptCalls(routers, scripts)
-    name = scripts["renew"].library.name
+    calls, name = ScriptCalls(routers, load_scripts()), load_scripts().name
     assert (await calls.run("renew", keys, CALLER))[0][0] == "RENEWED"
     assert await libraries(admin) == {name}
     # When it is lost, as after a restart or a failover
@@ -75,12 +71,11 @@ async def test_library_is_loaded_where_it_is_missing(admin: Redis, routers: Redi
     # When the data is lost
     await admin.flushall()
     assert (await calls.run("renew", keys, CALLER))[0][:2] == ["RENEWED", ["a"]]
-    assert calls.command == "FCALL"
 
 
 async def test_library_has_room_for_twenty_more_local_variables(admin: Redis) -> None:
     """Lua refuses more than 200 at a time."""
-    library = load_scripts()["renew"].library
+    library = load_scripts()
     spare = "".join(f"local spare_{number}\n" for number in range(20))
     source = library.source.replace("local KEYS", spare + "local KEYS", 1)
     assert await admin.execute_command("FUNCTION", "LOAD", source) == library.name  # type: ignore[no-untyped-call]
@@ -102,7 +97,6 @@ async def test_library_that_another_router_has_just_loaded_is_used(routers: Redi
 
     calls = ScriptCalls(Late(), load_scripts())
     assert (await calls.run("renew", keys, CALLER))[0][0] == "RENEWED"
-    assert calls.command == "FCALL"
 
 
 async def test_function_that_is_never_found_is_an_error(keys: list[str]) -> None:
@@ -118,22 +112,13 @@ async def test_function_that_is_never_found_is_an_error(keys: list[str]) -> None
         await ScriptCalls(Forgetful(), load_scripts()).run("renew", keys, CALLER)
 
 
-@pytest.mark.parametrize("refused", ["fcall", "function|load"])
-async def test_user_without_functions_gets_evalsha_and_one_line_in_the_log(
-    admin: Redis, routers: Redis, keys: list[str], refused: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = ScriptCalls(routers, load_scripts())
-    await admin.execute_command("ACL", "SETUSER", "inflight", f"-{refused}")  # type: ignore[no-untyped-call]
+async def test_library_that_another_user_has_loaded_is_used(admin: Redis, routers: Redis, keys: list[str]) -> None:
+    await admin.execute_command("FUNCTION", "LOAD", load_scripts().source)  # type: ignore[no-untyped-call]
+    await admin.execute_command("ACL", "SETUSER", "inflight", "-function")  # type: ignore[no-untyped-call]
     try:
-        for _ in range(3):
-            assert (await calls.run("renew", keys, CALLER))[0][0] == "RENEWED"
+        assert (await ScriptCalls(routers, load_scripts()).run("renew", keys, CALLER))[0][0] == "RENEWED"
     finally:
-        await admin.execute_command("ACL", "SETUSER", "inflight", f"+{refused}")  # type: ignore[no-untyped-call]
-    assert calls.command == "EVALSHA"
-    assert await libraries(admin) == set()
-    (line,) = [one for one in caplog.records if one.name == "inflight.router.store.script_calls"]
-    assert line.levelno == logging.WARNING
-    assert "EVALSHA" in line.getMessage()
+        await admin.execute_command("ACL", "SETUSER", "inflight", *FUNCTION_COMMANDS)  # type: ignore[no-untyped-call]
 
 
 async def test_user_who_may_not_list_libraries_calls_functions(admin: Redis, routers: Redis, keys: list[str]) -> None:
@@ -143,36 +128,9 @@ async def test_user_who_may_not_list_libraries_calls_functions(admin: Redis, rou
         assert (await calls.run("renew", keys, CALLER))[0][0] == "RENEWED"
     finally:
         await admin.execute_command("ACL", "SETUSER", "inflight", "+function|list")  # type: ignore[no-untyped-call]
-    assert calls.command == "FCALL"
 
 
-async def test_server_without_functions_gets_evalsha(
-    tmp_path: Path, keys: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    with PrivateRedis.start(tmp_path / "redis.log", binary=server_for("EVALSHA")) as old:
-        redis = connect(old.url, PATIENT)
-        calls = ScriptCalls(redis, load_scripts())
-        for _ in range(2):
-            assert (await calls.run("renew", keys, CALLER))[0][0] == "RENEWED"
-        await redis.aclose()
-    assert calls.command == "EVALSHA"
-    (line,) = [one for one in caplog.records if one.name == "inflight.router.store.script_calls"]
-    assert line.levelno == logging.INFO
-
-
-async def test_library_that_the_server_cannot_run_is_replaced_by_evalsha(routers: Redis, keys: list[str]) -> None:
-    scripts = load_scripts()
-    broken = compose_library("local function now_ms()\n  return 1 +\nend\n", {})
-    renew = Script("renew", scripts["renew"].source, scripts["renew"].sha, broken)
-    calls = ScriptCalls(routers, {"renew": renew})
-    assert (await calls.run("renew", keys, CALLER))[0][0] == "RENEWED"
-    assert calls.command == "EVALSHA"
-
-
-async def test_replica_that_takes_no_writes_does_not_end_the_use_of_functions(
-    admin: Redis, routers: Redis, keys: list[str]
-) -> None:
+async def test_calls_go_on_when_a_replica_takes_writes_again(admin: Redis, routers: Redis, keys: list[str]) -> None:
     calls = ScriptCalls(routers, load_scripts())
     await admin.execute_command("REPLICAOF", "127.0.0.1", 1)  # type: ignore[no-untyped-call]
     try:
@@ -187,7 +145,6 @@ async def test_replica_that_takes_no_writes_does_not_end_the_use_of_functions(
             await calls.run("renew", keys, CALLER)
     finally:
         await admin.execute_command("REPLICAOF", "NO", "ONE")  # type: ignore[no-untyped-call]
-    assert calls.command == "FCALL"
 
 
 async def test_routers_of_two_versions_use_their_own_libraries(admin: Redis, routers: Redis, keys: list[str]) -> None:
@@ -195,7 +152,7 @@ async def test_routers_of_two_versions_use_their_own_libraries(admin: Redis, rou
     calls = [ScriptCalls(routers, scripts) for scripts in (older, newer)]
     for one in (*calls, *calls):
         assert (await one.run("renew", keys, CALLER))[0][0] == "RENEWED"
-    assert await libraries(admin) == {scripts["renew"].library.name for scripts in (older, newer)}
+    assert await libraries(admin) == {older.name, newer.name}
 
 
 async def test_library_that_no_router_has_used_for_long_is_removed(
@@ -206,12 +163,12 @@ async def test_library_that_no_router_has_used_for_long_is_removed(
     stopped = load_scripts(STEERED_CLOCK)
     assert (await ScriptCalls(admin, stopped).run("renew", keys, CALLER))[0][0] == "RENEWED"
     # And one that was not called since it was loaded, as after a restart
-    unknown = load_scripts(ANOTHER_CLOCK)["renew"].library
+    unknown = load_scripts(ANOTHER_CLOCK)
     await admin.execute_command("FUNCTION", "LOAD", unknown.source)  # type: ignore[no-untyped-call]
     # When a router loads its own
     current = load_scripts()
     await ScriptCalls(routers, current).run("renew", keys, CALLER)
-    assert await libraries(admin) == {current["renew"].library.name, unknown.name}
+    assert await libraries(admin) == {current.name, unknown.name}
     # Then one that uses the removed library loads it again
     assert (await ScriptCalls(admin, stopped).run("renew", keys, CALLER))[0][0] == "RENEWED"
 
@@ -259,6 +216,5 @@ async def test_functions_that_only_read_say_so(admin: Redis, routers: Redis, key
         for one in dict(zip(found[::2], found[1::2], strict=True))["functions"]
     ]
     reading = {one["name"] for one in functions if "no-writes" in one["flags"]}
-    digest = scripts["renew"].library.digest
-    assert reading == {f"inflight_{name}_{digest}" for name in ("explain", "snapshot", "verify", "idle_ms")}
-    assert len(functions) == len(scripts) + 1
+    assert reading == {scripts.function(name) for name in ("explain", "snapshot", "verify", "idle_ms")}
+    assert {one["name"] for one in functions} == {scripts.function(name) for name in (*NAMES, "idle_ms", "forget")}

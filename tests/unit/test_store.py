@@ -8,6 +8,8 @@ import pytest
 
 from inflight.common.errors import Reason
 from inflight.router.store.keys import PoolKeys
+from inflight.router.store.lua import load_scripts
+from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import (
     Attempt,
     Cancelled,
@@ -24,7 +26,7 @@ from inflight.router.store.types import (
     Queued,
     Refused,
 )
-from tests.support.ledger.store_pool import SETTINGS, StorePool, steered_scripts
+from tests.support.ledger.store_pool import SETTINGS, STEERED_CLOCK, StorePool
 
 NO_BYPASS = dataclasses.replace(SETTINGS, max_bypass=0)
 
@@ -321,14 +323,14 @@ async def test_records_that_redis_evicted_do_not_stop_the_line(store_pool: Store
     assert await a.store.submit(Demand("new", 2, blocks=1)) == Placement("new", 1, "x", 1)
 
 
-async def test_change_by_others_than_functions_is_seen(store_pool: StorePool) -> None:
-    """What a function keeps for the next call is dropped as soon as anything else has written."""
+async def test_change_by_another_version_of_the_scripts_is_seen(store_pool: StorePool) -> None:
+    """What a function keeps for the next call is dropped as soon as another library has written."""
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(sequences=1, blocks=8))
     await a.place("first", 5)
     await a.queue(Demand("second", 2, blocks=5))
-    by_hash = steered_scripts()["settle"]
-    await by_hash.run(store_pool.redis, store_pool.keys.for_script(()), ["a", "first", 1, "", "", 0, 0])
+    others = ScriptCalls(store_pool.redis, load_scripts(STEERED_CLOCK.replace("tonumber", "0 + tonumber")))
+    await others.run("settle", store_pool.keys.for_script(()), ["a", "first", 1, "", "", 0, 0])
     assert await store_pool.reserved_blocks() == {"x": 5}
     await a.store.settle([Attempt("second", 1)])
     assert await store_pool.reserved_blocks() == {"x": 0}

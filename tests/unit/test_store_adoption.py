@@ -9,6 +9,7 @@ import pytest
 from inflight.common.errors import Reason
 from inflight.router.store.codec import parse_reply, submit_args
 from inflight.router.store.mailbox import KEPT_MS, OwnershipFilter
+from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import (
     Adopted,
     Attempt,
@@ -264,8 +265,8 @@ async def test_call_that_comes_when_its_caller_has_given_up_takes_nothing(store_
         ("cancel", [until, "k", 1]),
         ("cancel", [until, "k", 0]),
     ):
-        call = steered_scripts()[name].run(store_pool.redis, keys, ["late", *args])
-        assert parse_reply(await call).status == "LATE"
+        reply = await ScriptCalls(store_pool.redis, steered_scripts()).run(name, keys, ["late", *args])
+        assert parse_reply(reply).status == "LATE"
 
     assert await a.told() == []
     assert await a.store.submit(KEYED) == placement

@@ -6,6 +6,7 @@ The bounds are those of docs/design/time-bounds.md.
 from __future__ import annotations
 
 from inflight.router.store.codec import report_args
+from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import (
     Attempt,
     Cancelled,
@@ -190,7 +191,7 @@ async def test_restarted_executor_loses_32_placements_in_a_call_and_gets_none_be
         await a.place(f"{number:02}")
     restarted = store_pool.next_report(blocks=100, sequences=40, generation=2)
     keys, args = store_pool.keys.for_script(("a",)), ["b", *report_args(restarted, store_pool.settings)]
-    reply = await steered_scripts()["report"].run(store_pool.routers_redis, keys, args)
+    reply = await ScriptCalls(store_pool.routers_redis, steered_scripts()).run("report", keys, args)
 
     assert reply[0] == ["AGAIN"]
     assert await store_pool.reserved_blocks() == {"x": 8}
@@ -210,7 +211,7 @@ async def test_report_that_loses_many_placements_leaves_their_seats_to_another_c
     await store_pool.wait(GRACE_MS + 1)
     report = store_pool.next_report(blocks=100, sequences=9)
     keys, args = store_pool.keys.for_script(("a",)), ["b", *report_args(report, store_pool.settings)]
-    reply = await steered_scripts()["report"].run(store_pool.routers_redis, keys, args)
+    reply = await ScriptCalls(store_pool.routers_redis, steered_scripts()).run("report", keys, args)
 
     assert (reply[0][0], reply[3]) == ("REPORTED", 1)  # there is more to do
     assert await store_pool.reserved_blocks() == {"x": 0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import (
     Attempt,
     CancelOutcome,
@@ -293,8 +294,8 @@ async def test_router_that_returns_while_it_is_reaped_is_told(store_pool: StoreP
     await attend(store_pool, 5000)
     await store_pool.wait(1000)
 
-    reap = steered_scripts()["reap"]
-    reply = await reap.run(store_pool.redis, store_pool.keys.for_script(()), ["a"])
+    reap = ScriptCalls(store_pool.redis, steered_scripts())
+    reply = await reap.run("reap", store_pool.keys.for_script(()), ["a"])
 
     assert reply[0] == ["AGAIN"]
     assert 0 < await store_pool.num_waiting() < 300

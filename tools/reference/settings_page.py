@@ -19,8 +19,7 @@ GROUPS = {
     "Device and model": "device dtype weight_dtype forward attention cpu_isa num_threads enable_cuda enable_overlap",
     "Batch and steps": "batching max_num num_standby enable_chunked max_inter_token inter_token_target max_sequence",
     "KV cache": "batch_scheduler_policy enable_kv_cache tokens_per_block max_tokens_in kv_cache_",
-    "Admission": "max_queue_ max_bypass age_s preempt queue_event admission_ max_prompt max_att no_ default_ allow_ "
-    "num_subpools subpool_",
+    "Admission": "max_queue_ max_bypass age_s preempt queue_event admission_ max_prompt max_att no_ default_ allow_",
     "Authentication and TLS": "insecure tls_ executor_tls_ router_tls_ router_names api_key jwt_ resume_secret cors",
     "Connections": "max_streams max_connection write_timeout handshake_timeout max_body max_req max_ch heartbeat body "
     "idle",

@@ -2,17 +2,16 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller  [2] until when the caller waits, or ''  then for each: request id, 1 to cancel it only if the
---             caller owns it, 2 to take it out of the queue only if the caller owns it and it waits
+--             caller owns it
 -- returns     {'CANCELLED', {outcome, …}} | {'LATE'}: the caller no longer waits. Of each request: {state, attempt,
 --             executor, generation, owner, 1 where another router was notified} with state WAITING, PLACED or LOST as it
 --             was found | {'ENDED'} | {'UNKNOWN'} | {'AGAIN'}: call again for this one
 -- complexity  O(log N) for each, and that of board
--- A repeated call finds the request ended, or asks its owner again. A waiting request's rate tokens are returned. A
--- request that is taken out leaves nothing behind, and its rate tokens stay spent: it goes to another pool.
+-- A repeated call finds the request ended, or asks its owner again. A waiting request's rate tokens are returned.
 --@flags allow-oom
 local has_found = false
 
-local function cancel(id, is_own, takes_out)
+local function cancel(id, is_own)
   local request = load_request(id)
   if not request then
     return {ended_ms(id) and 'ENDED' or 'UNKNOWN'}
@@ -29,13 +28,6 @@ local function cancel(id, is_own, takes_out)
   local found = {
     request.state, request.attempt, request.executor_id, request.generation, request.owner, notifies_owner and 1 or 0,
   }
-  if takes_out then
-    if request.state == 'WAITING' then
-      withdraw(id, request)
-      delete_request(id)
-    end
-    return found
-  end
   if request.state ~= 'PLACED' then
     withdraw(id, request)
     bury_with_ending(id, request, true)
@@ -53,7 +45,7 @@ if is_late(ARGV[2]) then -- by now an id may belong to a repeated request in the
 end
 local outcomes = {}
 for at = 3, #ARGV, 2 do
-  outcomes[#outcomes + 1] = cancel(ARGV[at], ARGV[at + 1] ~= '0', ARGV[at + 1] == '2')
+  outcomes[#outcomes + 1] = cancel(ARGV[at], ARGV[at + 1] == '1')
 end
 if has_found then
   board()

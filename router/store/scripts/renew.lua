@@ -1,12 +1,9 @@
--- renew: renews the caller's lease, returns the living routers and the load.
+-- renew: renews the caller's lease, returns the living routers.
 --
 -- KEYS        the pool's keys
 -- ARGV        [1] caller
--- returns     {'RENEWED', {router, …}, waiting requests, executors, executors with an open seat}; at most 256 routers
+-- returns     {'RENEWED', {router, …}}; at most 256 routers
 -- complexity  O(log R + 256) for R routers
 --@flags allow-oom
 register()
-return finish({
-  'RENEWED', redis.call('ZRANGEBYSCORE', ROUTERS, '(0', '+inf', 'LIMIT', 0, 256), state.waiting,
-  redis.call('ZCARD', REPORTS), redis.call('ZCARD', ROOM),
-})
+return finish({'RENEWED', redis.call('ZRANGEBYSCORE', ROUTERS, '(0', '+inf', 'LIMIT', 0, 256)})

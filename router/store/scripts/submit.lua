@@ -180,7 +180,6 @@ end
 
 -- Handles a request that is not placed at once: one known already, or one to enqueue. Returns the outcome.
 local function without_seat(known, request, executor_id)
-  --@nest
   if known then
     return repeat_of(known)
   end

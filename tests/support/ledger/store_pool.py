@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from redis.asyncio import Redis
 
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import Script, load_scripts
+from inflight.router.store.lua import Library, load_scripts
 from inflight.router.store.mailbox import Mailbox
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.store import AdmissionStore
@@ -26,7 +25,7 @@ KEPT = "kept:"
 """Before the names of keys that are kept, to be brought back."""
 
 
-def steered_scripts() -> Mapping[str, Script]:
+def steered_scripts() -> Library:
     """The scripts with that clock."""
     return load_scripts(STEERED_CLOCK)
 

@@ -26,7 +26,11 @@ from tests.support.text.grammars import accepts
 
 FOLDER = Path(__file__).parents[3] / ".clients" / "json-schema-suite"
 PACKAGE = "jsonschema==4.26.0"
-DIALECTS = {"draft2020-12": {}, "draft7": {"$schema": "http://json-schema.org/draft-07/schema#"}}
+DIALECTS = {
+    "draft2020-12": {},
+    "draft7": {"$schema": "http://json-schema.org/draft-07/schema#"},
+    "draft4": {"$schema": "http://json-schema.org/draft-04/schema#"},
+}
 MAX_TEXTS = 200
 
 

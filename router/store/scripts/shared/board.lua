@@ -259,7 +259,6 @@ local function board()
   if state.waiting == 0 then
     return
   end
-  --@nest
   promote_aged()
   local passed, num_boarded = {}, 0
   for _ = 1, MAX_HEADS do

@@ -95,7 +95,6 @@ end
 
 -- As `find_likely_output`. The same request is tried on several executors in turn, so the last result is kept.
 local function likely_output(request, quantile)
-  --@nest
   if likely.request ~= request or likely.output ~= request.output or likely.quantile ~= quantile then
     likely.request, likely.output, likely.quantile = request, request.output, quantile
     likely.tokens = find_likely_output(request, quantile)

@@ -193,7 +193,6 @@ local function cheapest(request, best, best_blocks)
   if request.prefixes == '' then
     return best, best_blocks, 0
   end
-  --@nest
   local names, tolerated_ms = split_prefixes(request.prefixes), tolerated_wait(request, load_executor(best))
   local tokens = request.prompt + request.output
   local seen, chosen, reserved, most_cached, least_ms = {}, nil, nil, 0, math.huge
@@ -254,7 +253,6 @@ local function remember_prefixes(request, executor_id)
   if request.prefixes == '' then
     return
   end
-  --@nest
   local names, found = split_prefixes(request.prefixes), load_holders(request)
   local are_shared = is_shared(request, names, found)
   local own = string.format('%s %d', executor_id, request.prompt)
@@ -280,7 +278,6 @@ end
 
 -- As `choose_open`, for a request with an adapter. `lowest` is the rank of `best` by `loading_rank`.
 local function choose_with_adapter(request)
-  --@nest
   local best, reserved, lowest
   for _, most in ipairs({MAX_CANDIDATES, MAX_ADAPTER_CANDIDATES}) do
     local roomiest_load

@@ -79,7 +79,7 @@ local more, registered = 0, 0
 -- What functions keep between calls, by pool: the records that calls have read, as Redis has them, and the heads of the
 -- queues. A call uses them without reading if nothing else has written since: `state` has the text of the last call of this
 -- library, and every call that writes raises its version. Nor may a key be gone. A call takes everything out of here and
--- puts it back at its end: what a failed call has changed is lost. A script run by EVALSHA finds nothing here.
+-- puts it back at its end: what a failed call has changed is lost.
 local kept_pools = {}
 local MAX_KEPT = 8192 -- records of a pool
 local text_of_state = redis.call('GET', STATE)

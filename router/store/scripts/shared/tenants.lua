@@ -152,7 +152,6 @@ end
 -- Takes a request of so many tokens from the tenant's rates. Returns nil, or the limit that refuses it and for how
 -- long.
 local function take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
-  --@nest
   local request_wait = rate_wait(tenant.request_ms, ms_per_request, request_burst * ms_per_request)
   if request_wait > 0 then
     return 'tenant requests_per_s', request_wait
@@ -181,7 +180,6 @@ end
 
 -- Writes what was changed; ends every other script.
 local function finish(outcome)
-  --@nest
   list_tenants()
   flush_requests()
   flush_executors()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -69,7 +70,8 @@ async def replace(pool: StorePool, key: str, kind: str) -> None:
 
 
 def places() -> list[tuple[str, str]]:
-    kinds = [(name, kind) for name in POOL_KEYS for kind in ("string", "list", "stream")]
+    """Each key with something of another type in its place, which Redis refuses whatever it is; and no records."""
+    kinds = [*zip(POOL_KEYS, itertools.cycle(("string", "list", "stream")))]
     return kinds + [(name, "no record") for name in ("executors", "requests", "tenants", "state")]
 
 

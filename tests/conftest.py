@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -23,7 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 from inflight.local.redis_server import PrivateRedis
 from inflight.router.store.connection import connect
 from inflight.router.store.keys import PoolKeys
-from tests.store_pool import SETTINGS, START_MS, StorePool
+from tests.support.ledger.store_pool import SETTINGS, START_MS, StorePool
 
 # The repository's root is a folder of modules for pytest. Under these names a module would be loaded a second time.
 for folder in ("bench", "common", "executor", "gateway", "router"):
@@ -71,6 +72,13 @@ LINT = (
     "contract/test_troubleshooting.py",
 )
 
+# Files that share a stack of SmolLM2, which starts in 20 to 30 seconds of processor time: one worker takes them all.
+SHARED_STACKS = {
+    "stack": ("chat", "exactness", "gateway", "responses", "structured_output", "tools"),
+    "default_stack": ("bfcl", "documented_examples"),
+}
+UNIT_OF_FILE = {f"tests/stack/test_{name}.py": stack for stack, names in SHARED_STACKS.items() for name in names}
+
 # `fixed` tries the same examples in every run, `short` a quarter of them, and `explore` looks for new ones.
 # The other two only ask whether a property fails (`tests/mutations`): they do not look for the smallest example.
 # None has the phase `explain`: before Python 3.12 its tracing makes shrinking so slow that a timeout hides the failure.
@@ -102,6 +110,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if path.startswith(LINT):
             item.add_marker(pytest.mark.lint)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distributes whole files among the workers, and those that share a stack together."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduling = LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+    scheduling._split_scope = lambda test: UNIT_OF_FILE.get(file_of(test), file_of(test))
+    return scheduling
 
 
 @pytest.hookimpl(wrapper=True)
@@ -149,7 +170,7 @@ def one_seed_and_thread() -> Iterator[None]:
     """One thread and the random numbers of seed 0 for torch."""
     import torch  # few tests need it, and it takes seconds to import
 
-    from tests.torch_threads import torch_threads
+    from tests.support.device.torch_threads import torch_threads
 
     with torch.random.fork_rng(devices=[]), torch_threads(1):
         torch.manual_seed(0)

@@ -15,8 +15,8 @@ from inflight.bench.fleet.fork_server import ForkServer
 from inflight.bench.fleet.health import Observer
 from inflight.bench.fleet.tiny_model import NAME, write_tiny_model
 from inflight.local.options import StackOptions
-from tests.braked import ProcessBrake
 from tests.chaos.system import BRAKED_FROM, PATIENCE_S, System
+from tests.support.stack.braked import ProcessBrake
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

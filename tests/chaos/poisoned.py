@@ -1,7 +1,7 @@
 """`inflight` with executors that die of a certain prompt: `python -m tests.chaos.poisoned PIPE 20 12 executor …`.
 
 A sequence whose prompt begins with `POISON` kills the process that boards it, as a bug of a kernel would. Otherwise as
-`tests.braked` and `inflight.bench.fleet.paced`.
+`tests.support.stack.braked` and `inflight.bench.fleet.paced`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from inflight.bench.fleet.paced import main as run_paced
-from tests.braked import brake
+from tests.support.stack.braked import brake
 
 if TYPE_CHECKING:
     from inflight.executor.engine.runner import PendingStep, StepRunner

@@ -16,7 +16,7 @@ from inflight.bench.chaos.observed import Observed, judge
 from inflight.bench.chaos.requests import Expected, SampleKind, SampleRequest
 from inflight.bench.fleet.fleet import Fleet, Member
 from inflight.bench.fleet.health import Leak, Observer
-from tests.braked import ProcessBrake
+from tests.support.stack.braked import ProcessBrake
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0

@@ -28,7 +28,7 @@ from inflight.errors import InflightError
 from inflight.router.store.connection import connect
 from tests.chaos.poisoned import POISON
 from tests.chaos.system import LONG, PATIENCE_S, SHORT, Reading, System, numbered
-from tests.store_pool import PATIENT
+from tests.support.ledger.store_pool import PATIENT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

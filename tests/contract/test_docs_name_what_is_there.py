@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate.commands import commands_below, parsers
-from docs.generate.settings_page import settings_classes
 from inflight.cli.doctor import supported_versions
 from inflight.cli.main import ALIASES
 from inflight.common.settings import words_of
 from tests.contract.docs_text import PAGES, anchors_of, code_spans, commands, links, name_of
 from tests.contract.test_imports import PACKAGES, REPOSITORY, sources
+from tools.reference.commands import commands_below, parsers
+from tools.reference.settings_page import settings_classes
 
 # Flags whose value is flags of these commands.
 PASSED_ON = {"--executor-args": "executor", "--router-args": "router", "--gateway-args": "gateway"}
@@ -26,7 +26,7 @@ PASSED_ON = {"--executor-args": "executor", "--router-args": "router", "--gatewa
 TARGETS_OF_COMMANDS = {"up": "up", "demo": "demo", "bench": "bench"}
 EVERYWHERE = frozenset({"--help", "--version"})
 FLAG = re.compile(r"--[a-z][a-z0-9]*(-[a-z0-9]+)*")
-PATH = re.compile(r"(?:router|executor|common|client|gateway|bench|deploy|docs|tests|protos)/[\w./*-]+")
+PATH = re.compile(r"(?:router|executor|common|client|gateway|bench|deploy|docs|tools|tests|protos)/[\w./*-]+")
 METRIC = re.compile(r"(?:inflight_|gen_ai_|vllm:)[a-z_]+")
 VARIABLE = re.compile(r"\bINFLIGHT_[A-Z][A-Z0-9_]*")
 # Triton's, which begin like ours.

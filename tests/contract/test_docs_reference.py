@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate.main import DOCS, pages
-from docs.generate.settings_page import settings_classes
 from tests.contract.test_imports import REPOSITORY
+from tools.reference.main import DOCS, pages
+from tools.reference.settings_page import settings_classes
 
 SVG = "{http://www.w3.org/2000/svg}"
 

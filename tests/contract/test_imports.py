@@ -14,7 +14,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 # Folders of the repository. Those beside `inflight` are imported as `inflight.router` and so on.
-PACKAGES = ("router", "executor", "common", "inflight", "gateway", "bench")
+PRODUCT = ("router", "executor", "common", "inflight", "gateway")
+PACKAGES = (*PRODUCT, "bench")
+EVERYWHERE = (*PACKAGES, "tools", "tests")
 GENERATED = ("inflight.v1", "inflight.kserve")
 # Files and all files in folders. What they import from our packages must be pure, too.
 PURE = ("executor/scheduler", "executor/engine/standby.py", "executor/engine/deadlines.py", "router/lifecycle")
@@ -97,7 +99,8 @@ def is_generated(module: str) -> bool:
         ("executor", "gateway"),
         ("common", "gateway"),
         ("inflight", "gateway"),
-        *((package, "tests") for package in PACKAGES),
+        *((package, "tools") for package in PACKAGES),
+        *((package, "tests") for package in (*PACKAGES, "tools")),
     ],
 )
 def test_package_does_not_import(package: str, forbidden: str) -> None:
@@ -171,12 +174,12 @@ def test_scheduler_runs_in_an_interpreter_without_torch() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=60)
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "tests"])
+@pytest.mark.parametrize("package", EVERYWHERE)
 def test_package_files_are_empty(package: str) -> None:
     filled = {path for path in sources(package) if path.name == "__init__.py" and path.stat().st_size}
     assert filled <= {REPOSITORY / "inflight" / "__init__.py"}, "only the public API is in a package file"
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
-    folders = {path.parent for path in sources(*PACKAGES, "tests")}
+    folders = {path.parent for path in sources(*EVERYWHERE)}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
 
 from tests.clients.environments import python_of
-from tests.contract.baseline import promises, read_protos
+from tools.protos import promises, read_protos
 
 READ_DESCRIPTORS = """
 import sys

@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import (
     ServiceDescriptorProto,
 )
 
-from tests.contract.baseline import PROTOS, promises, read_baseline, read_protos, run_protoc
+from tools.protos import PROTOS, generate, promises, read_baseline, read_protos
 
 GENERATED = PROTOS.parent / "inflight"
 PASCAL = re.compile(r"[A-Z][A-Za-z0-9]*")
@@ -65,7 +65,7 @@ def services_of(files: FileDescriptorSet) -> Iterator[ServiceDescriptorProto]:
 
 
 def test_generated_code_is_fresh(tmp_path: Path) -> None:
-    run_protoc(f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}")
+    generate(tmp_path)
 
     fresh = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.py*")}
     committed = {path.relative_to(GENERATED.parent): path.read_text() for path in GENERATED.glob("*/*_pb2*.py*")}

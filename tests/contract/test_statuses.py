@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inflight.common.errors import STATUS_OF_REASON, Reason
 from inflight.v1 import inference_pb2
-from tests.fuzz.statuses import COMMON, NO_REASON, documented
+from tools.reference.statuses import COMMON, NO_REASON, documented
 
 
 def test_every_rpc_has_its_statuses() -> None:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.contract.test_imports import PACKAGES, REPOSITORY, imports_of, parsed, sources
-from tests.structure.tree import PRODUCT
+from tests.contract.test_imports import EVERYWHERE, PRODUCT, REPOSITORY, imports_of, parsed, sources
 
 MAX_FUNCTION_LINES = 60
 MIN_PATIENCE_S = 30.0
@@ -22,7 +21,7 @@ GIVEN_NAMES = frozenset(
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sources(*PACKAGES, "tests"):
+    for path in sources(*EVERYWHERE):
         yield path.relative_to(REPOSITORY), parsed(path)
 
 
@@ -107,4 +106,4 @@ def test_tests_wait_long_for_what_must_come() -> None:
 
 def test_no_note_to_ourselves_is_left() -> None:
     note = re.compile(r"#.*\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
-    assert not [str(path) for path in sources(*PACKAGES, "tests") if note.search(path.read_text(encoding="utf-8"))]
+    assert not [str(path) for path in sources(*EVERYWHERE) if note.search(path.read_text(encoding="utf-8"))]

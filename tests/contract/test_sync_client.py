@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from inflight import aio, aio_connection, aio_stream, sync, sync_connection, sync_stream
-from tests.contract.sync_client import CLIENT, GENERATED, blocking
+from tools.sync_client import CLIENT, GENERATED, blocking
 
 
 @pytest.mark.parametrize(("source", "target"), GENERATED.items())

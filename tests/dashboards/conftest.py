@@ -16,7 +16,7 @@ from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.http_pages import page, post_json
+from tests.support.stack.http_pages import page, post_json
 
 MODEL = "SmolLM2-135M-Instruct"
 

@@ -18,7 +18,7 @@ import pytest
 from inflight.local.ports import free_ports
 from tests.dashboards.conftest import Watched
 from tests.dashboards.queries import FOLDER, REPOSITORY, panel_queries, panels, rules
-from tests.http_pages import page
+from tests.support.stack.http_pages import page
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 

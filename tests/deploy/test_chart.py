@@ -25,7 +25,7 @@ from tests.deploy.chart import CHART, FOLDER, run_helm, template
 from tests.deploy.manifests import OVERLAYS, WORKLOADS, Object, matches, needs_kubectl, overlay, pod_labels
 from tests.deploy.test_manifests import SETTINGS
 from tests.deploy.test_schemas import NEWEST, check, overlay_of, schemas_read_once
-from tests.examples import examples
+from tests.support.examples import examples
 
 __all__ = ["schemas_read_once"]  # a fixture
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from tests.cluster import Cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import Cluster, token_request
 
 T = TypeVar("T")
 

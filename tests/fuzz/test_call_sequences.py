@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inflight.v1 import inference_pb2
-from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.fuzz.served import Loop, check_unharmed, until_empty
-from tests.fuzz.statuses import Statuses, check_documented, documented
+from tests.fuzz.statuses import check_documented
 from tests.integration.test_requests import expected_ids, ids_of
+from tests.support.stack.cluster import Cluster, ExecutorShape, run_cluster, token_request
+from tools.reference.statuses import Statuses, documented
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),

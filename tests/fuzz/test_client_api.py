@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from inflight.v1 import inference_pb2
-from tests.cluster import run_cluster, tiny_tokenizer, token_request
 from tests.fuzz.messages import bytes_of
 from tests.fuzz.served import Loop, Metadata, call, check_unharmed
-from tests.fuzz.statuses import check_documented, documented, status_of
+from tests.fuzz.statuses import check_documented, status_of
+from tests.support.stack.cluster import run_cluster, tiny_tokenizer, token_request
+from tools.reference.statuses import documented
 
 P = "inflight.v1."
 REQUEST_IDS = st.sampled_from(["", "a", "b"])
@@ -116,7 +117,7 @@ def requests_of(rpc: str) -> st.SearchStrategy[bytes]:
 async def test_any_request_is_answered_or_refused_as_documented(
     redis_url: str, pool: str, rpc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", templated_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", templated_tokenizer)
     num_examples = NUM_EXAMPLES.get(rpc, 15) * (20 if is_exploring() else 1)
     statuses, loop = documented(), Loop()
     async with run_cluster(redis_url, pool) as cluster:
@@ -138,7 +139,7 @@ async def test_any_request_is_answered_or_refused_as_documented(
 async def test_refusal_that_quotes_the_request_fits_into_what_grpc_carries(
     redis_url: str, pool: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", templated_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", templated_tokenizer)
     request = inference_pb2.TokenizeRequest()
     request.chat.messages.add(role="user")
     for _ in range(20):

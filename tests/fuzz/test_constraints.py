@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from inflight.router.constraint.process import CompilingProcess
 from inflight.router.constraint.source import ConstraintError, ConstraintSource
-from tests.examples import examples
-from tests.grammars import TOKENIZER, matcher_of
+from tests.support.examples import examples
+from tests.support.text.grammars import TOKENIZER, matcher_of
 
 # Of Python's `re` about a pattern of ECMAScript.
 pytestmark = pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")

@@ -23,9 +23,9 @@ from inflight.router.request.executor_context import FrameError, context_of
 from inflight.router.store.types import Adopted, Demand, Ending
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
-from tests.examples import examples
 from tests.fuzz.messages import messages_of
-from tests.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
+from tests.support.examples import examples
+from tests.support.ledger.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
 
 P = "inflight.v1."
 SLOT = st.integers(0, 3)

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, types_pb2
-from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.fuzz.messages import bytes_of
 from tests.fuzz.served import Loop, check_unharmed
-from tests.fuzz.statuses import Statuses, check_documented, documented
+from tests.fuzz.statuses import check_documented
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.unit.test_router_session import is_waiting, make_sequence, take
+from tools.reference.statuses import Statuses, documented
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),

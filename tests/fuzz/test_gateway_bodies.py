@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from inflight.executor.logits.grammar import CompiledGrammar, GrammarCompiler
 from inflight.gateway.bodies import MAX_VALUES
-from tests.cluster import run_cluster, start_executor
 from tests.fuzz.served import check_unharmed
-from tests.gateways import run_gateway
 from tests.integration.test_open_webui_calls import chatting_tokenizer
+from tests.support.stack.cluster import run_cluster, start_executor
+from tests.support.stack.gateways import run_gateway
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(-3, 70) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
@@ -187,9 +187,11 @@ async def test_no_body_is_answered_with_a_500(
     redis_url: str, pool: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examples = drawn(ROUTES[route], 60)
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", chatting_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", chatting_tokenizer)
     grammars = cast("GrammarCompiler", cast("Any", KnownGrammars()))
-    monkeypatch.setattr("tests.cluster.start_executor", functools.partial(start_executor, grammars=grammars))
+    monkeypatch.setattr(
+        "tests.support.stack.cluster.start_executor", functools.partial(start_executor, grammars=grammars)
+    )
     async with (
         run_cluster(redis_url, pool) as cluster,
         run_gateway(cluster.routers[0].address) as gateway,

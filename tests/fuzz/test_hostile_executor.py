@@ -19,11 +19,19 @@ from inflight.router.lifecycle.events import Detached, LinkEvent
 from inflight.router.lifecycle.lifecycle import IllegalTransition
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, executor_pb2_grpc, inference_pb2, resume_pb2
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_router, start_executor, token_request, until_ready
-from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.served import HANG_S, check_unharmed
 from tests.fuzz.test_frames_to_a_router import HOSTILE_ATTACHMENTS, HOSTILE_FRAMES
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
+from tests.support.device.fake_device import VOCABULARY_SIZE
+from tests.support.stack.cluster import (
+    Cluster,
+    ExecutorShape,
+    RunningRouter,
+    run_router,
+    start_executor,
+    token_request,
+    until_ready,
+)
 
 GENERATION = 1
 # One of each kind; test_frames_to_a_router has them all.

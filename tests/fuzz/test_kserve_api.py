@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from inflight.kserve import grpc_service_pb2
 from inflight.router.kserve.models import INPUTS, OUTPUTS
 from inflight.router.kserve.service import SERVICE_NAME
-from tests.cluster import run_cluster
 from tests.fuzz.messages import bytes_of
 from tests.fuzz.served import Loop, check_unharmed
-from tests.fuzz.statuses import check_documented, documented
+from tests.fuzz.statuses import check_documented
 from tests.fuzz.test_client_api import FUZZING, is_exploring
 from tests.integration.test_kserve import by_ids
+from tests.support.stack.cluster import run_cluster
+from tools.reference.statuses import documented
 
 M = "inference.ModelInferRequest"
 HINTS = {

@@ -36,14 +36,22 @@ from inflight.router.store.types import Adopted, Demand, Snapshot
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_router, start_executor, token_request, until_ready
-from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.served import HANG_S, check_unharmed
 from tests.fuzz.test_frames_to_a_router import DESCRIPTION, resubmitted, stored_format
 from tests.fuzz.test_hostile_executor import GENERATION, HostileExecutor, listening
 from tests.integration.test_requests import collect
-from tests.scripted_store import ScriptedRouter, new_stream, place, placement, settled, steps
+from tests.support.device.fake_device import VOCABULARY_SIZE
+from tests.support.ledger.scripted_store import ScriptedRouter, new_stream, place, placement, settled, steps
+from tests.support.stack.cluster import (
+    Cluster,
+    ExecutorShape,
+    RunningRouter,
+    run_router,
+    start_executor,
+    token_request,
+    until_ready,
+)
 
 NUM_MESSAGES = 1_000_000
 NUM_ROUTERS = 2

@@ -20,7 +20,7 @@ from tests.kernels.adapted import (
     merged_tokens,
 )
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
 
 pytestmark = pytest.mark.gpu
 GREEDY = (0, 1, 3, 4)

@@ -9,7 +9,7 @@ from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.flashinfer import Heads, open_flashinfer
 from inflight.executor.attention.triton import TritonAttention
 from tests.kernels.comparison import TOLERANCE, filled
-from tests.paged_cases import Spec, make_case
+from tests.support.device.paged_cases import Spec, make_case
 
 pytestmark = pytest.mark.gpu
 

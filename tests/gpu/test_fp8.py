@@ -22,8 +22,8 @@ from tests.kernels.fp8_kv import (
     rounded,
 )
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
-from tests.paged_cases import Spec
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.paged_cases import Spec
 
 pytestmark = pytest.mark.gpu
 

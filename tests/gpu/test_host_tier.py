@@ -15,8 +15,8 @@ from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from tests.kernels.test_gpu_decoder import FAMILY
-from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
-from tests.tiny_models import save_model
+from tests.support.checkpoints.tiny_models import save_model
+from tests.support.device.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 
 pytestmark = pytest.mark.gpu
 

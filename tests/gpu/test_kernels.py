@@ -12,7 +12,7 @@ from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.step.sampling import SampleRow, sample
 from tests.kernels.comparison import assert_attends_as_the_reference, assert_rows_are_independent
 from tests.kernels.test_triton_processing import assert_every_combination_as_the_reference
-from tests.paged_cases import Spec
+from tests.support.device.paged_cases import Spec
 
 pytestmark = pytest.mark.gpu
 

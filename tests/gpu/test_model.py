@@ -19,7 +19,6 @@ from inflight.executor.model.gpu_memory import working_bytes
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.settings import ExecutorSettings
-from tests.greedy import assert_same, generate_alone, generate_together
 from tests.kernels.test_gpu_decoder import FAMILY, PROMPTS
 from tests.kernels.test_gpu_drafts import MAKERS, check_drafts, folders
 from tests.kernels.test_gpu_runner import (
@@ -31,7 +30,8 @@ from tests.kernels.test_gpu_runner import (
     outputs,
     requests,
 )
-from tests.tiny_models import save_model
+from tests.support.checkpoints.tiny_models import save_model
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
 
 __all__ = ["folders"]  # a fixture
 

@@ -14,9 +14,9 @@ from inflight.executor.engine.runner import DeviceLostError
 from inflight.executor.scheduler.sequence import Sampling, Sequence
 from inflight.executor.settings import ExecutorSettings
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, outputs, sequence
-from tests.ranked_executor import scheduler_of, start_ranks
 from tests.stack.test_tensor_parallel import children_of
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.stack.ranked_executor import scheduler_of, start_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import pytest
 from inflight.executor.serving import service
 from inflight.executor.serving.submission import SubmissionLimits, sequence_from_submit
 from inflight.v1 import executor_pb2
-from tests.cluster import Cluster, run_cluster
-from tests.gateways import RunningGateway, run_gateway
+from tests.support.stack.cluster import Cluster, run_cluster
+from tests.support.stack.gateways import RunningGateway, run_gateway
 
 
 @pytest.fixture

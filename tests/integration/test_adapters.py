@@ -14,11 +14,11 @@ from inflight.executor.main import Parts, load_model
 from inflight.executor.serving.metrics import executor_metrics
 from inflight.executor.settings import ExecutorSettings
 from inflight.v1 import executor_pb2, types_pb2
-from tests.adapter_files import save_adapter
-from tests.real_executor import run_real_executor
-from tests.router_stream import RouterStream, make_submit, router_stream
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.adapter_files import save_adapter
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.stack.real_executor import run_real_executor
+from tests.support.stack.router_stream import RouterStream, make_submit, router_stream
 
 LENGTH = 8
 PROMPT = [3, 7, 1, 20, 55, 90, 13, 4, 4, 61, 17, 33, 8, 70, 29, 41, 2, 5] * 3

@@ -15,8 +15,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 
 ONE_SEAT = ExecutorShape(max_num_sequences=1)
 

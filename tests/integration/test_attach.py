@@ -9,9 +9,9 @@ import pytest
 
 from inflight.executor.serving.placements import RetentionPolicy
 from inflight.v1 import executor_pb2, types_pb2
-from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_requests import expected_ids
-from tests.router_stream import WAIT_S, RouterStream, make_submit, router_stream
+from tests.support.stack.cluster import ExecutorShape, RunningExecutor, start_executor
+from tests.support.stack.router_stream import WAIT_S, RouterStream, make_submit, router_stream
 
 LENGTH = 40
 

@@ -17,9 +17,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from inflight.router.auth.caller import Caller
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from tests.cluster import Cluster, RunningRouter, run_cluster, token_request
-from tests.credentials import AUDIENCE, ISSUER, Signer, ec_key, key_entry, public_jwk, write_jwks
 from tests.integration.test_requests import expected_ids, ids_of
+from tests.support.stack.cluster import Cluster, RunningRouter, run_cluster, token_request
+from tests.support.stack.credentials import AUDIENCE, ISSUER, Signer, ec_key, key_entry, public_jwk, write_jwks
 
 METHODS = sorted(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name)
 ADMISSION = 'unknown_tenants = "refuse"\n[tenants.acme]\n[tenants.umbrella]\n[tenants.default]\nmax_running = 0\n'

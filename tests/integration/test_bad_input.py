@@ -13,8 +13,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests.cluster import ExecutorShape, RunningRouter, run_cluster, tiny_tokenizer, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import ExecutorShape, RunningRouter, run_cluster, tiny_tokenizer, token_request
 
 Request = inference_pb2.GenerateRequest
 
@@ -157,7 +157,7 @@ async def test_tokenizer_with_added_tokens_beyond_the_model_is_served(
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
         return tokenizer
 
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", larger_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", larger_tokenizer)
     async with run_cluster(redis_url, pool) as cluster:
         router = cluster.routers[0]
         assert ids_of(await collect(router, with_text("t1 t2"))) == expected_ids([1, 2], 4)

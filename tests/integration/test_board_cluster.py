@@ -12,8 +12,8 @@ from playwright.async_api import Locator, expect
 
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, chromium, opened
-from tests.cluster import Brake, RunningRouter, run_cluster, token_request
+from tests.support.board.browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, chromium, opened
+from tests.support.stack.cluster import Brake, RunningRouter, run_cluster, token_request
 
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=NO_CHROMIUM)
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from inflight.common.http.port import HttpPort
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from tests.cluster import run_cluster, token_request
+from tests.support.stack.cluster import run_cluster, token_request
 
 TIMEOUT_S = 60
 

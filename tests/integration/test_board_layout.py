@@ -13,9 +13,9 @@ from playwright.async_api import Browser, Page, expect
 from inflight.router.dashboard.history import MODEL_FIELDS, ModelSample, row_of
 from inflight.router.dashboard.watching import MAX_TIMELINES, Watching
 from inflight.router.telemetry.events import RequestFacts
-from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, chromium, opened
-from tests.board_scenes import Scene, full_fleet, scene_with_little_kv, watching_of
 from tests.integration.test_board_page import board, is_live
+from tests.support.board.browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, chromium, opened
+from tests.support.board.scenes import Scene, full_fleet, scene_with_little_kv, watching_of
 
 expect.set_options(timeout=PATIENCE_MS)
 

@@ -29,9 +29,9 @@ from inflight.router.dashboard.routes import board_routes
 from inflight.router.dashboard.watching import Watching
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
-from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, Complaints, chromium, opened
-from tests.board_scenes import Rider, Scene, ScriptedStatistics, full_bus, watching_of
-from tests.credentials import key_entry
+from tests.support.board.browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, Complaints, chromium, opened
+from tests.support.board.scenes import Rider, Scene, ScriptedStatistics, full_bus, watching_of
+from tests.support.stack.credentials import key_entry
 
 KEY = "key-of-acme-" + "a" * 32
 # What Chromium reports of a router that stops. While it stops, it refuses new watchers with status 503.

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from inflight.router.main import load_texts
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from tests.chat_models import control_ids, user_says
-from tests.cluster import Cluster, tiny_tokenizer
 from tests.fuzz.statuses import status_of
-from tests.gateways import RunningGateway
+from tests.support.stack.cluster import Cluster, tiny_tokenizer
+from tests.support.stack.gateways import RunningGateway
+from tests.support.text.chat_models import control_ids, user_says
 
 END_ID = 4  # t4 ends a message
 TEMPLATE = (
@@ -34,7 +34,7 @@ def speaking_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(autouse=True)
 def _speaking_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", speaking_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", speaking_tokenizer)
 
 
 async def test_control_token_in_a_message_is_text_by_grpc_and_by_the_gateway(

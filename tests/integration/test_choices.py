@@ -17,9 +17,17 @@ from inflight.events import Logprob
 from inflight.router.settings import RouterSettings
 from inflight.router.store.types import Demand
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import Brake, Cluster, ExecutorShape, RunningExecutor, RunningRouter, run_cluster, token_request
-from tests.fake_device import token_logprobs
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
+from tests.support.device.fake_device import token_logprobs
+from tests.support.stack.cluster import (
+    Brake,
+    Cluster,
+    ExecutorShape,
+    RunningExecutor,
+    RunningRouter,
+    run_cluster,
+    token_request,
+)
 
 PROMPT = [1, 2, 3, 4, 0, 1, 2, 3, 4]
 NUM_TOKENS = 24

@@ -10,8 +10,8 @@ import pytest
 
 from inflight import aio, sync
 from inflight.events import Completion, Delta, Resumed
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster
 from tests.integration.test_requests import expected_ids
+from tests.support.stack.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster
 
 # Of a cluster whose routers resume.
 KILL: Any = getattr(RunningRouter, "kill", None)

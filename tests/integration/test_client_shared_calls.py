@@ -18,12 +18,12 @@ from inflight.errors import InflightError
 from inflight.events import FinishReason
 from inflight.router.api.generate_many import ManyCall
 from inflight.router.settings import RouterSettings
-from tests.cluster import Cluster, ExecutorShape, run_cluster
 from tests.fuzz.served import until_empty
 from tests.integration.test_client_resumes import WAIT_S, addresses, serving
 from tests.integration.test_generate_many import until_all_have_tokens
 from tests.integration.test_hostile_clients import until
 from tests.integration.test_requests import expected_ids
+from tests.support.stack.cluster import Cluster, ExecutorShape, run_cluster
 from tests.unit.scripted_router import WORDS, ScriptedRouter
 from tests.unit.scripted_router import serving as serving_scripted
 

@@ -14,9 +14,9 @@ from inflight.executor.logits.grammar import CompiledGrammar, GrammarCompiler, G
 from inflight.executor.scheduler.sequence import Constraint
 from inflight.executor.serving import service
 from inflight.v1 import executor_pb2, stats_pb2, types_pb2
-from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_requests import expected_ids
-from tests.router_stream import RouterStream, make_submit, router_stream
+from tests.support.stack.cluster import ExecutorShape, RunningExecutor, start_executor
+from tests.support.stack.router_stream import RouterStream, make_submit, router_stream
 
 GRAMMAR = '{"grammars": []}'
 

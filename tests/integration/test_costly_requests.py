@@ -23,14 +23,14 @@ from inflight.router.api.validation import MAX_DETOKENIZED_IDS
 from inflight.router.settings import RouterSettings
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2
-from tests.cluster import CONTEXT_LENGTH, run_cluster, token_request
-from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.messages import nested
 from tests.fuzz.served import SERVICE
 from tests.fuzz.statuses import status_of
 from tests.fuzz.test_client_api import templated_tokenizer
 from tests.integration.test_authorization import locked_cluster, shown
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.device.fake_device import VOCABULARY_SIZE
+from tests.support.stack.cluster import CONTEXT_LENGTH, run_cluster, token_request
 
 NUM_EMPTY = 2 * 1024 * 1024
 INVALID = ("INVALID_ARGUMENT", "INVALID_FIELD")
@@ -92,7 +92,7 @@ async def send(channel: grpc.aio.Channel, rpc: str, request: bytes, metadata: An
 async def test_four_megabytes_of_empty_fields_are_refused_while_the_loop_goes_on(
     redis_url: str, pool: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", templated_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", templated_tokenizer)
     async with (
         run_cluster(redis_url, pool) as cluster,
         grpc.aio.insecure_channel(cluster.routers[0].address) as channel,
@@ -151,7 +151,7 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             lengths.append(len(text))
         return encode(self, text, **options)
 
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", digits_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", digits_tokenizer)
     monkeypatch.setattr(TextModel, "encode", counting)
     return lengths
 

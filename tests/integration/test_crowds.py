@@ -12,10 +12,10 @@ import grpc
 import openai
 import pytest
 
-from tests.cluster import run_cluster
-from tests.crowds import SHAPE, Call, Group, Output, drawn, expected_of, pace, problems_of, send
-from tests.gateways import run_gateway
 from tests.integration.test_requests import rest
+from tests.support.stack.cluster import run_cluster
+from tests.support.stack.crowds import SHAPE, Call, Group, Output, drawn, expected_of, pace, problems_of, send
+from tests.support.stack.gateways import run_gateway
 
 NUM_GROUPS = 40
 

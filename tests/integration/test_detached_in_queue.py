@@ -14,14 +14,14 @@ import grpc.aio
 import pytest
 
 from inflight.v1 import inference_pb2, inference_pb2_grpc
-from tests.cluster import ExecutorShape, run_cluster, token_request
 from tests.integration.test_requests import expected_ids, ids_of, rest
+from tests.support.stack.cluster import ExecutorShape, run_cluster, token_request
 
 ROOT = Path(__file__).parents[2]
 
 ROUTER = """
 import asyncio, sys
-from tests.cluster import run_router, until_ready
+from tests.support.stack.cluster import run_router, until_ready
 
 async def main(model, redis_url, executor):
     async with run_router("doomed", model, redis_url, [executor]) as router:

@@ -13,9 +13,9 @@ import pytest
 from inflight.executor.speculation.counts import NO_DRAFT_COUNTS
 from inflight.executor.speculation.proposer import NgramProposer, Proposer
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import ExecutorShape, run_cluster, start_executor, token_request
-from tests.drafting import half_right, right, wrong
 from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, rest
+from tests.support.scheduler.drafting import half_right, right, wrong
+from tests.support.stack.cluster import ExecutorShape, run_cluster, start_executor, token_request
 
 RIGHT = partial(right, DEFAULT_SALT)
 SHAPE = ExecutorShape(make_proposer=RIGHT)

@@ -9,9 +9,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_requests import expected_ids
-from tests.router_stream import make_submit, router_stream
+from tests.support.stack.cluster import ExecutorShape, RunningExecutor, start_executor
+from tests.support.stack.router_stream import make_submit, router_stream
 
 LENGTH = 40
 SHAPE = ExecutorShape(max_num_sequences=1, num_standby_sequences=2)

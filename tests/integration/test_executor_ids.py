@@ -13,9 +13,17 @@ from inflight.catalogue import decode_capacity
 from inflight.cli.status import capacity_view
 from inflight.executor.main import _default_executor_id
 from inflight.v1 import inference_pb2
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_router, start_executor, token_request, until_ready
 from tests.fuzz.served import HANG_S, check_unharmed
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import (
+    Cluster,
+    ExecutorShape,
+    RunningRouter,
+    run_router,
+    start_executor,
+    token_request,
+    until_ready,
+)
 
 
 async def unused(router: RunningRouter) -> inference_pb2.GetCapacityResponse:

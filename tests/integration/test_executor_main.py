@@ -19,10 +19,10 @@ from inflight.executor.serving.submission import SubmissionLimits
 from inflight.executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
 from inflight.v1 import executor_pb2
-from tests.fake_device import VOCABULARY_SIZE, RunStep
-from tests.http_pages import page
-from tests.router_stream import make_submit, router_stream
-from tests.scheduling import LIMITS
+from tests.support.device.fake_device import VOCABULARY_SIZE, RunStep
+from tests.support.scheduler.scheduling import LIMITS
+from tests.support.stack.http_pages import page
+from tests.support.stack.router_stream import make_submit, router_stream
 
 NUM_BLOCKS = 32
 LENGTH = 40

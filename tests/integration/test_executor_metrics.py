@@ -21,8 +21,8 @@ from inflight.executor.scheduler.limits import KvWindow
 from inflight.executor.serving.metrics import executor_metrics
 from inflight.executor.serving.report import Rates, report_of
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from tests.cluster import ExecutorShape, RunningExecutor, start_executor
-from tests.http_pages import page
+from tests.support.stack.cluster import ExecutorShape, RunningExecutor, start_executor
+from tests.support.stack.http_pages import page
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 MODEL = "m"

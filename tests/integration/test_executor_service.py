@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 
 from inflight.v1 import executor_pb2, executor_pb2_grpc
-from tests.cluster import run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
+from tests.support.stack.cluster import run_cluster, token_request
 
 
 async def hello_only(hello: executor_pb2.Hello) -> AsyncIterator[executor_pb2.ServeRequest]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import Brake, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect
+from tests.support.stack.cluster import Brake, ExecutorShape, RunningRouter, run_cluster, token_request
 
 TIMEOUT_S = 60
 SHAPE = ExecutorShape(max_num_sequences=2, num_standby_sequences=1, num_blocks=64)

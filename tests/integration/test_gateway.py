@@ -18,12 +18,12 @@ import pytest
 from inflight.local.certificates import make_certificates
 from inflight.router.lifecycle.events import RequestState
 from inflight.router.settings import RouterSettings
-from tests.cluster import Cluster, ExecutorShape, run_cluster
 from tests.fuzz.served import until_empty
-from tests.gateways import RunningGateway, ServerSentEvent, events_of, run_gateway, text_of
 from tests.integration.test_authorization import api_key, locked_cluster
 from tests.integration.test_hostile_clients import dispatcher_of, until
 from tests.integration.test_requests import expected_ids
+from tests.support.stack.cluster import Cluster, ExecutorShape, run_cluster
+from tests.support.stack.gateways import RunningGateway, ServerSentEvent, events_of, run_gateway, text_of
 
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 WAIT_S = 60.0

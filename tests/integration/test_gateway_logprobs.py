@@ -7,11 +7,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.cluster import run_cluster
-from tests.fake_device import token_logprobs
-from tests.gateways import ServerSentEvent, events_of, run_gateway, text_of
 from tests.integration.test_gateway import GREEDY, address_of, held_body
 from tests.integration.test_requests import expected_ids
+from tests.support.device.fake_device import token_logprobs
+from tests.support.stack.cluster import run_cluster
+from tests.support.stack.gateways import ServerSentEvent, events_of, run_gateway, text_of
 
 PROMPT = [1, 2]
 NUM_TOKENS = 12

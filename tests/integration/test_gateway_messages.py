@@ -9,11 +9,11 @@ import httpx2
 import openai
 import pytest
 
-from tests.cluster import Cluster
-from tests.gateways import ANY_KEY, RunningGateway
 from tests.integration.test_chat_texts import speaking_tokenizer
 from tests.integration.test_gateway import metric
 from tests.integration.test_hostile_clients import dispatcher_of, until
+from tests.support.stack.cluster import Cluster
+from tests.support.stack.gateways import ANY_KEY, RunningGateway
 
 ASKED: dict[str, Any] = {"max_tokens": 9, "messages": [{"role": "user", "content": "t1 t2"}]}
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0, "ignore_eos": True}}
@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0, "ignore_eos": True}}
 
 @pytest.fixture(autouse=True)
 def _speaking_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", speaking_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", speaking_tokenizer)
 
 
 def anthropic_of(gateway: RunningGateway, **options: Any) -> anthropic.AsyncAnthropic:

@@ -9,19 +9,19 @@ import httpx2
 import openai
 import pytest
 
-from tests.cluster import Cluster
 from tests.fuzz.served import until_empty
-from tests.gateways import RunningGateway
 from tests.integration.test_chat_texts import speaking_tokenizer
 from tests.integration.test_gateway import metric
 from tests.integration.test_hostile_clients import dispatcher_of, until
+from tests.support.stack.cluster import Cluster
+from tests.support.stack.gateways import RunningGateway
 
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(autouse=True)
 def _speaking_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", speaking_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", speaking_tokenizer)
 
 
 async def test_response_is_the_chat_in_another_form_whole_and_streamed(client: openai.AsyncOpenAI, pool: str) -> None:

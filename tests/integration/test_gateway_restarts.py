@@ -16,8 +16,8 @@ import pytest
 
 from inflight.local.ports import free_ports
 from inflight.local.process import ChildProcess
-from tests.cluster import Cluster
 from tests.integration.test_gateway import address_of, held_body, words
+from tests.support.stack.cluster import Cluster
 
 READY_S = 60.0
 NUM_CLIENTS = 6

@@ -10,16 +10,16 @@ import openai
 import pytest
 
 from inflight.common.version import installed_version
-from tests.gateways import RunningGateway, run_gateway
 from tests.integration.test_authorization import api_key, locked_cluster
 from tests.integration.test_chat_texts import speaking_tokenizer
+from tests.support.stack.gateways import RunningGateway, run_gateway
 
 HI = [{"role": "user", "content": "t1 t2"}]
 
 
 @pytest.fixture(autouse=True)
 def _speaking_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", speaking_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", speaking_tokenizer)
 
 
 async def post(gateway: RunningGateway, path: str, body: dict[str, Any], key: str = "") -> httpx2.Response:

@@ -18,7 +18,7 @@ from inflight.router.stream.parts import wire_parts
 from inflight.router.tools.formats import FORMATS, THINK, AnswerFormat
 from inflight.router.tools.parser import AnswerParser
 from inflight.v1 import inference_pb2, types_pb2
-from tests.gateways import RunningGateway, events_of, run_gateway
+from tests.support.stack.gateways import RunningGateway, events_of, run_gateway
 from tests.unit.scripted_router import ScriptedRouter, accepted, asked, delta, ending, serving
 from tests.unit.test_tool_parser import BY_NAME, random_answers, read, written
 

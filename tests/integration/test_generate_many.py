@@ -18,10 +18,10 @@ from inflight.router.api import generate_many
 from inflight.router.settings import RouterSettings
 from inflight.router.stream.outbox import StreamWriter
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import PATIENCE_S, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.fuzz.served import check_unharmed, until_empty
 from tests.integration.test_hostile_clients import dispatcher_of, inference_stub, until
 from tests.integration.test_requests import expected_ids
+from tests.support.stack.cluster import PATIENCE_S, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 
 Message = inference_pb2.GenerateManyRequest
 OK, CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED = 0, 1, 3, 4

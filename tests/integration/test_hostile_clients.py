@@ -16,10 +16,10 @@ from inflight.router.lifecycle.events import RequestState
 from inflight.router.settings import RouterSettings
 from inflight.router.stream.relay import TimedWriter
 from inflight.v1 import inference_pb2, inference_pb2_grpc
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.fuzz.served import HANG_S, check_unharmed, until_empty
 from tests.fuzz.statuses import status_of
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
+from tests.support.stack.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 
 # 5,000 clients and what serves them share one loop here, and the machine with whatever else runs.
 BUSY_S = 200.0

@@ -13,12 +13,12 @@ import pytest
 
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from inflight.router.store.types import DEFAULT_TENANT
-from tests.cluster import Cluster, run_cluster, token_request
 from tests.fuzz.served import check_unharmed, until_empty
 from tests.fuzz.statuses import status_of
 from tests.integration.test_authorization import locked_cluster, output_of, shown
 from tests.integration.test_hostile_clients import status, until
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import Cluster, run_cluster, token_request
 from tests.unit.test_kserve_translation import inference_request, one
 
 Request = grpc_service_pb2.ModelInferRequest

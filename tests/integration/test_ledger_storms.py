@@ -23,8 +23,8 @@ from inflight.router.store.store import AdmissionStore
 from inflight.router.store.types import Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreCall, StoreEvent
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
-from tests.cluster import PATIENCE_S
-from tests.store_pool import START_MS, steered_scripts
+from tests.support.ledger.store_pool import START_MS, steered_scripts
+from tests.support.stack.cluster import PATIENCE_S
 
 # Few connections. The router's own calls come when it starts, and when a test makes them.
 SETTINGS = StoreSettings(

@@ -13,9 +13,9 @@ from inflight.executor.scheduler.scheduler import Batching
 from inflight.router.store.connection import connect
 from inflight.router.store.store import AdmissionStore
 from inflight.v1 import inference_pb2
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, random_requests, rest
-from tests.store_pool import PATIENT
+from tests.support.ledger.store_pool import PATIENT
+from tests.support.stack.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 
 
 async def watch_ledger(

@@ -9,10 +9,10 @@ import grpc.aio
 import pytest
 
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import run_cluster, token_request
-from tests.fake_device import token_logprobs
 from tests.integration.test_requests import collect, expected_ids
 from tests.integration.test_resuming import PROMPT, Client, begun
+from tests.support.device.fake_device import token_logprobs
+from tests.support.stack.cluster import run_cluster, token_request
 
 NUM_TOKENS = 20
 

@@ -13,8 +13,8 @@ import pytest
 
 from inflight.executor.scheduler.scheduler import SchedulerPolicy
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from tests.cluster import BLOCK_SIZE, ExecutorShape, start_executor
 from tests.integration.test_requests import DEFAULT_SALT, expected_ids
+from tests.support.stack.cluster import BLOCK_SIZE, ExecutorShape, start_executor
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ import httpx2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.cluster import tiny_tokenizer
-from tests.gateways import RunningGateway, run_gateway
 from tests.integration.test_tools_of_frameworks import ANSWER, CALLS, script
+from tests.support.stack.cluster import tiny_tokenizer
+from tests.support.stack.gateways import RunningGateway, run_gateway
 from tests.unit.scripted_router import ScriptedRouter, serving
 
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none"}
@@ -79,7 +79,7 @@ def read_events(answer: httpx2.Response) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def _chatting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", chatting_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", chatting_tokenizer)
 
 
 def taken_calls(chunks: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:

@@ -17,7 +17,8 @@ from inflight.executor.scheduler.sequence import StepPlan
 from inflight.local.ports import free_ports
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from tests.cluster import (
+from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import (
     ExecutorShape,
     RunningExecutor,
     RunningRouter,
@@ -27,7 +28,6 @@ from tests.cluster import (
     token_request,
     until_ready,
 )
-from tests.integration.test_requests import collect, expected_ids, ids_of
 
 POISON = [4, 4, 4, 4, 4]
 # Shorter than any test waits, longer than a busy machine delays a step.

@@ -15,8 +15,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tests.clients import health_probe
-from tests.cluster import run_cluster, run_router, until_ready
 from tests.integration.test_requests import expected_ids
+from tests.support.stack.cluster import run_cluster, run_router, until_ready
 
 INFERENCE, KSERVE = "inflight.v1.InferenceService", "inference.GRPCInferenceService"
 

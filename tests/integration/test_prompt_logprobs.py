@@ -11,12 +11,12 @@ import pytest
 from inflight import AsyncClient
 from inflight.executor.serving.router_session import Session
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import Cluster, run_cluster, token_request
-from tests.fake_device import VOCABULARY_SIZE
 from tests.integration.test_logprobs import expected as expected_logprobs
 from tests.integration.test_logprobs import logprobs_of
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 from tests.integration.test_resuming import Client
+from tests.support.device.fake_device import VOCABULARY_SIZE
+from tests.support.stack.cluster import Cluster, run_cluster, token_request
 
 PROMPT = [(3 * i + i // 7) % VOCABULARY_SIZE for i in range(40)]
 NUM_TOKENS = 8

@@ -11,8 +11,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from inflight.local.redis_server import PrivateRedis
-from tests.cluster import ExecutorShape, run_cluster, token_request, until_ready
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
+from tests.support.stack.cluster import ExecutorShape, run_cluster, token_request, until_ready
 
 
 async def test_streams_outlive_redis_and_new_work_is_refused_until_it_is_back(tmp_path: Path, pool: str) -> None:

@@ -30,8 +30,8 @@ from inflight.router.store.types import (
     Queued,
     StoreEvent,
 )
-from tests.credentials import ec_key
-from tests.redis_servers import Server, Watched, cluster_servers, sentinel_servers, start
+from tests.support.ledger.redis_servers import Server, Watched, cluster_servers, sentinel_servers, start
+from tests.support.stack.credentials import ec_key
 
 SETTINGS = StoreSettings(
     call_timeout_ms=60_000,

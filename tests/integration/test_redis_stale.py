@@ -15,10 +15,10 @@ from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.local.redis_server import PrivateRedis
 from inflight.router.store.connection import connect
 from inflight.router.store.keys import PoolKeys
-from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.fuzz.served import check_unharmed
 from tests.integration.test_requests import expected_ids, ids_of, rest
-from tests.store_pool import PATIENT
+from tests.support.ledger.store_pool import PATIENT
+from tests.support.stack.cluster import Cluster, ExecutorShape, run_cluster, token_request
 
 PATIENCE_S = 60.0
 

@@ -12,11 +12,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from inflight.executor.logits.grammar import GrammarCompiler
-from tests.cluster import run_cluster, start_executor
 from tests.fuzz.served import check_unharmed
 from tests.fuzz.test_gateway_bodies import KnownGrammars
-from tests.gateways import events_of, run_gateway
 from tests.integration.test_open_webui_calls import chatting_tokenizer
+from tests.support.stack.cluster import run_cluster, start_executor
+from tests.support.stack.gateways import events_of, run_gateway
 
 ASKED = {"role": "user", "content": "t1 t2"}
 # Takes seconds of processor time in the compiler.
@@ -78,9 +78,11 @@ def tool_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def _with_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters have a model with tools, whose device ignores grammars."""
-    monkeypatch.setattr("tests.cluster.tiny_tokenizer", tool_tokenizer)
+    monkeypatch.setattr("tests.support.stack.cluster.tiny_tokenizer", tool_tokenizer)
     grammars = cast("GrammarCompiler", cast("Any", KnownGrammars()))
-    monkeypatch.setattr("tests.cluster.start_executor", functools.partial(start_executor, grammars=grammars))
+    monkeypatch.setattr(
+        "tests.support.stack.cluster.start_executor", functools.partial(start_executor, grammars=grammars)
+    )
 
 
 # What a schema may have that does not matter, and what cannot be enforced.

@@ -14,7 +14,8 @@ from inflight.executor.scheduler.scheduler import Batching
 from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import (
+from tests.support.device.fake_device import solo_output
+from tests.support.stack.cluster import (
     CONTEXT_LENGTH,
     ExecutorShape,
     RunningRouter,
@@ -24,7 +25,6 @@ from tests.cluster import (
     token_request,
     until_ready,
 )
-from tests.fake_device import solo_output
 
 DEFAULT_SALT = b"default\0"
 

@@ -9,8 +9,15 @@ import pytest
 
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
-from tests.cluster import CONTEXT_LENGTH, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import (
+    CONTEXT_LENGTH,
+    Cluster,
+    ExecutorShape,
+    RunningRouter,
+    run_cluster,
+    token_request,
+)
 
 STEP = 8
 SETTINGS = RouterSettings(no_executor_grace_s=30.0, default_reservation_tokens=STEP)

@@ -17,8 +17,8 @@ from inflight.executor.adapters.store import AdapterStore
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.router.dispatch import dispatcher as dispatch
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
+from tests.support.stack.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 
 PROMPT = [1, 2, 3]
 NUM_TOKENS = 20

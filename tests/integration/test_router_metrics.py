@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from inflight.router.stats.gauges import ScrapeGauges
 from inflight.v1 import inference_pb2
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, run_router, token_request
+from tests.support.stack.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, run_router, token_request
 
 ONE_SEAT = ExecutorShape(max_num_sequences=1)
 

@@ -10,10 +10,10 @@ import pytest
 
 from inflight.common.protocol import LOGITS_VERSION
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests.cluster import Cluster, run_cluster
 from tests.integration.test_requests import collect, rest
 from tests.integration.test_resuming import NUM_TOKENS, Client, request_of
-from tests.validated import ALL_SAMPLING
+from tests.support.stack.cluster import Cluster, run_cluster
+from tests.support.text.validated import ALL_SAMPLING
 
 
 def shown() -> types_pb2.SamplingParams:
@@ -105,7 +105,7 @@ async def test_words_with_too_many_tokens_are_refused_by_name(redis_url: str, po
 async def test_executor_of_an_older_version_does_not_get_what_it_would_ignore(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], field: str
 ) -> None:
-    monkeypatch.setattr("tests.cluster.PROTOCOL_VERSION", LOGITS_VERSION - 1)
+    monkeypatch.setattr("tests.support.stack.cluster.PROTOCOL_VERSION", LOGITS_VERSION - 1)
     request = request_of()
     request.sampling.MergeFrom(types_pb2.SamplingParams(**sampling))
     async with run_cluster(redis_url, pool) as cluster:

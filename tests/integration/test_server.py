@@ -19,8 +19,15 @@ from inflight.common.http.port import HttpPort
 from inflight.common.rpc.server import GrpcServer, ListenError, bind, check_listen
 from inflight.local.ready import wait_until_http_ready, wait_until_serving
 from inflight.router.discovery import AddressError, check_address, watch
-from tests.cluster import ExecutorShape, run_cluster, run_router, start_executor, token_request, until_ready
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import (
+    ExecutorShape,
+    run_cluster,
+    run_router,
+    start_executor,
+    token_request,
+    until_ready,
+)
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

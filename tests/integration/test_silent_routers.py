@@ -13,10 +13,10 @@ import pytest
 from inflight.executor.serving import router_session as sessions
 from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, executor_pb2_grpc
-from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_hostile_clients import NO_WINDOW, until
 from tests.integration.test_requests import expected_ids
-from tests.router_stream import WAIT_S, make_submit, router_stream
+from tests.support.stack.cluster import ExecutorShape, RunningExecutor, start_executor
+from tests.support.stack.router_stream import WAIT_S, make_submit, router_stream
 
 # Echoed in no answer, but the request_id is: a few thousand of them are more than a connection holds unread.
 LONG_ID = "x" * 400

@@ -20,13 +20,13 @@ from inflight.router.settings import RouterSettings
 from inflight.router.stream import relay as patience
 from inflight.router.stream.relay import Write
 from inflight.v1 import inference_pb2, types_pb2
-from tests import cluster as clusters
-from tests.cluster import PATIENCE_S, Cluster, run_cluster, token_request
-from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.served import HANG_S, until_empty
 from tests.fuzz.statuses import status_of
 from tests.integration.test_hostile_clients import NO_WINDOW, dispatcher_of, inference_stub, until
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
+from tests.support.device.fake_device import VOCABULARY_SIZE
+from tests.support.stack import cluster as clusters
+from tests.support.stack.cluster import PATIENCE_S, Cluster, run_cluster, token_request
 
 PROMPT = [3, 1]
 NUM_TOKENS = 40

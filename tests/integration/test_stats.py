@@ -16,8 +16,8 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.auth.caller import Caller
 from inflight.router.settings import RouterSettings
 from inflight.v1 import executor_pb2, executor_pb2_grpc, inference_pb2, stats_pb2, types_pb2
-from tests.cluster import Brake, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
-from tests.credentials import key_entry
+from tests.support.stack.cluster import Brake, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
+from tests.support.stack.credentials import key_entry
 
 TIMEOUT_S = 60
 INTERVAL_MS = 50

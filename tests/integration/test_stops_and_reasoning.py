@@ -12,10 +12,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests import cluster as clusters
-from tests.cluster import Cluster, run_cluster
-from tests.gateways import RunningGateway, run_gateway
 from tests.integration.test_requests import collect, expected_ids, rest
+from tests.support.stack import cluster as clusters
+from tests.support.stack.cluster import Cluster, run_cluster
+from tests.support.stack.gateways import RunningGateway, run_gateway
 
 WORDS = ("<think>", "</think>", "stop", "a", "b")
 BEGIN, END, STOP, A, B = range(len(WORDS))

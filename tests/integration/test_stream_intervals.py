@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from inflight.common.protocol import MAX_FRAME_INTERVAL
 from inflight.v1 import executor_pb2, inference_pb2
-from tests.cluster import run_cluster
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, Client, request_of
 from tests.integration.test_resuming import begun as begin
+from tests.support.stack.cluster import run_cluster
 
 INTERVAL = 4
 OUTPUT = inference_pb2.OutputOptions(text=True, token_ids=True, stream_interval=INTERVAL)

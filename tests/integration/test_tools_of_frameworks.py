@@ -14,8 +14,8 @@ import pytest
 from inflight.router.tools.formats import AnswerFormat
 from inflight.v1 import inference_pb2
 from tests.clients.environments import python_of
-from tests.gateways import run_gateway
 from tests.integration.test_gateway_tools import spoken
+from tests.support.stack.gateways import run_gateway
 from tests.unit.scripted_router import ScriptedRouter, asked, serving
 from tests.unit.test_tool_parser import BY_NAME, written
 

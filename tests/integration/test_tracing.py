@@ -16,8 +16,8 @@ from inflight.common.telemetry.trace_context import traceparent_of
 from inflight.common.telemetry.tracing import Tracing, open_tracing
 from inflight.errors import InflightError
 from inflight.router.settings import RouterSettings
-from tests.cluster import ExecutorShape, run_router, start_executor, until_ready
-from tests.collector import CollectedSpan, Collector, run_collector
+from tests.support.stack.cluster import ExecutorShape, run_router, start_executor, until_ready
+from tests.support.stack.collector import CollectedSpan, Collector, run_collector
 
 SHAPE = ExecutorShape()
 # All that a span may contain: numbers, names of the configuration, and words of the router's own.

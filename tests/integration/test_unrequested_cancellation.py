@@ -9,8 +9,8 @@ import pytest
 from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch import dispatcher as dispatch
 from inflight.router.store.types import Lost
-from tests.cluster import run_cluster
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, begun
+from tests.support.stack.cluster import run_cluster
 
 
 @pytest.mark.parametrize("fields", [{"idempotency_key": "k"}, {}])

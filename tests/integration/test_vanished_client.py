@@ -10,10 +10,10 @@ import grpc.aio
 import pytest
 
 from inflight.common.rpc import server
-from tests.cluster import run_cluster, token_request
 from tests.fuzz.served import check_unharmed
 from tests.integration.test_hostile_clients import dispatcher_of, inference_stub, until
 from tests.integration.test_requests import collect, expected_ids, ids_of
+from tests.support.stack.cluster import run_cluster, token_request
 
 NUM_TOKENS = 40
 # gRPC pings no more often than once a second. A client that stands still with the machine answers within 3 s.

@@ -20,8 +20,8 @@ from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
 from inflight.executor.step.batch import StepBatch, pack
-from tests.adapter_files import SHAPE, save_adapter
-from tests.tiny_models import VOCABULARY_SIZE
+from tests.support.checkpoints.adapter_files import SHAPE, save_adapter
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE
 
 CPU = torch.device("cpu")
 NUM_SLOTS, MAX_RANK = 4, 20

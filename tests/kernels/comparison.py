@@ -11,7 +11,7 @@ from inflight.executor.attention.backend import AttentionBackend, KvShape, Layer
 from inflight.executor.attention.reference import ReferenceAttention
 from inflight.executor.attention.triton import TritonAttention
 from inflight.executor.step.batch import StepBatch
-from tests.paged_cases import PagedCase, Spec, make_case
+from tests.support.device.paged_cases import PagedCase, Spec, make_case
 
 CPU = torch.device("cpu")
 # Outputs are averages of values around 1; float16 has 11 bits and bfloat16 8.

@@ -11,8 +11,8 @@ from triton.runtime import interpreter
 
 from inflight.executor.kernels import tiling
 from tests.kernels.interpreter import LaunchPatches
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
 
 
 @pytest.fixture(scope="module", autouse=True)

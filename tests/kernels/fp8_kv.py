@@ -23,7 +23,7 @@ from inflight.executor.gpu.layers import (
     rounded_rows,
 )
 from tests.kernels.comparison import TOLERANCE, filled
-from tests.paged_cases import PagedCase, Spec, make_case
+from tests.support.device.paged_cases import PagedCase, Spec, make_case
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn

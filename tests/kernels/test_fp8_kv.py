@@ -16,10 +16,10 @@ from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.arithmetic import Machine, MemoryOptions, pool_of
 from inflight.tools.sizing.model_shape import read_model_shape
-from tests.greedy import generate_together
 from tests.kernels.fp8_kv import assert_attends_to_fp8, poisoned, rounded, stored
-from tests.paged_cases import Spec, make_case
-from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
+from tests.support.device.greedy import generate_together
+from tests.support.device.paged_cases import Spec, make_case
+from tests.support.device.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 
 pytestmark = pytest.mark.usefixtures("one_seed_and_thread")
 

@@ -20,9 +20,9 @@ from inflight.executor.step.batch import StepBatch
 from inflight.tools.sizing.arithmetic import fp8_weight_bytes
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.kernels.fp8_kv import assert_fused_rounding_changes_nothing, assert_kernels_apply_scales, rounded
-from tests.paged_cases import Spec, make_case
-from tests.quantized_checkpoints import compressed, compressed_config, save_quantized
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.checkpoints.quantized_checkpoints import compressed, compressed_config, save_quantized
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.paged_cases import Spec, make_case
 
 pytestmark = pytest.mark.usefixtures("one_seed_and_thread")
 

@@ -17,7 +17,6 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, pool_of
 from inflight.tools.sizing.model_shape import read_model_shape
-from tests.adapter_files import SHAPE
 from tests.kernels.adapted import (
     CPU,
     NUM_SLOTS,
@@ -30,7 +29,8 @@ from tests.kernels.adapted import (
     random_weights,
 )
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.adapter_files import SHAPE
+from tests.support.checkpoints.tiny_models import save_model, sizes
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.sequence import Processors, Sequence
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, load, outputs
-from tests.small_vocabulary import EOS_ID, OTHER_EOS_ID, VOCABULARY_SIZE, schema_grammar
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.text.small_vocabulary import EOS_ID, OTHER_EOS_ID, VOCABULARY_SIZE, schema_grammar
 from tests.unit.test_constrained import make
 
 GRAMMARS = (

@@ -27,8 +27,8 @@ from transformers import (
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.model.model import PagedModel
-from tests.greedy import assert_same, generate_alone, generate_together
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}

@@ -19,11 +19,11 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sequence
-from tests.drafting import CHEAP, GuessingProposer, eager
 from tests.kernels import test_gpu_constrained, test_gpu_runner
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, assert_same_sequences, load
-from tests.scheduling import run_overlapped
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.scheduler.drafting import CHEAP, GuessingProposer, eager
+from tests.support.scheduler.scheduling import run_overlapped
 
 MAKERS: Mapping[str, Callable[[], list[Sequence]]] = {
     "plain": test_gpu_runner.requests,

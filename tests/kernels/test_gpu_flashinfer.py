@@ -22,8 +22,8 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sampling
-from tests.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper as StandIn
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, load, outputs, sequence
+from tests.support.device.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper as StandIn
 
 # Few and small steps, since the interpreter is slow.
 SMALL = replace(LIMITS, max_num_sequences=2, context_length=24)

@@ -7,9 +7,9 @@ from pathlib import Path
 from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
-from tests.evicted_prefixes import conversations
 from tests.kernels.test_gpu_runner import loaded
-from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
+from tests.support.device.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
+from tests.support.scheduler.evicted_prefixes import conversations
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:

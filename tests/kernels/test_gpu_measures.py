@@ -14,7 +14,7 @@ from inflight.executor.attention.triton import TritonAttention
 from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 from inflight.executor.scheduler.sequence import Processors
-from tests.tiny_models import sizes
+from tests.support.checkpoints.tiny_models import sizes
 
 BLOCK_SIZE = 16
 LIMITS = SchedulerLimits(

@@ -38,8 +38,8 @@ from tests.kernels.test_gpu_graphs import Captured
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, NUM_BLOCKS, assert_same_sequences, outputs
 from tests.kernels.test_gpu_runner import LIMITS as LIMITS_OF_ONE
 from tests.kernels.test_gpu_runner import load as load_with_kv
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.torch_threads import torch_threads
 
 TIMEOUT_S = 300.0
 # Each launch takes the interpreter long.

@@ -20,8 +20,8 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, Stopping
-from tests.scheduling import run_overlapped
-from tests.tiny_models import VOCABULARY_SIZE
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE
+from tests.support.scheduler.scheduling import run_overlapped
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 16

@@ -28,7 +28,7 @@ from inflight.executor.scheduler.sequence import (
     StepResult,
     Stopping,
 )
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8

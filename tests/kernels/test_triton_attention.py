@@ -15,7 +15,7 @@ from tests.kernels.comparison import (
     assert_rows_are_independent,
     filled,
 )
-from tests.paged_cases import Spec, make_case
+from tests.support.device.paged_cases import Spec, make_case
 
 pytestmark = pytest.mark.usefixtures("one_seed_and_thread")
 

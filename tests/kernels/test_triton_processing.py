@@ -19,7 +19,7 @@ from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampl
 from inflight.executor.step.sampling import SampleRow, numbers_of, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.kernels.test_triton_sampling import draw_rows
-from tests.torch_threads import torch_threads
+from tests.support.device.torch_threads import torch_threads
 
 CONTEXT_LENGTH = 64
 CPU = torch.device("cpu")

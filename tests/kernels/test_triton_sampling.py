@@ -16,7 +16,7 @@ from inflight.executor.step.philox import philox_words as torch_philox
 from inflight.executor.step.sampling import LARGEST_UNIFORM, SampleRow, min_p_logs, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.kernels.probes import noise_kernel, words_kernel
-from tests.torch_threads import torch_threads
+from tests.support.device.torch_threads import torch_threads
 
 VOCABULARY_SIZE = CHUNK + 37
 

@@ -41,7 +41,7 @@ from inflight.router.store.types import (
     StoreEvent,
     TakenOver,
 )
-from tests.store_pool import steered_scripts
+from tests.support.ledger.store_pool import steered_scripts
 
 BUDGET_BLOCKS, BUDGET_SEQUENCES = 10, 4
 MAX_ATTEMPTS = 1000  # only what clients and deadlines end shall end

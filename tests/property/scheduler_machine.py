@@ -20,8 +20,6 @@ from inflight.executor.scheduler.sequence import (
     StepResult,
 )
 from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
-from tests.drafting import CHEAP, PROPOSERS, AnyTokens, eager
-from tests.fake_device import FakeDevice, block_contents, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
 from tests.property.scheduler_model import (
     WINDOWS,
@@ -32,6 +30,8 @@ from tests.property.scheduler_model import (
     sequence_strategy,
     with_window,
 )
+from tests.support.device.fake_device import FakeDevice, block_contents, logprobs_of, solo_output, token_logprobs
+from tests.support.scheduler.drafting import CHEAP, PROPOSERS, AnyTokens, eager
 
 CANCEL_REASONS = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING, FinishReason.PREEMPTED)
 

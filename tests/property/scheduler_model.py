@@ -12,7 +12,7 @@ from inflight.common.kv_size import WindowSize
 from inflight.executor.scheduler.limits import KvWindow, Overcommit, PreemptionCost
 from inflight.executor.scheduler.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sampling, Sequence, Stopping
-from tests.fake_device import VOCABULARY_SIZE
+from tests.support.device.fake_device import VOCABULARY_SIZE
 
 # Prompts start like one of these, so that prefixes meet.
 COMMON_STARTS = ([0] * 12, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 0] * 6)

@@ -44,7 +44,7 @@ from tests.property.store_cases import (
     whys,
 )
 from tests.property.store_records import read_records, write_histogram
-from tests.store_pool import PATIENT, START_MS, steered_scripts
+from tests.support.ledger.store_pool import PATIENT, START_MS, steered_scripts
 
 router_ids = st.sampled_from(ROUTERS)
 executor_ids = st.sampled_from(EXECUTORS)

@@ -16,9 +16,9 @@ from inflight.executor.attention.quantized import quantize
 from inflight.executor.attention.reference import ReferenceAttention
 from inflight.executor.native.library import NativeLibrary
 from inflight.executor.native.pool import NativePool
-from tests.examples import examples
-from tests.native_builds import INSTRUCTION_SETS, emulation_of_amx, library_of
-from tests.paged_cases import PagedCase, Spec, make_case
+from tests.support.device.native_builds import INSTRUCTION_SETS, emulation_of_amx, library_of
+from tests.support.device.paged_cases import PagedCase, Spec, make_case
+from tests.support.examples import examples
 
 # The first test of a build may have to wait for the compiler.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_seed_and_thread")]

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2
-from tests import chat_models
-from tests.chat_models import chat_model, control_ids, trusting_model
-from tests.examples import examples
+from tests.support.examples import examples
+from tests.support.text import chat_models
+from tests.support.text.chat_models import chat_model, control_ids, trusting_model
 
 Message = dict[str, Any]
 

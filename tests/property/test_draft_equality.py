@@ -42,9 +42,11 @@ from inflight.executor.scheduler.sequence import Sequence as Request
 from inflight.executor.speculation.budget import DraftBudget
 from inflight.executor.speculation.counts import DraftCounts
 from inflight.executor.speculation.proposer import NgramProposer, Proposer
-from tests.drafting import CHEAP, EagerBudget, GuessingProposer, eager
-from tests.examples import examples
-from tests.small_vocabulary import (
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.examples import examples
+from tests.support.scheduler.drafting import CHEAP, EagerBudget, GuessingProposer, eager
+from tests.support.text.small_vocabulary import (
     EOS_ID,
     OTHER_EOS_ID,
     VOCABULARY_SIZE,
@@ -52,8 +54,6 @@ from tests.small_vocabulary import (
     regex_grammar,
     schema_grammar,
 )
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
 
 BLOCK_SIZE = 16
 CONTEXT_LENGTH = 128

@@ -40,10 +40,10 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
-from tests.greedy import assert_same, generate_alone, generate_together
 from tests.property.test_row_invariance import BLOCK_SIZE, one_by_one, sequence_of
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
+from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

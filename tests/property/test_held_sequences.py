@@ -11,10 +11,10 @@ from inflight.executor.engine.runner import PendingStep
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
-from tests.examples import examples
-from tests.fake_device import FakeDevice
 from tests.property.scheduler_model import limits_strategy, sequence_strategy
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
+from tests.support.device.fake_device import FakeDevice
+from tests.support.examples import examples
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 
 
 class Listener:

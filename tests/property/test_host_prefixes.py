@@ -24,7 +24,7 @@ from inflight.executor.scheduler.sequence import (
 )
 from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
 from inflight.executor.scheduler.step_record import HostPrefixCounts
-from tests.fake_device import VOCABULARY_SIZE, FakeDevice, block_contents, solo_output
+from tests.support.device.fake_device import VOCABULARY_SIZE, FakeDevice, block_contents, solo_output
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 24

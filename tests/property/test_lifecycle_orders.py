@@ -1,7 +1,7 @@
 """Events in any order: each request ends once, no attempt is sent twice and no call is open at the end.
 
 Every order for two requests, two routers and one executor with one seat, with one or two failures or choices of clients
-at any time; and random orders of larger systems with many of them. `tests.lifecycle_world` is the system.
+at any time; and random orders of larger systems with many of them. `tests.support.lifecycle.world` is the system.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
-from tests.lifecycle_world import Action, World, new_world
+from tests.support.examples import examples
+from tests.support.lifecycle.world import Action, World, new_world
 
 # What no pause, lease or audit is needed after.
 UNREPAIRED = ("leave", "cancel", "preempt")

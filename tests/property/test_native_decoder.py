@@ -18,11 +18,11 @@ from inflight.executor.cpu.streams import STREAMS
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.step.batch import StepBatch
-from tests.greedy import assert_same, generate_alone, generate_together
-from tests.native_builds import BEST_FIRST
-from tests.paged_cases import PagedCase, Spec, make_case
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
+from tests.support.device.native_builds import INSTRUCTION_SETS
+from tests.support.device.paged_cases import PagedCase, Spec, make_case
+from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
@@ -40,10 +40,29 @@ FAMILY: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**sizes()),
     "qwen3": Qwen3Config(**sizes()),
 }
+BEST, *OTHERS = INSTRUCTION_SETS
+# Every family in the best build. What differs between builds are vectors: their rests in odd sizes, biases, and norms.
+FAMILIES_AND_BUILDS = [
+    *((family, BEST) for family in FAMILY),
+    *(
+        pytest.param(family, build, marks=pytest.mark.slow)
+        for build in OTHERS
+        for family in ("llama-odd-sizes", "llama-yarn-bias", "qwen3")
+    ),
+]
 # Matrices of several pieces, and steps of a depth that are prefetched in more than one.
 DEEP = LlamaConfig(**sizes(hidden_size=128, intermediate_size=4800, num_hidden_layers=2))
 # Relative distance of logits: rounding of bfloat16 (8 bits), and of int8 (a 1/254 of the largest of a group).
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.2}
+# Both sizes of every type of weights in the best build, and each type in one of them in the others.
+SIZES_TYPES_AND_BUILDS = [
+    *((family, kind, BEST) for family in ("deep", "llama-odd-sizes") for kind in TOLERANCE),
+    *(
+        pytest.param(family, kind, build, marks=pytest.mark.slow)
+        for build in OTHERS
+        for family, kind in (("llama-odd-sizes", "float32"), ("deep", "bfloat16"), ("llama-odd-sizes", "int8"))
+    ),
+]
 # Decodes, a chunk behind a context, and two whole prompts, one longer than what AMX and the vectors take at once.
 SPECS = [Spec(1, 1), Spec(1, 37), *[Spec(1, 20)] * 8, Spec(9, 30), Spec(5, 5), Spec(70, 70)]
 
@@ -86,7 +105,7 @@ def greedy_ids(model: PagedModel, batch: StepBatch) -> Tensor:
     return model.native.greedy(batch, model.kv)
 
 
-@pytest.mark.parametrize("instructions", BEST_FIRST)
+@pytest.mark.parametrize(("folder", "instructions"), FAMILIES_AND_BUILDS, indirect=["folder"])
 def test_logits_are_those_of_transformers_modules(folder: Path, instructions: str) -> None:
     case = filled_case()
     expected = logits_of(load(folder, forward_name="transformers"), case)
@@ -98,7 +117,7 @@ def test_logits_are_those_of_transformers_modules(folder: Path, instructions: st
     assert greedy_ids(model, case.batch).tolist() == model.forward(case.batch).argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("instructions", BEST_FIRST)
+@pytest.mark.parametrize(("folder", "instructions"), FAMILIES_AND_BUILDS, indirect=["folder"])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_rounded_weights_stay_near_float32(folder: Path, instructions: str, kind: str) -> None:
     case = filled_case(block_size=32)
@@ -110,9 +129,7 @@ def test_rounded_weights_stay_near_float32(folder: Path, instructions: str, kind
     assert 0 < relative_distance(logits, expected) < TOLERANCE[kind]
 
 
-@pytest.mark.parametrize("instructions", BEST_FIRST)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("family", ["deep", "llama-odd-sizes"])
+@pytest.mark.parametrize(("family", "kind", "instructions"), SIZES_TYPES_AND_BUILDS)
 def test_logits_do_not_depend_on_how_weights_are_read(
     tmp_path: Path, family: str, kind: str, instructions: str
 ) -> None:
@@ -149,6 +166,7 @@ def test_logits_do_not_depend_on_which_rows_have_some(folder: Path, kind: str) -
     assert torch.equal(model.forward(whole.batch), expected)
 
 
+@pytest.mark.parametrize("folder", ["llama", "llama-yarn-bias", "mistral-window"], indirect=True)
 def test_tokens_are_those_of_transformers(folder: Path) -> None:
     network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)

@@ -21,10 +21,10 @@ from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampl
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling import SampleRow, name_excluded, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
-from tests.native_builds import BEST_FIRST
-from tests.paged_cases import Spec, make_case
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.native_builds import BEST_FIRST
+from tests.support.device.paged_cases import Spec, make_case
+from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

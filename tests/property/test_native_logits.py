@@ -20,8 +20,8 @@ from inflight.executor.native.library import NativeLibrary
 from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
 from inflight.executor.step.sampling import SampleRow, name_excluded, numbers_of, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
-from tests.examples import examples
-from tests.native_builds import INSTRUCTION_SETS, library_of
+from tests.support.device.native_builds import INSTRUCTION_SETS, library_of
+from tests.support.examples import examples
 
 # The first test of a build may have to wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

@@ -15,9 +15,9 @@ from inflight.executor.native.pool import NativePool
 from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.step.sampling import SampleRow, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
-from tests.examples import examples
-from tests.native_builds import INSTRUCTION_SETS, library_of
-from tests.sampling_oracle import is_right
+from tests.support.device.native_builds import INSTRUCTION_SETS, library_of
+from tests.support.device.sampling_oracle import is_right
+from tests.support.examples import examples
 
 # The first test of a build may have to wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

@@ -20,11 +20,11 @@ from inflight.executor.checkpoint.rounding import round_linears
 from inflight.executor.formats.loading import load_network
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
-from tests.greedy import assert_same, generate_alone, generate_together
-from tests.native_builds import BEST_FIRST
 from tests.property.test_native_decoder import filled_case, load, logits_of
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
+from tests.support.device.native_builds import INSTRUCTION_SETS
+from tests.support.device.torch_threads import torch_threads
 from tests.unit.test_adapter_logits import logits_of as adapted_logits_of
 from tests.unit.test_adapter_logits import peft_adapter
 
@@ -51,6 +51,12 @@ FORMATS: dict[str, tuple[int, int, bool]] = {
     "gate_up_proj": (8, 16, False),
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+BEST, *OTHERS = INSTRUCTION_SETS
+# Products of the other builds are those of test_coded_products, in all formats.
+MODELS_AND_BUILDS = [
+    *((name, BEST) for name in MODELS),
+    *(pytest.param("odd-sizes-bias", build, marks=pytest.mark.slow) for build in OTHERS),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,7 +116,7 @@ def reference_folder(dense_folder: Path, quantized: None, tmp_path: Path) -> Pat
     return tmp_path / "reference"
 
 
-@pytest.mark.parametrize("instructions", BEST_FIRST)
+@pytest.mark.parametrize(("dense_folder", "instructions"), MODELS_AND_BUILDS, indirect=["dense_folder"])
 def test_logits_are_those_of_the_dequantized_model(
     dense_folder: Path, reference_folder: Path, instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

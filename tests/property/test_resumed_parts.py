@@ -12,7 +12,7 @@ from inflight.router.request.spec import BEGINNING, ReadPosition
 from inflight.router.tools.formats import AnswerFormat
 from inflight.v1 import inference_pb2
 from tests.property.test_resumed_text import ENDING_ID, Stage
-from tests.text_models import smollm2
+from tests.support.text.text_models import smollm2
 from tests.unit.test_tool_parser import random_answers, read
 
 ANSWERS = [one[:2] for one in random_answers(25, seed=3)]

@@ -18,9 +18,9 @@ from inflight.router.text.output import OutputText
 from inflight.router.tools.formats import AnswerFormat
 from inflight.router.tools.parser import AnswerParser
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests import text_models
-from tests.examples import examples
-from tests.text_models import text_model
+from tests.support.examples import examples
+from tests.support.text import text_models
+from tests.support.text.text_models import text_model
 
 ENDING_ID = 2  # <|im_end|>
 # Ids of single bytes, of common words, and special ones.

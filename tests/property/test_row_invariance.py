@@ -20,10 +20,10 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
 from inflight.executor.scheduler.sequence import Sequence as Request
 from inflight.executor.step.batch import pack
-from tests.adapter_files import LIMITS, TARGETS, save_adapter, tensors
-from tests.examples import examples
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.adapter_files import LIMITS, TARGETS, save_adapter, tensors
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.examples import examples
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.step.sampling import SampleRow, keep_top, sample
-from tests.torch_threads import torch_threads
+from tests.support.device.torch_threads import torch_threads
 
 VOCABULARY_SIZE = 300
 

@@ -13,11 +13,11 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
 from inflight.executor.scheduler.step_constraint import PrefillAllowance, PrefillCost
-from tests.drafting import CHEAP, PROPOSERS, eager
-from tests.examples import examples
-from tests.fake_device import FakeDevice, solo_output
 from tests.property.scheduler_machine import SchedulerMachine
 from tests.property.scheduler_model import WINDOWS, limits_strategy, sequence_strategy, with_window
+from tests.support.device.fake_device import FakeDevice, solo_output
+from tests.support.examples import examples
+from tests.support.scheduler.drafting import CHEAP, PROPOSERS, eager
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

@@ -42,9 +42,9 @@ from inflight.executor.native.pool import NativePool
 from inflight.executor.step.batch import StepBatch
 from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, outputs_of_rank
 from inflight.tools.sizing.layer_sizes import LayerSizes
-from tests.adapter_files import SHAPE
-from tests.paged_cases import PagedCase, Spec, make_case
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.checkpoints.adapter_files import SHAPE
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.paged_cases import PagedCase, Spec, make_case
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -18,7 +18,6 @@ from inflight.router.store.connection import connect
 from inflight.router.store.keys import PoolKeys
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.types import Demand, TenantLimits
-from tests.examples import examples
 from tests.property.crashing_pool import (
     BUDGET_BLOCKS,
     Crashed,
@@ -29,7 +28,8 @@ from tests.property.crashing_pool import (
 )
 from tests.property.store_invariants import check, check_step
 from tests.property.store_records import read_records
-from tests.store_pool import KEPT, PATIENT, START_MS
+from tests.support.examples import examples
+from tests.support.ledger.store_pool import KEPT, PATIENT, START_MS
 
 NUM_OPERATIONS = 120
 REBUILD_MS = 10_000  # two leases

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.examples import examples
 from tests.property.store_machine import StoreMachine
+from tests.support.examples import examples
 
 
 @pytest.mark.timeout(600)  # to find a failure takes seconds, to shrink it minutes

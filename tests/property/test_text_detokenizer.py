@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from inflight.router.text.detokenizer import WindowDetokenizer
 from inflight.router.text.tokenizer import TextModel
-from tests import text_models
-from tests.examples import examples
-from tests.text_models import BYTE_FALLBACK_OFFSET
+from tests.support.examples import examples
+from tests.support.text import text_models
+from tests.support.text.text_models import BYTE_FALLBACK_OFFSET
 
 SCRIPTS = st.sampled_from(
     [

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.router.text.output import OutputText
-from tests import text_models
-from tests.examples import examples
-from tests.text_models import text_model
+from tests.support.examples import examples
+from tests.support.text import text_models
+from tests.support.text.text_models import text_model
 
 ENDING_ID = 2  # <|im_end|>
 # Ids of single bytes, of common words, and special ones.

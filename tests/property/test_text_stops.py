@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.router.text.output import StopMatcher
-from tests.examples import examples
+from tests.support.examples import examples
 
 # Few letters, so that stops overlap, contain each other and nearly match.
 LETTERS = st.one_of(st.text("ab", max_size=30), st.text("aé🦙", max_size=30))

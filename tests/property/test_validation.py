@@ -14,7 +14,7 @@ from inflight.router.api.validation import fit_tokens, validate_generate
 from inflight.router.request.sampling import resolve_sampling, sampling_violations
 from inflight.router.request.spec import ModelLimits
 from inflight.v1 import inference_pb2, types_pb2
-from tests.examples import examples
+from tests.support.examples import examples
 
 FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, 0.5, 1.0]))
 UINT32 = st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1))

@@ -25,9 +25,9 @@ from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping, TokenLogprobs
 from inflight.executor.settings import ExecutorSettings
 from inflight.executor.speculation.choice import choose_proposer
-from tests.drafting import CHEAP, EagerBudget
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.drafting import CHEAP, EagerBudget
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

@@ -28,8 +28,8 @@ from inflight.router.store.types import (
     StoreEvent,
     TenantLimits,
 )
-from tests.scheduling import STOP_ID
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
+from tests.support.scheduler.scheduling import STOP_ID
 
 STEP_MS = 20
 PRIORITY_OF_CLASS = {1: 1, 2: 0, 3: -1}

@@ -7,9 +7,9 @@ from dataclasses import replace
 from inflight.executor.scheduler.limits import SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Refusal, Scheduler
 from inflight.executor.scheduler.sequence import Sequence
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
 from tests.scheduling_problems.served_line import Asked, open_line
-from tests.store_pool import StorePool
+from tests.support.ledger.store_pool import StorePool
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
 
 MANY_SEATS = replace(LIMITS, max_num_sequences=8, num_standby_sequences=0, max_num_tokens=16, context_length=128)
 OVERCOMMITTED = replace(MANY_SEATS, policy=SchedulerPolicy.MAX_UTILIZATION)

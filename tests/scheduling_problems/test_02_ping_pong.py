@@ -10,7 +10,7 @@ import pytest
 from inflight.executor.scheduler.limits import Overcommit, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sequence
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire
 
 LIMITS_OF_CROWD = replace(
     LIMITS,

@@ -9,8 +9,8 @@ import pytest
 from inflight.executor.scheduler.limits import Overcommit, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sequence
-from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 from tests.scheduling_problems.test_02_ping_pong import crowd
+from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, retire
 
 TIGHT = replace(
     LIMITS,

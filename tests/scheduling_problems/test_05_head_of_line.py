@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from inflight.router.store.types import Attempt, Demand
-from tests.scheduling import LIMITS, make_scheduler
 from tests.scheduling_problems.served_line import Asked, open_line
-from tests.store_pool import SETTINGS, StorePool
+from tests.support.ledger.store_pool import SETTINGS, StorePool
+from tests.support.scheduler.scheduling import LIMITS, make_scheduler
 
 FOUR_PASS = replace(SETTINGS, max_bypass=4)
 LIMITS_OF_FOUR = replace(LIMITS, max_num_sequences=4, num_standby_sequences=0, max_num_tokens=16)

@@ -10,9 +10,9 @@ import pytest
 
 from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
 from inflight.executor.scheduler.sequence import Sequence
-from tests.cluster import ExecutorShape, run_cluster, token_request
-from tests.modelled_device import Ride
-from tests.scheduling import make_sequence
+from tests.support.device.modelled_device import Ride
+from tests.support.scheduler.scheduling import make_sequence
+from tests.support.stack.cluster import ExecutorShape, run_cluster, token_request
 
 TARGET_MS = 40.0
 LIMITS = SchedulerLimits(

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from inflight.executor.engine.step_time import StepLoad
 from inflight.executor.scheduler.sequence import Sequence
-from tests.modelled_device import Ride, step_seconds
 from tests.scheduling_problems.test_07_long_prompts import LIMITS, arrive
+from tests.support.device.modelled_device import Ride, step_seconds
 
 NUM_PROMPTS, NUM_TOKENS = 24, 256
 SEATS = replace(LIMITS, max_num_sequences=NUM_PROMPTS, context_length=1024)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from inflight.executor.scheduler.limits import SchedulerPolicy
 from inflight.router.store.types import Attempt, Demand, Placement, PreemptRequested, Queued
-from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 from tests.scheduling_problems.served_line import Asked, open_line
-from tests.store_pool import SETTINGS, StorePool
+from tests.support.ledger.store_pool import SETTINGS, StorePool
+from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, retire
 
 PREEMPTING = replace(SETTINGS, preempt_for_priority=True)
 TWO_SEATS = replace(LIMITS, num_standby_sequences=0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from inflight.router.store.types import Attempt, Demand
-from tests.store_pool import SETTINGS, RouterSide, StorePool
+from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 AGE_MS = 1000
 AGEING = replace(SETTINGS, age_ms=AGE_MS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from inflight.router.store.types import TenantLimits
-from tests.scheduling import LIMITS, make_scheduler
 from tests.scheduling_problems.served_line import Asked, ServedLine, open_line
-from tests.store_pool import StorePool
+from tests.support.ledger.store_pool import StorePool
+from tests.support.scheduler.scheduling import LIMITS, make_scheduler
 
 TWO_SEATS = replace(LIMITS, num_standby_sequences=0, max_num_tokens=32)
 

@@ -12,11 +12,11 @@ from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.router.request.spec import Deadlines
 from inflight.router.store.types import Demand, Dropped, DropReason
 from inflight.v1 import inference_pb2, types_pb2
-from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
-from tests.modelled_device import Ride
 from tests.scheduling_problems.test_07_long_prompts import LIMITS, long_sequence
-from tests.store_pool import StorePool
+from tests.support.device.modelled_device import Ride
+from tests.support.ledger.store_pool import StorePool
+from tests.support.stack.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 
 ONE_SEAT = ExecutorShape(max_num_sequences=1)
 

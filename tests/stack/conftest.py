@@ -1,5 +1,5 @@
-"""A real stack for the tests of this folder: two routers, two executors, one Redis, SmolLM2 in float32; and a model
-that is quick to load, for stacks of which the processes matter and not what they say."""
+"""Real stacks for the tests of this folder: two routers, two executors, one Redis, SmolLM2 in float32; one with default
+settings; and a model that is quick to load, for stacks of which the processes matter and not what they say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest_asyncio
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.executors_linked import wait_for_executors
+from tests.support.stack.executors_linked import wait_for_executors
 
 # Small enough that requests wait: 40 blocks of 16 tokens, three seats.
 EXECUTOR_ARGS = (
@@ -32,6 +32,14 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
     options = StackOptions(executors=2, routers=2, executor_args=EXECUTOR_ARGS, run_dir=run_dir)
     async with LocalStack(options) as running:
         await wait_for_executors(running.address, options.executors)
+        yield running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def default_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
+    """As `inflight up --gateway` starts it."""
+    options = StackOptions(gateways=1, run_dir=tmp_path_factory.mktemp("default") / "run")
+    async with LocalStack(options) as running:
         yield running
 
 

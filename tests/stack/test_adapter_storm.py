@@ -21,8 +21,8 @@ from inflight.errors import InflightError
 from inflight.executor.adapters.peft_files import WEIGHTS_FILE
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.adapter_files import save_adapter
-from tests.http_pages import page
+from tests.support.checkpoints.adapter_files import save_adapter
+from tests.support.stack.http_pages import page
 
 MODEL = "tiny"
 NUM_SLOTS = 2

@@ -17,11 +17,11 @@ from inflight import AsyncClient, Completion
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
-from tests.adapter_files import save_adapter
-from tests.executors_linked import wait_for_executors
-from tests.gateways import run_gateway
 from tests.stack.test_ranks_in_process import GREEDY, NUM_TOKENS, adapted, loaded, request, tokens_of
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.adapter_files import save_adapter
+from tests.support.device.torch_threads import torch_threads
+from tests.support.stack.executors_linked import wait_for_executors
+from tests.support.stack.gateways import run_gateway
 
 MODEL = "tiny"
 NAMES = ("one", "three", "two")

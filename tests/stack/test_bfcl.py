@@ -5,29 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 
-from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.bfcl.cases import CATEGORIES, Case, NotFetchedError, fetched_cases
-from tests.gateways import run_gateway
+from tests.support.stack.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
 # Of each category; None: all of them, which `make bfcl` takes. Half an hour on two cores.
 NUM_CASES = None if os.environ.get("BFCL_ALL") else 6
 NUM_CLIENTS = 32
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
-    """With blocks for long descriptions of functions."""
-    async with LocalStack(StackOptions(run_dir=tmp_path_factory.mktemp("bfcl") / "run")) as running:
-        yield running
 
 
 def some_cases(category: str) -> list[Case]:
@@ -68,10 +58,10 @@ def complete_calls(case: Case, choice: Any) -> int:
     return len(calls)
 
 
-async def test_every_call_names_a_function_and_its_arguments_are_valid(stack: LocalStack) -> None:
+async def test_every_call_names_a_function_and_its_arguments_are_valid(default_stack: LocalStack) -> None:
     cases = [case for category in CATEGORIES for case in some_cases(category)]
     limit = asyncio.Semaphore(NUM_CLIENTS)
-    async with run_gateway(*stack.router_addresses) as gateway, gateway.openai(max_retries=5) as client:
+    async with run_gateway(*default_stack.router_addresses) as gateway, gateway.openai(max_retries=5) as client:
 
         async def num_calls(case: Case) -> int:
             async with limit:

@@ -7,7 +7,7 @@ import asyncio
 from inflight import AsyncClient, sync
 from inflight.events import FinishReason
 from inflight.local.stack import LocalStack
-from tests.pseudo_terminal import CTRL_C, CTRL_D, at_terminal
+from tests.support.stack.pseudo_terminal import CTRL_C, CTRL_D, at_terminal
 
 QUESTION = "What is the capital of France?"
 

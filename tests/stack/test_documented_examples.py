@@ -10,15 +10,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from inflight import Client
-from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.clients.environments import python_of
 
@@ -105,14 +103,6 @@ EXAMPLES = [example for example in ALL_EXAMPLES if example.page != STRUCTURED_PA
 STRUCTURED_EXAMPLES = [example for example in ALL_EXAMPLES if example.page == STRUCTURED_PAGE]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
-    """As `inflight up --gateway` starts it."""
-    options = StackOptions(gateways=1, run_dir=tmp_path_factory.mktemp("examples") / "run")
-    async with LocalStack(options) as running:
-        yield running
-
-
 def test_every_page_has_examples() -> None:
     assert {(example.page, example.language) for example in EXAMPLES} == {
         (page, language) for page, languages in PAGES.items() for language in languages
@@ -124,20 +114,22 @@ def test_recipes_drive_every_client_of_others() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{one.page}-{number}" for number, one in enumerate(EXAMPLES)])
-def test_documented_example_is_answered_right(stack: LocalStack, example: Example) -> None:
-    said = run(stack, example)
+def test_documented_example_is_answered_right(default_stack: LocalStack, example: Example) -> None:
+    said = run(default_stack, example)
     assert example.right_words
     assert all(any(word in said for word in words) for words in example.right_words), said
     assert said.startswith(example.printed), "what the page shows is what is printed"
 
 
 @pytest.mark.parametrize("example", STRUCTURED_EXAMPLES, ids=range(len(STRUCTURED_EXAMPLES)))
-def test_documented_example_of_structured_output_has_the_form(stack: LocalStack, example: Example) -> None:
-    assert STRUCTURED_ANSWER.fullmatch(run(stack, example).strip())
+def test_documented_example_of_structured_output_has_the_form(default_stack: LocalStack, example: Example) -> None:
+    assert STRUCTURED_ANSWER.fullmatch(run(default_stack, example).strip())
 
 
-def test_request_that_says_nothing_about_sampling_gets_what_the_models_authors_recommend(stack: LocalStack) -> None:
-    with Client(stack.address) as client:
+def test_request_that_says_nothing_about_sampling_gets_what_the_models_authors_recommend(
+    default_stack: LocalStack,
+) -> None:
+    with Client(default_stack.address) as client:
         sampled = [client.complete(chat="Name a fruit.", seed=seed, max_tokens=24).text for seed in range(4)]
         recommended = [
             client.complete(chat="Name a fruit.", seed=seed, max_tokens=24, temperature=0.2, top_p=0.9).text

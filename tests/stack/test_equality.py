@@ -24,7 +24,7 @@ from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from tests.executors_linked import wait_for_executors
+from tests.support.stack.executors_linked import wait_for_executors
 
 OnToken = Callable[[str], None]
 """Called with the id of the executor for each delta."""

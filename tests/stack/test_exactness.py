@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from inflight import AsyncClient
 from inflight.local.stack import LocalStack
-from tests.greedy import assert_same, generate_alone
 from tests.stack.reference import load_reference
+from tests.support.device.greedy import assert_same, generate_alone
 
 SHARED_TEXT = (
     "The city bus stops at every corner. At each stop some passengers get off and others board, and the driver never "

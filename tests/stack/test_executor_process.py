@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 from inflight.local.ports import free_ports
 from inflight.local.process import ChildProcess
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from tests.router_stream import RouterStream, make_submit, router_stream
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.stack.router_stream import RouterStream, make_submit, router_stream
 
 # So long that no sequence of a test reaches it.
 CONTEXT_LENGTH = 100_000

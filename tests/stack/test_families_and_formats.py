@@ -16,13 +16,13 @@ from inflight.common import model_source
 from inflight.common.model_source import resolve_model
 from inflight.executor.checkpoint.gguf import import_gguf
 from inflight.executor.settings import ExecutorSettings
-from tests.cluster import run_router, token_request, until_ready
-from tests.greedy import assert_same, generate_alone
 from tests.property.test_families import CONFIGS as OTHER_CONFIGS
 from tests.property.test_families import TEXTS
-from tests.quantized_checkpoints import save_gguf, save_quantized
-from tests.real_executor import run_real_executor
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.quantized_checkpoints import save_gguf, save_quantized
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone
+from tests.support.stack.cluster import run_router, token_request, until_ready
+from tests.support.stack.real_executor import run_real_executor
 from tests.unit.test_quantized_checkpoints import KINDS, RUN
 
 # The first test of a build may wait for the compiler.

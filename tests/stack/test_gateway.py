@@ -13,8 +13,8 @@ import pytest
 from inflight.local.options import StackOptions
 from inflight.local.process import ChildProcess
 from inflight.local.stack import LocalStack
-from tests.braked import ProcessBrake
-from tests.gateways import ServerSentEvent, events_of, run_gateway, text_of
+from tests.support.stack.braked import ProcessBrake
+from tests.support.stack.gateways import ServerSentEvent, events_of, run_gateway, text_of
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

@@ -16,10 +16,10 @@ from inflight.executor.engine.runner import DeviceLostError
 from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
 from inflight.executor.settings import ExecutorSettings
 from tests.kernels.test_gpu_runner import assert_same_sequences, outputs, sequence
-from tests.ranked_executor import scheduler_of, start_ranks
 from tests.stack.test_tensor_parallel import children_of
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.stack.ranked_executor import scheduler_of, start_ranks
 
 BLOCK_SIZE = 16
 

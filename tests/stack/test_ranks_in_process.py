@@ -27,10 +27,10 @@ from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, StepResult, Stopping
 from inflight.executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
-from tests.adapter_files import save_adapter
-from tests.ranked_executor import load_ranks
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.adapter_files import save_adapter
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.stack.ranked_executor import load_ranks
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 24

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field
 
 from inflight.local.stack import LocalStack
-from tests.gateways import run_gateway
+from tests.support.stack.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
 GREEDY: dict[str, Any] = {

@@ -16,8 +16,8 @@ from inflight import AsyncClient
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.greedy import Reference, assert_same, generate_alone
 from tests.stack.conftest import EXECUTOR_ARGS
+from tests.support.device.greedy import Reference, assert_same, generate_alone
 
 NUM_TOKENS = 40
 PROMPT = [7, 8, 9, 7, 8]

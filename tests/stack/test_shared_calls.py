@@ -12,7 +12,7 @@ from inflight.aio_stream import AsyncStream
 from inflight.local.options import StackOptions
 from inflight.local.process import ChildProcess
 from inflight.local.stack import LocalStack
-from tests.braked import ProcessBrake
+from tests.support.stack.braked import ProcessBrake
 
 NUM_STREAMS = 40  # more than a call carries
 NUM_TOKENS = 150

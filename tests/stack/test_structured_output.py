@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from inflight import AsyncClient, FinishReason, InflightError
 from inflight.cli.main import main
 from inflight.local.stack import LocalStack
-from tests.gateways import run_gateway
+from tests.support.stack.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION: list[Any] = [{"role": "user", "content": "Describe Paris as JSON."}]

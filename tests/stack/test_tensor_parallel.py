@@ -15,8 +15,8 @@ import pytest
 
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from tests.executors_linked import wait_for_executors
 from tests.stack.test_equality import COMMON, answers, differences, random_request
+from tests.support.stack.executors_linked import wait_for_executors
 
 NUM_REQUESTS = 60
 NUM_AT_ONCE = 8

@@ -17,10 +17,10 @@ from inflight import AsyncClient, FinishReason, InflightError, ToolCallPart
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
-from tests.braked import ProcessBrake
-from tests.executors_linked import wait_for_executors
-from tests.gateways import run_gateway
 from tests.stack.conftest import EXECUTOR_ARGS
+from tests.support.stack.braked import ProcessBrake
+from tests.support.stack.executors_linked import wait_for_executors
+from tests.support.stack.gateways import run_gateway
 
 MODEL = "SmolLM2-135M-Instruct"
 WEATHER: dict[str, Any] = {

@@ -22,7 +22,7 @@ from inflight.executor.adapters.peft_files import (
     read_files,
 )
 from inflight.executor.adapters.weights import MATRICES, AdapterWeights
-from tests.adapter_files import LIMITS, TARGETS, save_adapter, tensors
+from tests.support.checkpoints.adapter_files import LIMITS, TARGETS, save_adapter, tensors
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 LAST = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"

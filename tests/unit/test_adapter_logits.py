@@ -17,9 +17,9 @@ from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
-from tests.scheduling import make_sequence
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.scheduling import make_sequence
 
 BLOCK_SIZE = 16
 PROMPT = [3, 7, 1, 20, 55, 90, 13, 4, 4, 61, 17, 33, 8, 70, 29, 41, 2, 5]

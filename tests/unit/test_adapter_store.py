@@ -21,8 +21,8 @@ from inflight.executor.adapters.peft_files import (
 from inflight.executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.scheduler.sequence import Sequence
-from tests.adapter_files import LIMITS, save_adapter
-from tests.scheduling import make_sequence
+from tests.support.checkpoints.adapter_files import LIMITS, save_adapter
+from tests.support.scheduler.scheduling import make_sequence
 
 NUM_SLOTS = 2
 NAMES = ("a", "b", "c", "d")

@@ -28,8 +28,8 @@ from inflight.router.store.types import (
     ServedAdapter,
 )
 from inflight.v1 import executor_pb2, inference_pb2
-from tests.cluster import token_request
-from tests.scripted_store import CallContext, ScriptedRouter, place, settled
+from tests.support.ledger.scripted_store import CallContext, ScriptedRouter, place, settled
+from tests.support.stack.cluster import token_request
 
 A, B, C = (letter * 64 for letter in "abc")
 PROMPT = [1, 2, 3, 4] * 3

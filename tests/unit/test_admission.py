@@ -9,7 +9,7 @@ import pytest
 from inflight.executor.scheduler.admission import AttemptLog
 from inflight.executor.scheduler.scheduler import Refusal
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
-from tests.scheduling import (
+from tests.support.scheduler.scheduling import (
     LIMITS,
     STOP_ID,
     ends_of,

@@ -13,7 +13,7 @@ from inflight.router.constraint.source import TOOLS, ConstraintError, Constraint
 from inflight.router.constraint.worker import Compiler
 from inflight.router.text.tokenizer import TextModel
 from inflight.router.tools.formats import CHANNELS, FORMATS, THINK, AnswerFormat, ToolFormat
-from tests import chat_models
+from tests.support.text import chat_models
 from tests.unit.test_tool_parser import BY_NAME, read, whole_answer, written
 
 SCHEMA = '{"type":"object","properties":{"city":{"type":"string"},"n":{"type":"integer"}},"required":["city"]}'

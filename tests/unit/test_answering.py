@@ -11,9 +11,9 @@ from inflight.router.constraint.source import TOOLS
 from inflight.router.request.ids import call_id
 from inflight.router.text.tokenizer import TextModel
 from inflight.router.tools.formats import AnswerFormat
-from tests import chat_models
+from tests.support.text import chat_models
+from tests.support.text.validated import validated
 from tests.unit.test_tool_support import HERMES, templated
-from tests.validated import validated
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": [{"text": "hi"}]}]}
 FUNCTIONS = [{"name": "f", "parameters": '{"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}'}]

@@ -22,7 +22,7 @@ from inflight.router.store.types import (
     ReportOutcome,
     TenantLimits,
 )
-from tests.store_pool import SETTINGS, StorePool, steered_scripts
+from tests.support.ledger.store_pool import SETTINGS, StorePool, steered_scripts
 
 HOUR_MS = 3_600_000
 MILLION = 1_000_000

@@ -16,9 +16,9 @@ from inflight.router.api.tokenizing import Tokenizing, bad_word_sequences
 from inflight.router.request.sampling import with_bad_word_ids
 from inflight.router.request.spec import ResolvedSampling
 from inflight.router.text.tokenizer import TextModel
-from tests import text_models
-from tests.examples import examples
-from tests.validated import limits_of
+from tests.support.examples import examples
+from tests.support.text import text_models
+from tests.support.text.validated import limits_of
 
 NO_BOUND = 2**31
 WITH_BYTES = (text_models.smollm2, text_models.byte_level, text_models.llama_like, text_models.gemma_like)

@@ -6,7 +6,7 @@ import torch
 
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
-from tests.paged_cases import make_sequence
+from tests.support.device.paged_cases import make_sequence
 
 BLOCK_SIZE = 16
 

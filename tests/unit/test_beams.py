@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from inflight.beams.search import Beam, BeamParams, BeamSearch, EarlyStopping
 from inflight.events import Logprob
-from tests.tiny_models import VOCABULARY_SIZE, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, sizes
+from tests.support.device.torch_threads import torch_threads
 
 PROMPT = [5, 17, 9, 60]
 

@@ -16,7 +16,7 @@ from inflight.bench.targets.driven import Driver, driven, last_words
 from inflight.bench.targets.record import DriverRecord
 from inflight.bench.targets.target import TargetError
 from inflight.bench.workloads.plan import PlannedRequest, Workload
-from tests.scripted_peer import ScriptedEngine
+from tests.support.bench.scripted_peer import ScriptedEngine
 
 SETUP = Setup(model="", cache_folder="", seats=2, max_request_tokens=64, num_threads=1)
 
@@ -28,7 +28,7 @@ def workload(*output_tokens: int, concurrency: int | None = None) -> Workload:
 
 def driver(tmp_path: Path, variant: str = "") -> Driver:
     setup = Setup(model="", cache_folder="", seats=2, max_request_tokens=64, num_threads=1, variant=variant)
-    command = (sys.executable, "-m", "tests.scripted_peer")
+    command = (sys.executable, "-m", "tests.support.bench.scripted_peer")
     return Driver("scripted", command, dict(os.environ), setup, tmp_path / "logs" / "scripted.log")
 
 

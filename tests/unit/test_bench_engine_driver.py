@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from inflight.bench.peers.driver import CannotRun, Request, Setup, drive
 from inflight.bench.targets.engine_driver import OwnEngine
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
 
 FLAGS = ("--dtype", "float32", "--attention-backend", "reference", "--num-threads", "1")
 FEW = (*FLAGS, "--max-num-sequences", "2", "--num-standby-sequences", "0", "--max-tokens-in-paged-kv-cache", "64")

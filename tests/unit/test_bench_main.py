@@ -17,7 +17,7 @@ from inflight.bench.measures.run import Run
 from inflight.bench.targets.target import OnTokens, TargetError
 from inflight.bench.workloads.plan import Workload
 from inflight.cli.console import CommandError
-from tests.bench_runs import WORKLOAD, finished_run
+from tests.support.bench.runs import WORKLOAD, finished_run
 
 
 @dataclass

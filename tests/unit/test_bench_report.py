@@ -16,7 +16,7 @@ from inflight.bench.comparison.report import Report, section_of, stack_cost
 from inflight.bench.measures.run import Run, Slo, measure
 from inflight.bench.report.page import Page, Part, dump, write_report
 from inflight.bench.report.table import Table
-from tests.bench_runs import WORKLOAD, finished_run, report, section
+from tests.support.bench.runs import WORKLOAD, finished_run, report, section
 
 
 def test_table_is_the_same_in_every_form_and_escapes_its_cells() -> None:

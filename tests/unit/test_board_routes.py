@@ -25,8 +25,8 @@ from inflight.router.dashboard.watching import Watching
 from inflight.router.settings import RouterSettings
 from inflight.router.telemetry.events import RequestFacts
 from inflight.v1 import inference_pb2
-from tests.board_scenes import Scene, ScriptedStatistics, full_bus
-from tests.credentials import key_entry
+from tests.support.board.scenes import Scene, ScriptedStatistics, full_bus
+from tests.support.stack.credentials import key_entry
 
 KEY = "key-of-acme-" + "a" * 32
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +17,12 @@ from inflight.executor.cpu.coded_weights import GROUP_SIZES, encode, is_supporte
 from inflight.executor.cpu.decoder import _coded_part, _CodedPart
 from inflight.executor.native.build import BuildFailure, load_library
 from inflight.executor.native.library import FOLDER, usable_instruction_sets
-from tests.native_builds import BEST_FIRST, INSTRUCTION_SETS, emulation_of_amx
+from tests.support.device.native_builds import BEST_FIRST, INSTRUCTION_SETS, SOURCES, emulation_of_amx
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
 
-SOURCE = Path(__file__).parents[1] / "coded_products.cpp"
+SOURCE = SOURCES / "coded_products.cpp"
 COLUMNS, DEPTH = 64, 384
 EMULATED = "emulated tiles"
 DTYPES = [torch.float32, torch.bfloat16]

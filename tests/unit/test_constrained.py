@@ -25,7 +25,9 @@ from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Proc
 from inflight.router.constraint.answer_grammar import AnswerRules
 from inflight.router.constraint.source import ConstraintSource, canonical
 from inflight.router.tools.formats import THINK, AnswerFormat
-from tests.small_vocabulary import (
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.text.small_vocabulary import (
     BOS_ID,
     EOS_ID,
     OTHER_EOS_ID,
@@ -36,8 +38,6 @@ from tests.small_vocabulary import (
     schema_grammar,
     text_of,
 )
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 800

@@ -21,9 +21,9 @@ from inflight.router.constraint.process import TOO_LARGE, TOO_LONG, CompilerTime
 from inflight.router.constraint.source import TOOLS, ConstraintError, ConstraintSource
 from inflight.router.tools.formats import FORMATS, AnswerFormat, ToolFormat
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests.cluster import token_request
-from tests.grammars import accepts as accepts_text
-from tests.scripted_store import CallContext, ScriptedRouter, accepts, placement, settled, steps
+from tests.support.ledger.scripted_store import CallContext, ScriptedRouter, accepts, placement, settled, steps
+from tests.support.stack.cluster import token_request
+from tests.support.text.grammars import accepts as accepts_text
 from tests.unit.test_tool_parser import written
 
 # Takes seconds of processor time in the compiler.

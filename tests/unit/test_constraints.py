@@ -24,7 +24,7 @@ from inflight.router.constraint.json_schema import (
 )
 from inflight.router.constraint.source import ConstraintError, ConstraintSource, canonical, source_of
 from inflight.router.constraint.worker import Compiler, readable
-from tests.grammars import accepts
+from tests.support.text.grammars import accepts
 
 
 def grammar_of(kind: str, *texts: str, max_whitespace: int = 8) -> str:

@@ -14,8 +14,8 @@ from inflight.common.model_files.context_length import context_length_of
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.model_shape import read_model_shape
-from tests.quantized_checkpoints import save_gguf
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.quantized_checkpoints import save_gguf
+from tests.support.checkpoints.tiny_models import save_model, sizes
 
 KINDS: Any = gguf.GGMLQuantizationType
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}

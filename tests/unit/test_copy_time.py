@@ -14,8 +14,8 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import StepPlan
 from inflight.executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance, PrefillCost
-from tests.modelled_device import BLOCK_SIZE, ModelledDevice
-from tests.scheduling import LIMITS, make_sequence
+from tests.support.device.modelled_device import BLOCK_SIZE, ModelledDevice
+from tests.support.scheduler.scheduling import LIMITS, make_sequence
 
 TIER = replace(LIMITS, max_num_tokens=512, context_length=2048, num_host_blocks=400)
 

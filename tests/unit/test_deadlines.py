@@ -8,8 +8,8 @@ from inflight.executor.engine.output import EngineOutput
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason
-from tests.fake_device import FakeDevice
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
+from tests.support.device.fake_device import FakeDevice
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 
 
 class Turns:

@@ -16,9 +16,9 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.formats.loading import describe_weights, load_network
 from inflight.tools.sizing.model_shape import read_model_shape
-from tests.adapter_files import save_adapter
-from tests.quantized_checkpoints import gptq, gptq_config, save_quantized
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.checkpoints.adapter_files import save_adapter
+from tests.support.checkpoints.quantized_checkpoints import gptq, gptq_config, save_quantized
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0.self_attn"

@@ -30,7 +30,16 @@ from inflight.router.store.types import (
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, place, placement, settled, steps
+from tests.support.ledger.scripted_store import (
+    ScriptedRouter,
+    accepts,
+    new_reading,
+    new_stream,
+    place,
+    placement,
+    settled,
+    steps,
+)
 
 PREEMPTED = types_pb2.FINISH_REASON_PREEMPTED
 LENGTH = types_pb2.FINISH_REASON_LENGTH

@@ -25,7 +25,7 @@ from inflight.router.auth.jwt import LEEWAY_S, TokenRules, parse_jwks
 from inflight.router.config.watched_file import ContentError
 from inflight.router.settings import RouterSettings
 from inflight.v1 import types_pb2
-from tests.credentials import (
+from tests.support.stack.credentials import (
     AUDIENCE,
     ISSUER,
     Signer,

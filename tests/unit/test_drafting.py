@@ -18,8 +18,8 @@ from inflight.executor.scheduler.sequence import Sequence as Request
 from inflight.executor.scheduler.step_constraint import DraftTerms, PrefillAllowance
 from inflight.executor.speculation.budget import DraftBudget
 from inflight.executor.speculation.proposer import NO_DRAFT, Draft
-from tests.drafting import CHEAP, EagerBudget
-from tests.scheduling import BLOCK_SIZE, LIMITS, STOP_ID, make_scheduler, make_sequence
+from tests.support.scheduler.drafting import CHEAP, EagerBudget
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, STOP_ID, make_scheduler, make_sequence
 
 WIDE = replace(LIMITS, max_num_sequences=4, max_num_tokens=32)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from inflight.executor.cpu.streams import STREAMS, WeightStream
 from inflight.executor.native.library import INSTRUCTION_SETS
-from tests.native_builds import INSTRUCTION_SETS as USABLE
-from tests.native_builds import emulation_of_amx, library_of
+from tests.support.device.native_builds import INSTRUCTION_SETS as USABLE
+from tests.support.device.native_builds import emulation_of_amx, library_of
 
 # The first test may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

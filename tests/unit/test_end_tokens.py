@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 import inflight.common.model_source as model_source
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.model.end_tokens import find_end_tokens
-from tests.chat_models import gemma, llama_3, mistral, phi, qwen_3
-from tests.quantized_checkpoints import add_keys, add_vocabulary
+from tests.support.checkpoints.quantized_checkpoints import add_keys, add_vocabulary
+from tests.support.text.chat_models import gemma, llama_3, mistral, phi, qwen_3
 
 SIZE = 100_000
 

@@ -6,7 +6,7 @@ from inflight.router.dispatch.dispatcher import EndedStreams
 from inflight.router.store.types import Demand
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
-from tests.scripted_store import new_reading
+from tests.support.ledger.scripted_store import new_reading
 
 
 def stream(request_id: str, num_tokens: int = 0, kept_s: float | None = None) -> RequestStream:

@@ -25,8 +25,8 @@ from inflight.executor.scheduler.sequence import (
     StepResult,
     TokenLogprobs,
 )
-from tests.fake_device import FakeDevice, solo_output
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
+from tests.support.device.fake_device import FakeDevice, solo_output
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 
 TIMEOUT_S = 60
 

@@ -11,7 +11,7 @@ from inflight.router.api.prepare import _prior_output
 from inflight.router.api.validation import fit_tokens, validate_detokenize, validate_tokenize
 from inflight.router.request.spec import FittedRequest, ModelLimits, TextPrompt
 from inflight.v1 import inference_pb2, types_pb2
-from tests.validated import limits_of, validated
+from tests.support.text.validated import limits_of, validated
 
 
 def fitted(num_tokens: int, limits: ModelLimits | None = None, **fields: Any) -> FittedRequest:

@@ -28,8 +28,8 @@ from inflight.executor.attention.flashinfer import (
 )
 from inflight.executor.attention.reference import ReferenceAttention
 from inflight.executor.step.batch import StepBatch
-from tests.flashinfer_stand_in import SIGNATURES, VERSION, BatchPrefillWithPagedKVCacheWrapper
-from tests.paged_cases import Spec, make_case
+from tests.support.device.flashinfer_stand_in import SIGNATURES, VERSION, BatchPrefillWithPagedKVCacheWrapper
+from tests.support.device.paged_cases import Spec, make_case
 
 CPU = torch.device("cpu")
 HEADS = Heads(8, KvShape(2, 64), [Scoring(0.125)])

@@ -16,7 +16,7 @@ import inflight.common.model_source as model_source
 from inflight.common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
 from inflight.executor.checkpoint.gguf import import_gguf
 from inflight.executor.model.model import PagedModel
-from tests.quantized_checkpoints import NUM_TOKENS, add_vocabulary
+from tests.support.checkpoints.quantized_checkpoints import NUM_TOKENS, add_vocabulary
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_LAYERS = 64, 96, 4, 1
 

@@ -18,7 +18,7 @@ from inflight.common.model_source import ModelError, load_tokenizer, read_gguf, 
 from inflight.executor.checkpoint.gguf import import_configuration
 from inflight.executor.formats.gguf_blocks import BLOCK_TYPES
 from inflight.executor.formats.loading import load_network
-from tests.quantized_checkpoints import NUM_TOKENS, add_keys, add_vocabulary, save_gguf
+from tests.support.checkpoints.quantized_checkpoints import NUM_TOKENS, add_keys, add_vocabulary, save_gguf
 
 KINDS: Any = gguf.GGMLQuantizationType
 Q8 = [KINDS["Q8_0"]]

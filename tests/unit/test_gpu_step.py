@@ -16,7 +16,7 @@ from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, St
 from inflight.executor.step.batch import pack
 from inflight.executor.step.sampling import SampleRow
 from inflight.executor.step.sampling_columns import SamplingBatch
-from tests.paged_cases import make_sequence
+from tests.support.device.paged_cases import make_sequence
 
 SPARE_ROW = 9
 

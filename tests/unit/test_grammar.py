@@ -25,7 +25,7 @@ from inflight.executor.logits.grammar import (
 )
 from inflight.executor.logits.row import LogitsRow, bits_of
 from inflight.executor.scheduler.sequence import Constraint, FinishReason, Processors, Stopping
-from tests.small_vocabulary import (
+from tests.support.text.small_vocabulary import (
     BOS_ID,
     EOS_ID,
     NUM_TOKENS,

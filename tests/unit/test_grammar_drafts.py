@@ -10,8 +10,8 @@ from llguidance import LLMatcher
 from inflight.executor.speculation.budget import PRIOR, DraftBudget
 from inflight.executor.speculation.forced import MAX_TOKENS_AT_ONCE, GrammarProposer
 from inflight.executor.speculation.proposer import Draft, NgramProposer, Proposer
-from tests.drafting import GuessingProposer
-from tests.small_vocabulary import TEXTS, compiled, regex_grammar, text_of
+from tests.support.scheduler.drafting import GuessingProposer
+from tests.support.text.small_vocabulary import TEXTS, compiled, regex_grammar, text_of
 
 
 def ids_of(*texts: str) -> list[int]:

@@ -13,7 +13,7 @@ from inflight.executor.scheduler.prefix_cache import chain_hashes
 from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
 from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
-from tests.scheduling import (
+from tests.support.scheduler.scheduling import (
     BLOCK_SIZE,
     LIMITS,
     ends_of,

@@ -24,11 +24,11 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.native.pool import NativePool
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.settings import ExecutorSettings
-from tests.evicted_prefixes import NUM_POOL_BLOCKS, conversations
-from tests.native_builds import INSTRUCTION_SETS, library_of
-from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.native_builds import INSTRUCTION_SETS, library_of
+from tests.support.device.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
+from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.evicted_prefixes import NUM_POOL_BLOCKS, conversations
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from inflight.common.http.port import HttpPort
 from inflight.router.app import http_app
-from tests.http_pages import page
+from tests.support.stack.http_pages import page
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
 

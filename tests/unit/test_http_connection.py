@@ -18,7 +18,7 @@ from starlette.routing import Route, Router
 
 from inflight.common.http.connection import OPENED_IN_DRAIN, HttpLimits, address_of
 from inflight.common.http.port import HttpPort
-from tests.http_pages import page
+from tests.support.stack.http_pages import page
 
 TIMEOUT_S = 60
 AT_ONCE_S = 0.02

@@ -20,11 +20,11 @@ from inflight.executor.model.self_check import relative_distance
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.settings import ExecutorSettings
 from inflight.executor.step.batch import pack
-from tests.greedy import generate_together
-from tests.native_builds import BEST_FIRST
-from tests.paged_cases import make_sequence
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.greedy import generate_together
+from tests.support.device.native_builds import BEST_FIRST
+from tests.support.device.paged_cases import make_sequence
+from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

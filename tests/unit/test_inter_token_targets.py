@@ -15,9 +15,9 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
 from inflight.executor.scheduler.step_constraint import PrefillCost
-from tests.examples import examples
-from tests.modelled_device import BLOCK_SIZE, Ride, step_seconds
-from tests.scheduling import make_sequence, retire
+from tests.support.device.modelled_device import BLOCK_SIZE, Ride, step_seconds
+from tests.support.examples import examples
+from tests.support.scheduler.scheduling import make_sequence, retire
 
 LIMITS = SchedulerLimits(
     max_num_sequences=8,

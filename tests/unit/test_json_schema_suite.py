@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from inflight.router.constraint.json_schema import FORMATS
-from tests.schema_suite import NotFetchedError, fetched_suite, results
+from tests.support.text.schema_suite import NotFetchedError, fetched_suite, results
 
 pytestmark = pytest.mark.slow
 

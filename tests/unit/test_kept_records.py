@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 
 from inflight.router.store.codec import settle_args
 from inflight.router.store.types import Attempt, Demand, Ending, LedgerState, Queued, TenantLimits
-from tests.store_pool import RouterSide, StorePool, steered_scripts
+from tests.support.ledger.store_pool import RouterSide, StorePool, steered_scripts
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ from inflight.router.store.types import (
     Queued,
 )
 from inflight.v1 import types_pb2
-from tests.lifecycle_orders import ERROR, Output, Transition, copied, explore, possible_events
+from tests.support.lifecycle.orders import ERROR, Output, Transition, copied, explore, possible_events
 
 S = RequestState
 PLACEMENT = Placement("r", 1, "e", 1)

@@ -14,7 +14,7 @@ from inflight.router.request.executor_context import FrameError
 from inflight.router.store.types import Lost
 from inflight.router.stream.request_stream import RequestStream, unread_stream
 from inflight.v1 import executor_pb2
-from tests.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
+from tests.support.ledger.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
 
 
 class StillCall:

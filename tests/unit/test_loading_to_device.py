@@ -15,7 +15,7 @@ from inflight.common.model_source import resolve_model
 from inflight.executor.checkpoint.quantized_weight import Matrix
 from inflight.executor.formats.loading import load_network
 from inflight.executor.formats.network import placed
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -30,7 +30,7 @@ from inflight.executor.logits.row import LogitsRow
 from inflight.executor.scheduler.sequence import Processors, Sampling
 from inflight.executor.step.sampling import SampleRow, keep_likeliest, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
-from tests.native_builds import BEST_FIRST, library_of
+from tests.support.device.native_builds import BEST_FIRST, library_of
 
 # The first test of a build may have to wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

@@ -17,9 +17,9 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
 from inflight.executor.step.logprobs import step_logprobs
-from tests.scheduling import LIMITS, run_overlapped
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.scheduling import LIMITS, run_overlapped
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 16
 

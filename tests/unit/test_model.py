@@ -35,10 +35,10 @@ from inflight.executor.model.self_check import TOLERANCE_OF_HALF, relative_dista
 from inflight.executor.native.build import BuildFailure
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
-from tests.greedy import assert_same, generate_alone, generate_together
-from tests.paged_cases import make_sequence
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
+from tests.support.device.paged_cases import make_sequence
+from tests.support.device.torch_threads import torch_threads
 
 CPU = torch.device("cpu")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}

@@ -17,7 +17,7 @@ from inflight.common.model_source import ModelError, load_tokenizer, resolve_mod
 from inflight.executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
 from inflight.executor.formats.loading import load_network
 from inflight.tools.sizing.model_shape import read_model_shape
-from tests.text_models import llama_like
+from tests.support.text.text_models import llama_like
 
 
 def write_folder(folder: Path, **files: str) -> Path:

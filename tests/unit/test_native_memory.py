@@ -29,7 +29,7 @@ from inflight.executor.native.library import (
 )
 from inflight.executor.native.memory import HUGE_PAGE_BYTES
 from inflight.executor.native.pool import NativePool
-from tests.native_builds import library_of
+from tests.support.device.native_builds import library_of
 
 REPOSITORY = Path(__file__).parents[2]
 # The first test of a build may have to wait for the compiler.
@@ -48,7 +48,7 @@ from inflight.executor.cpu.sampler import NativeSampler
 from inflight.executor.step.sampling import SampleRow
 from inflight.executor.step.sampling_columns import SamplingBatch
 from inflight.executor.scheduler.sequence import Sampling
-from tests.paged_cases import Spec, make_case
+from tests.support.device.paged_cases import Spec, make_case
 
 torch.set_num_threads(1)
 library = load_native()

@@ -21,8 +21,8 @@ from inflight.executor.native.library import NativeLibrary
 from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Sampling
 from inflight.executor.step.sampling import SampleRow, gumbel_noise, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
-from tests.native_builds import INSTRUCTION_SETS, library_of
-from tests.sampling_oracle import PHILOX_ANSWERS
+from tests.support.device.native_builds import INSTRUCTION_SETS, library_of
+from tests.support.device.sampling_oracle import PHILOX_ANSWERS
 
 # The first test of a build may have to wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

@@ -12,7 +12,7 @@ from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import RequestStream
 from inflight.router.telemetry.events import RequestFacts, RequestObservers, RequestRecord, class_name, outcome_of
 from inflight.v1 import inference_pb2, types_pb2
-from tests.scripted_store import new_reading, new_stream, place, placement
+from tests.support.ledger.scripted_store import new_reading, new_stream, place, placement
 
 
 class Told:

@@ -17,8 +17,8 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.torch_threads import torch_threads
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64

@@ -7,7 +7,7 @@ from dataclasses import replace
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, StepPlan
 from inflight.executor.scheduler.step_constraint import PrefillAllowance, StepConstraint
-from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire, rows_of
+from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, retire, rows_of
 
 ROOMY = replace(LIMITS, max_num_sequences=4, max_num_tokens=12)
 LONG = list(range(1, 21))

@@ -12,7 +12,7 @@ from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, NewT
 from inflight.executor.serving.placements import PlacementTable, RetentionPolicy
 from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, types_pb2
-from tests.scheduling import make_sequence
+from tests.support.scheduler.scheduling import make_sequence
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from inflight.executor.scheduler.preemption import (
 )
 from inflight.executor.scheduler.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
-from tests.scheduling import (
+from tests.support.scheduler.scheduling import (
     BLOCK_SIZE,
     LIMITS,
     STOP_ID,

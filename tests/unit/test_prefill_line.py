@@ -12,8 +12,8 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Batching, Scheduler
 from inflight.executor.scheduler.sequence import Sequence
 from inflight.executor.scheduler.step_constraint import PrefillAllowance, PrefillCost, StepConstraint
-from tests.examples import examples
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire, rows_of, step
+from tests.support.examples import examples
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire, rows_of, step
 
 SEATS = replace(LIMITS, max_num_sequences=8, num_standby_sequences=8)
 

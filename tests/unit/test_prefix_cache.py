@@ -8,7 +8,7 @@ import pytest
 
 from inflight.executor.scheduler.prefix_cache import HASH_BYTES, chain_hashes
 from inflight.executor.scheduler.sequence import FinishReason
-from tests.scheduling import (
+from tests.support.scheduler.scheduling import (
     LIMITS,
     make_scheduler,
     make_sequence,

@@ -15,8 +15,8 @@ from inflight.executor.scheduler.limits import Batching
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.seat_view import SequencePhase
 from inflight.executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sequence
-from tests.fake_device import FakeDevice, solo_output
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire, step
+from tests.support.device.fake_device import FakeDevice, solo_output
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, retire, step
 
 TIMEOUT_S = 60
 

@@ -33,8 +33,8 @@ from inflight.executor.scheduler.scheduler import (
 )
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Processors, Sampling, Stopping
 from inflight.executor.scheduler.sequence import Sequence as Request
-from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.torch_threads import torch_threads
 
 # The C++ code has blocks of 16 and more.
 BLOCK_SIZES = {"cpu": 16, "reference": 4}

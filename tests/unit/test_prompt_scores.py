@@ -19,11 +19,11 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Overcommit, PreemptionCost
 from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping
-from tests.fake_device import VOCABULARY_SIZE, FakeDevice, logprobs_of, token_logprobs
-from tests.scheduling import LIMITS, make_sequence, run_overlapped
-from tests.tiny_models import VOCABULARY_SIZE as MODEL_VOCABULARY_SIZE
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE as MODEL_VOCABULARY_SIZE
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.fake_device import VOCABULARY_SIZE, FakeDevice, logprobs_of, token_logprobs
+from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.scheduling import LIMITS, make_sequence, run_overlapped
 
 WIDE = replace(LIMITS, max_num_sequences=6, num_standby_sequences=10, max_num_tokens=256, context_length=256)
 

@@ -12,7 +12,7 @@ from inflight.common.protocol import PROTOCOL_VERSION
 from inflight.router.dispatch.ledger_writer import ledger_report
 from inflight.router.executors.link import ExecutorLink
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from tests.scripted_store import ScriptedRouter
+from tests.support.ledger.scripted_store import ScriptedRouter
 
 
 class Call:

@@ -34,8 +34,7 @@ from inflight.executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
 from inflight.executor.formats.loading import describe_weights, load_network
 from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.model_shape import read_model_shape
-from tests.greedy import assert_same, generate_alone, generate_together
-from tests.quantized_checkpoints import (
+from tests.support.checkpoints.quantized_checkpoints import (
     AUTO_ROUND,
     Encoder,
     auto_round_config,
@@ -49,6 +48,7 @@ from tests.quantized_checkpoints import (
     save_gguf,
     save_quantized,
 )
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

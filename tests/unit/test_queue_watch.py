@@ -8,7 +8,7 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch.queue_updates import QueueWatch
 from inflight.router.store.types import Explanation, LedgerState, Queued
 from inflight.router.stream.request_stream import RequestStream
-from tests.scripted_store import new_stream, place, placement
+from tests.support.ledger.scripted_store import new_stream, place, placement
 
 
 class Ledger:

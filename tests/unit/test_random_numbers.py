@@ -13,7 +13,7 @@ import torch
 from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.step.philox import MASK, philox_words
 from inflight.executor.step.sampling import SampleRow, gumbel_noise, sample
-from tests.random_batteries import Floats, Words, battery, chi_squares, kolmogorov_smirnov
+from tests.support.device.random_batteries import Floats, Words, battery, chi_squares, kolmogorov_smirnov
 
 pytestmark = pytest.mark.slow
 

@@ -37,7 +37,7 @@ from inflight.executor.parallel.messages import (
 )
 from inflight.executor.ranks import check_devices, check_parallel, threads_per_rank
 from inflight.executor.settings import ExecutorSettings
-from tests.paged_cases import Spec, make_case
+from tests.support.device.paged_cases import Spec, make_case
 
 SAME = {"version": "1", "model": "abc", "number of ranks": "3"}
 OWN = Hello(0, SAME, "here", 100)

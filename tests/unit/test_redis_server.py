@@ -29,7 +29,7 @@ from inflight.router.store import script_calls
 from inflight.router.store.connection import connect
 from inflight.router.store.ledgers import NoFunctionsError, missing_commands
 from inflight.router.store.lua import load_scripts
-from tests.store_pool import PATIENT
+from tests.support.ledger.store_pool import PATIENT
 
 
 def test_server_on_a_free_port_wants_its_password(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.executor.serving.report import CONSTRAINT_PROTO, policy_proto
 from inflight.executor.serving.router_session import FINISH_REASON_PROTO
 from inflight.v1 import types_pb2
-from tests.scheduling import LIMITS
+from tests.support.scheduler.scheduling import LIMITS
 
 
 def test_every_constraint_and_every_end_has_its_own_number_on_the_wire() -> None:

@@ -18,9 +18,9 @@ from inflight.router.settings import RouterSettings
 from inflight.router.store.connection import connect
 from inflight.router.store.ledgers import KEY, learn_secret
 from inflight.v1 import inference_pb2
-from tests.cluster import token_request
-from tests.scripted_store import CallContext, ScriptedRouter
-from tests.store_pool import SETTINGS
+from tests.support.ledger.scripted_store import CallContext, ScriptedRouter
+from tests.support.ledger.store_pool import SETTINGS
+from tests.support.stack.cluster import token_request
 
 ACME, OTHER = Caller(tenant="acme"), Caller(tenant="other")
 ACME_N = Caller(tenant="acme", models=frozenset({"n"}))

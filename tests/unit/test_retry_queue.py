@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from inflight.router.dispatch.retry_queue import MAX_CONCURRENT_ATTEMPTS, STORE_RETRY_S, RetryQueue
-from tests.scripted_store import settled
+from tests.support.ledger.scripted_store import settled
 
 
 class Work:

@@ -17,7 +17,7 @@ from inflight.router.main import load_texts, run_router
 from inflight.router.settings import RouterSettings
 from inflight.router.store.ledgers import Ledgers, NoFunctionsError
 from inflight.router.store.settings import StoreSettings
-from tests.text_models import llama_like
+from tests.support.text.text_models import llama_like
 
 
 def test_defaults_are_those_of_the_store() -> None:

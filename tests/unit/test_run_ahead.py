@@ -9,7 +9,7 @@ import pytest
 from inflight.executor.scheduler.scheduler import Batching, Scheduler
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
 from inflight.executor.scheduler.step_constraint import PrefillAllowance
-from tests.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
+from tests.support.scheduler.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
 
 
 def two_plans(scheduler: Scheduler) -> tuple[StepPlan, StepPlan]:

@@ -18,7 +18,7 @@ from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Processors, Sampling, Sequence, StepResult
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence
 
 
 class AddingModel:

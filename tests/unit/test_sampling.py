@@ -13,8 +13,8 @@ from inflight.executor.engine.runner import NO_TOKEN
 from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.step.philox import philox_words
 from inflight.executor.step.sampling import FIRST_CANDIDATES, SampleRow, choose_greedily, gumbel_noise, keep_top, sample
-from tests.sampling_oracle import PHILOX_ANSWERS
-from tests.torch_threads import torch_threads
+from tests.support.device.sampling_oracle import PHILOX_ANSWERS
+from tests.support.device.torch_threads import torch_threads
 
 VOCABULARY_SIZE = 1000
 

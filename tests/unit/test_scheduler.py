@@ -18,7 +18,7 @@ from inflight.executor.scheduler.sequence import (
     StepResult,
     TokenLogprobs,
 )
-from tests.scheduling import (
+from tests.support.scheduler.scheduling import (
     LIMITS,
     STOP_ID,
     ends_of,

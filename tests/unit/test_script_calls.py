@@ -15,7 +15,7 @@ from inflight.router.store.keys import PoolKeys
 from inflight.router.store.lua import NAMES, load_scripts
 from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import Attempt, Demand
-from tests.store_pool import PATIENT, STEERED_CLOCK, StorePool
+from tests.support.ledger.store_pool import PATIENT, STEERED_CLOCK, StorePool
 
 CALLER = ["a"]
 FUNCTION_COMMANDS = ("+function|load", "+function|list", "+function|delete")

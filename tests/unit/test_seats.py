@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from inflight.common.kv_size import most_seats, num_seats
 from inflight.executor.main import identity, load_model
 from inflight.executor.settings import ExecutorSettings
-from tests.tiny_models import save_model, sizes
+from tests.support.checkpoints.tiny_models import save_model, sizes
 
 CONTEXT = 64
 

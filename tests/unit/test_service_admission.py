@@ -24,8 +24,16 @@ from inflight.router.store.types import (
     WaitReason,
 )
 from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
-from tests.cluster import token_request
-from tests.scripted_store import CallContext, ScriptedRouter, accepts, new_stream, placement, settled, steps
+from tests.support.ledger.scripted_store import (
+    CallContext,
+    ScriptedRouter,
+    accepts,
+    new_stream,
+    placement,
+    settled,
+    steps,
+)
+from tests.support.stack.cluster import token_request
 
 RULES = TenantConfig(
     tenants={"acme": TenantLimits(weight=2, max_queue_tokens=7), "out": TenantLimits(max_running=0)},

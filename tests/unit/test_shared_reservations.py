@@ -10,8 +10,8 @@ from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits, Sche
 from inflight.executor.scheduler.scheduler import Refusal, Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sequence
 from inflight.router.store.types import Demand, Placement, Queued
-from tests.scheduling import LIMITS, make_scheduler, make_sequence, run_until_idle, step
-from tests.store_pool import StorePool
+from tests.support.ledger.store_pool import StorePool
+from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, run_until_idle, step
 
 # Six blocks of 4 tokens.
 BEGINNING = range(100, 124)

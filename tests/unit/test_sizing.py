@@ -31,9 +31,9 @@ from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import better_policy
 from inflight.v1 import inference_pb2
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
 from tests.unit.scripted_router import ScriptedRouter, serving
 
 LLAMA_3_8B = {

@@ -25,7 +25,7 @@ from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, P
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import read_model_shape
 from inflight.tools.sizing.weights import GGUF_CODES, Role, cpu_weight_bytes
-from tests.quantized_checkpoints import (
+from tests.support.checkpoints.quantized_checkpoints import (
     CONFIGS,
     WIDE,
     awq,
@@ -37,8 +37,8 @@ from tests.quantized_checkpoints import (
     save_gguf,
     save_quantized,
 )
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from inflight.common.model_source import load_tokenizer, resolve_model
 from inflight.executor.checkpoint.gguf import import_gguf
 from inflight.executor.model.model import PagedModel
-from tests.greedy import Reference, assert_same, generate_alone, generate_together
-from tests.torch_threads import torch_threads
+from tests.support.device.greedy import Reference, assert_same, generate_alone, generate_together
+from tests.support.device.torch_threads import torch_threads
 
 NUM_TOKENS = 10
 PROMPTS = (

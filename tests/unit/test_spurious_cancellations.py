@@ -10,7 +10,7 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch import dispatcher as dispatch
 from inflight.router.store.types import Adopted, CancelOutcome, Ending, Lost, Queued
 from inflight.v1 import types_pb2
-from tests.scripted_store import new_reading, new_stream, placement, settled, steps
+from tests.support.ledger.scripted_store import new_reading, new_stream, placement, settled, steps
 from tests.unit.test_taking_over import Scene, attached
 
 CANCELLED = types_pb2.FINISH_REASON_CANCELLED

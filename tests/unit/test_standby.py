@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from inflight.executor.engine.standby import StandbyDepth
 from inflight.executor.scheduler.sequence import FinishReason
-from tests.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
+from tests.support.scheduler.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
 
 
 def ride(standby: StandbyDepth, *, ends_per_s: float, refill_s: float, duration_s: float, since_s: float = 0.0) -> None:

@@ -16,8 +16,8 @@ from inflight.executor.scheduler.sequence import FinishReason, Sequence
 from inflight.executor.serving.placements import PlacementTable, RetentionPolicy
 from inflight.executor.serving.router_session import Session
 from inflight.v1 import executor_pb2
-from tests.fake_device import FakeDevice
-from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
+from tests.support.device.fake_device import FakeDevice
+from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 
 MAX_STEPS = 2
 """As docs/design/time-bounds.md has it."""

@@ -9,7 +9,7 @@ import pytest
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.scheduler import Batching, SchedulerPolicy
 from inflight.executor.scheduler.step_constraint import PrefillAllowance, StepBounds, StepConstraint
-from tests.scheduling import LIMITS, make_scheduler, make_sequence, step
+from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, step
 
 
 @pytest.mark.parametrize(

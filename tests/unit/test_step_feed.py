@@ -15,7 +15,7 @@ from inflight.executor.scheduler.sequence import FinishReason, StepPlan
 from inflight.executor.scheduler.step_record import NO_TIMES, KvCounts, LoopPart, PlanCounts, StepRecord
 from inflight.executor.serving.step_feed import StepHistory, StepWatch
 from inflight.v1 import executor_pb2
-from tests.scheduling import make_scheduler, make_sequence, retire, step
+from tests.support.scheduler.scheduling import make_scheduler, make_sequence, retire, step
 
 DESCRIPTION = executor_pb2.DescribeResponse(generation=7, total_blocks=32, block_size=4, max_num_sequences=2)
 

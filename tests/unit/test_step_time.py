@@ -12,8 +12,8 @@ from inflight.executor.engine.step_time import FEWEST_STEPS, LARGEST_SURPRISE, U
 from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
 from inflight.executor.scheduler.step_constraint import DecodeLoad
-from tests.modelled_device import Ride, step_seconds
-from tests.paged_cases import make_sequence as paged_sequence
+from tests.support.device.modelled_device import Ride, step_seconds
+from tests.support.device.paged_cases import make_sequence as paged_sequence
 
 LIMITS = SchedulerLimits(
     max_num_sequences=32,

@@ -26,7 +26,7 @@ from inflight.router.store.types import (
     Queued,
     Refused,
 )
-from tests.store_pool import SETTINGS, STEERED_CLOCK, StorePool
+from tests.support.ledger.store_pool import SETTINGS, STEERED_CLOCK, StorePool
 
 NO_BYPASS = dataclasses.replace(SETTINGS, max_bypass=0)
 

@@ -22,7 +22,7 @@ from inflight.router.store.types import (
     ServedAdapter,
     WaitReason,
 )
-from tests.store_pool import SETTINGS, StorePool
+from tests.support.ledger.store_pool import SETTINGS, StorePool
 
 A, B, C = (letter * 64 for letter in "abc")
 ALL = (A, B, C)

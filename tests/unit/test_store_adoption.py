@@ -28,7 +28,7 @@ from inflight.router.store.types import (
     StoreEvent,
     TakenOver,
 )
-from tests.store_pool import StorePool, steered_scripts
+from tests.support.ledger.store_pool import StorePool, steered_scripts
 
 KEYED = Demand("k", 2, blocks=1, digest="as asked")
 

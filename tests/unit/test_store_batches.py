@@ -25,7 +25,7 @@ from inflight.router.store.types import (
     StoreCall,
     TenantLimits,
 )
-from tests.store_pool import StorePool
+from tests.support.ledger.store_pool import StorePool
 
 
 @dataclass

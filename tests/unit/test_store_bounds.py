@@ -23,7 +23,7 @@ from inflight.router.store.types import (
     Queued,
     ReportOutcome,
 )
-from tests.store_pool import StorePool, steered_scripts
+from tests.support.ledger.store_pool import StorePool, steered_scripts
 
 SILENT_MS, LEASE_MS, GRACE_MS, AUDIT_INTERVAL_MS = 2000, 5000, 2000, 1000
 

@@ -15,7 +15,7 @@ from inflight.router.store.types import (
     PreemptRequested,
     Queued,
 )
-from tests.store_pool import SETTINGS, RouterSide, StorePool
+from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 TWO_PASS = dataclasses.replace(SETTINGS, max_bypass=2)
 NO_BYPASS = dataclasses.replace(SETTINGS, max_bypass=0)

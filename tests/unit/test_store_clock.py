@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from inflight.router.store.types import Demand, Dropped, DropReason, HeldSequence, Lost, Placement, Queued
-from tests.store_pool import START_MS, RouterSide, StorePool
+from tests.support.ledger.store_pool import START_MS, RouterSide, StorePool
 
 STEPS_BACK_MS = [10_000, 60_000, 3_600_000]
 SILENT_MS = 2_000

@@ -37,7 +37,7 @@ from inflight.router.store.types import (
     StoreEvent,
 )
 from tests.property.crashing_pool import LossyRedis
-from tests.store_pool import START_MS, StorePool, steered_scripts
+from tests.support.ledger.store_pool import START_MS, StorePool, steered_scripts
 
 # Quick in all that repeats, and patient with each call: a machine that stands still for seconds fails none.
 FAST = StoreSettings(

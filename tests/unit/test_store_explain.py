@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from inflight.router.store.types import Attempt, Demand, Explanation, LedgerState, TenantLimits, WaitReason
-from tests.store_pool import SETTINGS, RouterSide, StorePool
+from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 
 async def explained(a: RouterSide, request_id: str) -> Explanation:

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, TenantLimits
 from tests.property.store_records import read_records
-from tests.store_pool import SETTINGS, RouterSide, StorePool
+from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 QUICK_AGEING = dataclasses.replace(SETTINGS, age_ms=1000)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.router.store.types import Attempt, Demand, HeldSequence, Placement, Queued
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 
 @pytest.fixture

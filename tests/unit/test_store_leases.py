@@ -21,7 +21,7 @@ from inflight.router.store.types import (
     Queued,
     ReportOutcome,
 )
-from tests.store_pool import RouterSide, StorePool, steered_scripts
+from tests.support.ledger.store_pool import RouterSide, StorePool, steered_scripts
 
 
 async def attend(

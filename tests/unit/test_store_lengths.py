@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.router.store.types import Demand, Ending, HeldSequence
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 MEDIAN = 0.5
 

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.common.errors import Reason
 from inflight.router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, Queued, Refused, TenantLimits
-from tests.store_pool import SETTINGS, RouterSide, StorePool
+from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 TWO_PER_SECOND = TenantLimits(requests_per_s=2, request_burst=2)
 HUNDRED_TOKENS_PER_SECOND = TenantLimits(tokens_per_s=100, token_burst=100)

@@ -14,7 +14,7 @@ from inflight.router.dispatch.ledger_writer import LedgerWriter
 from inflight.router.store.outage import QUIET_S, REMINDER_S, Outage
 from inflight.router.store.store import AdmissionStore
 from inflight.router.store.types import Ending, ExecutorReport
-from tests.store_pool import SETTINGS
+from tests.support.ledger.store_pool import SETTINGS
 
 
 class Clock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.router.store.types import Demand, PrefixHolder
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 
 async def place(a: RouterSide, request_id: str, prefixes: tuple[str, ...] = (), blocks: int = 1) -> str:

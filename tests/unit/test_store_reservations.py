@@ -14,7 +14,7 @@ from inflight.router.store.types import (
     Queued,
     TenantLimits,
 )
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 BLOCK_SIZE, PROMPT, CONTEXT, STEP = 16, 16, 160, 32
 """Ten blocks to the end of the context; three for prompt and the first part."""

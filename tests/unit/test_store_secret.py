@@ -7,7 +7,7 @@ import pytest
 from inflight.common.errors import Reason, RequestError
 from inflight.router.store.connection import connect
 from inflight.router.store.ledgers import KEY, SECRET_BYTES, restore_secret, shared_secret
-from tests.store_pool import SETTINGS, StorePool
+from tests.support.ledger.store_pool import SETTINGS, StorePool
 
 
 async def test_routers_share_the_secret_that_the_first_one_made(store_pool: StorePool) -> None:

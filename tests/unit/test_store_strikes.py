@@ -13,7 +13,7 @@ from inflight.router.store.types import (
     Placement,
     Queued,
 )
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 RELAY_MS = 600  # a report may come so late
 

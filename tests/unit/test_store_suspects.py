@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.router.store.types import Adopted, Demand, Explanation, HandBackRefusal, Placement, Queued, WaitReason
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 
 async def suspects(store_pool: StorePool, router: RouterSide, *names: str, reporting: tuple[str, ...] = ("x",)) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.router.store.types import Demand, TenantLimits, TenantQueue
-from tests.store_pool import StorePool
+from tests.support.ledger.store_pool import StorePool
 
 
 def demand(request_id: str, tenant: str, priority_class: int = 2, prompt_tokens: int = 3) -> Demand:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from inflight.router.store.types import (
     StoreEvent,
     TenantLimits,
 )
-from tests.store_pool import RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 HASHES = ("executors", "requests", "tenants", "lengths", "endings", "adapters", "prefixes", "attended")
 # All that a router calls. After any of them nothing unreadable is left in its way.
@@ -69,7 +70,8 @@ async def replace(pool: StorePool, key: str, kind: str) -> None:
 
 
 def places() -> list[tuple[str, str]]:
-    kinds = [(name, kind) for name in POOL_KEYS for kind in ("string", "list", "stream")]
+    """Each key with something of another type in its place, which Redis refuses whatever it is; and no records."""
+    kinds = [*zip(POOL_KEYS, itertools.cycle(("string", "list", "stream")))]
     return kinds + [(name, "no record") for name in ("executors", "requests", "tenants", "state")]
 
 

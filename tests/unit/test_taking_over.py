@@ -29,7 +29,7 @@ from inflight.router.store.types import (
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
-from tests.scripted_store import (
+from tests.support.ledger.scripted_store import (
     ScriptedRouter,
     ScriptedStore,
     accepts,

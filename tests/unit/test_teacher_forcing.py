@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from inflight.bench.engine.teacher_forcing import MAX_TOKENS_OF_STEP, paged_predictions, transformers_predictions
 from inflight.common.model_source import ModelSource, resolve_model
 from inflight.executor.model.model import PagedModel
-from tests.tiny_models import save_model, sizes
-from tests.torch_threads import torch_threads
+from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.torch_threads import torch_threads
 
 PROMPTS = [[5, 9, 3, 40, 41, 42, 43, 7], [1, 2], [90, 80, *range(60)], [3] * 17]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inflight.router.text.detokenizer import MAX_WINDOW_TOKENS, WindowDetokenizer
-from tests import text_models
-from tests.text_models import BYTE_FALLBACK_OFFSET, text_model
+from tests.support.text import text_models
+from tests.support.text.text_models import BYTE_FALLBACK_OFFSET, text_model
 
 
 def byte_tokens(text: bytes) -> list[int]:

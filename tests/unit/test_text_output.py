@@ -9,8 +9,8 @@ import pytest
 from inflight.router.text.output import OutputText, TextStep
 from inflight.router.text.stop_scope import StopScope
 from inflight.router.tools.formats import CHANNELS, THINK, ReasoningFormat
-from tests import text_models
-from tests.text_models import text_model
+from tests.support.text import text_models
+from tests.support.text.text_models import text_model
 
 
 class Spelled:

@@ -15,8 +15,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from inflight.common.errors import Reason, RequestError
 from inflight.router.text.tokenizer import RESERVED_VARIABLES, TextModel
 from inflight.v1 import inference_pb2
-from tests import text_models
-from tests.text_models import smollm2, text_model
+from tests.support.text import text_models
+from tests.support.text.text_models import smollm2, text_model
 
 SHOW_ALL = "{{ messages | tojson }}{{ tools | tojson }}{{ depth }}"
 

@@ -23,7 +23,7 @@ from inflight.router.store.types import Adopted, CancelOutcome, LeaseLapsed, Los
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests.scripted_store import (
+from tests.support.ledger.scripted_store import (
     ScriptedRouter,
     accepts,
     new_reading,
@@ -32,7 +32,7 @@ from tests.scripted_store import (
     settled,
     steps,
 )
-from tests.virtual_time import now_s, run_virtual
+from tests.support.lifecycle.virtual_time import now_s, run_virtual
 
 RETRY_S = 0.5
 SLACK_S = 1e-6

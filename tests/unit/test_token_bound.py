@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inflight.router.text.tokenizer import TextModel
-from tests.text_models import byte_level, gemma_like, llama_like, metaspace, smollm2, text_model, wordpiece
+from tests.support.text.text_models import byte_level, gemma_like, llama_like, metaspace, smollm2, text_model, wordpiece
 
 BOUNDED = [smollm2, byte_level, llama_like, gemma_like]
 WORDS = ["hello", " world", "日本", "\n\n", " " * 70, "0123", "<end>", "<|im_end|>", "é", "="]

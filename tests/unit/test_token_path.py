@@ -19,8 +19,17 @@ from inflight.router.text.tokenizer import TextModel
 from inflight.router.tools.formats import HERMES, THINK, AnswerFormat
 from inflight.router.tools.parser import AnswerParser
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from tests.cluster import tiny_tokenizer
-from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, place, placement, settled, steps
+from tests.support.ledger.scripted_store import (
+    ScriptedRouter,
+    accepts,
+    new_reading,
+    new_stream,
+    place,
+    placement,
+    settled,
+    steps,
+)
+from tests.support.stack.cluster import tiny_tokenizer
 from tests.unit.test_text_output import Spelled
 
 LENGTH = types_pb2.FINISH_REASON_LENGTH

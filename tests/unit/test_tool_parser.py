@@ -20,7 +20,7 @@ from inflight.router.tools.formats import (
     answer_format,
 )
 from inflight.router.tools.parser import AnswerParser, Arguments, CallBegins, CallEnds, Content, Part, Reasoning
-from tests import chat_models
+from tests.support.text import chat_models
 
 BY_NAME = {one.name: one for one in FORMATS}
 Calls = Sequence[tuple[str, str]]

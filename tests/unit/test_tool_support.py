@@ -15,8 +15,8 @@ from inflight.router.text.tokenizer import TextModel
 from inflight.router.tools.formats import FormatError, read_formats, with_added
 from inflight.router.tools.support import ToolSettings
 from inflight.v1 import inference_pb2
-from tests import chat_models
-from tests.chat_models import chat_model
+from tests.support.text import chat_models
+from tests.support.text.chat_models import chat_model
 
 HERMES = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools> Use <tool_call>.{% endif %}"

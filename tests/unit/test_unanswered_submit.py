@@ -8,7 +8,7 @@ from typing import Any
 from inflight.common.errors import Reason, RequestError
 from inflight.router.store.types import Demand, LeaseLapsed, Placement, Queued
 from inflight.v1 import types_pb2
-from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
+from tests.support.ledger.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 
 
 class SlowFirstAnswer:

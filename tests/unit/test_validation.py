@@ -20,7 +20,7 @@ from inflight.router.request.spec import (
     ToolUse,
 )
 from inflight.v1 import inference_pb2, types_pb2
-from tests.validated import ALL_SAMPLING, SEED, limits_of, validated
+from tests.support.text.validated import ALL_SAMPLING, SEED, limits_of, validated
 
 
 def refused_fields(limits: ModelLimits | None = None, **fields: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.router.store.types import Lost, Placement
-from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
+from tests.support.ledger.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 
 
 async def test_token_and_loss_of_an_earlier_attempt_change_nothing() -> None:

@@ -18,7 +18,7 @@ from inflight.executor.cpu.streams import (
     fastest_stream,
 )
 from inflight.executor.native.pool import NativePool
-from tests.native_builds import BEST_FIRST, library_of
+from tests.support.device.native_builds import BEST_FIRST, library_of
 
 EVEN = dict.fromkeys(product(TRIAL_ROWS, (True, False), (True, False)), 1.0)
 

@@ -11,7 +11,7 @@ from inflight.executor.scheduler.blocks import BlockPool, WindowPool
 from inflight.executor.scheduler.limits import Batching, KvWindow, SchedulerLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
-from tests.fake_device import FakeDevice, solo_output
+from tests.support.device.fake_device import FakeDevice, solo_output
 
 HASHES = [bytes([i]) * 32 for i in range(10)]
 

@@ -18,7 +18,7 @@ from inflight.cli.chat.conversation import Conversation, ConversationError
 from inflight.cli.chat.prompt import Prompt
 from inflight.cli.main import main
 from inflight.v1 import inference_pb2, types_pb2
-from tests.pseudo_terminal import CTRL_C, CTRL_D, UP, at_terminal
+from tests.support.stack.pseudo_terminal import CTRL_C, CTRL_D, UP, at_terminal
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, asked, delta, serving, speak
 
 SAID = "The capital is Paris."

@@ -14,7 +14,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from docs.generate.settings_page import settings_classes
 from inflight.cli import doctor
 from inflight.cli.call_errors import in_words
 from inflight.cli.chat.commands import ChatState, run_command
@@ -30,6 +29,7 @@ from inflight.local.stack import LocalStack, StackError
 from inflight.local.state import ProcessState, StackState, write_state
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter
+from tools.reference.settings_page import settings_classes
 
 
 def usage_error(*argv: str) -> int:

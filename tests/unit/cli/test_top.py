@@ -14,7 +14,7 @@ from inflight.cli.top.main import as_svg
 from inflight.cli.top.screen import ESCAPE, LEAVE, SORT, Screen
 from inflight.cli.top.view import render
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
-from tests.pseudo_terminal import CTRL_C, at_terminal
+from tests.support.stack.pseudo_terminal import CTRL_C, at_terminal
 from tests.unit.scripted_router import ScriptedRouter, asked
 
 DECODE, PREFILL = stats_pb2.SEQUENCE_PHASE_DECODE, stats_pb2.SEQUENCE_PHASE_PREFILL

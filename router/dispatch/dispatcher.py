@@ -619,7 +619,7 @@ class Dispatcher:
         if not self._requests.resubmit_due(life):
             return True
         outcome = await self._submit_to_ledger(life, is_served=True)
-        self._execute(self._requests.resubmit_answered(life, outcome, time.monotonic()))
+        self._execute(self._requests.resubmit_answered(life, outcome, asyncio.get_running_loop().time()))
         return not life.is_resubmit_queued
 
     async def _submit_to_ledger(self, life: Lifecycle, *, is_served: bool = False) -> SubmitOutcome:

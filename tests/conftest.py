@@ -97,7 +97,6 @@ BOTH_WAYS = (
     "integration/test_redis_stale.py",
     "property/test_store",
     "simulation/test_crash_schedules.py",
-    "simulation/test_subpools.py",
     "unit/test_bench_ledger.py",
     "unit/test_store",
 )

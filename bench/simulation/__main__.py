@@ -31,12 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=options.seed,
         num_routers=options.routers,
         num_executors=options.executors,
-        num_subpools=options.subpools,
         executor=replace(SHAPE, policy=SchedulerPolicy(options.policy)),
         faults=FaultRates.of(options.faults, options.faults_per_minute),
         duration_s=duration_s,
         look_s=max(1.0, duration_s / 360),
-        may_use_functions=not options.evalsha,
     )
     population = Population(num_tenants=options.tenants, rate_per_s=options.rate)
     with tempfile.TemporaryDirectory() as folder, private_redis(Path(folder), options.redis_server) as redis:
@@ -58,14 +56,11 @@ def summary(world: World, simulated_s: float, took_s: float) -> str:
     """Returns the run in one line."""
     checker, settings = world.checker, world.settings
     outcomes = " ".join(f"{outcome.value}={checker.outcomes[outcome]}" for outcome in RequestOutcome)
-    num_calls = sum(link.num_calls for link in world.links)
     waits = max(checker.longest_wait_us.values(), default=0) / 1e6
     return (
         f"simulation: held seed={settings.seed} executors={settings.num_executors} routers={settings.num_routers} "
-        f"subpools={settings.num_subpools} moved={world.num_moved} "
         f"simulated_s={simulated_s:g} took_s={took_s:.1f} requests={len(checker.records)} {outcomes} "
-        f"tokens={checker.num_tokens} faults={sum(world.num_faults.values())} calls={num_calls} "
-        f"called_by={world.links[0].call_command} "
+        f"tokens={checker.num_tokens} faults={sum(world.num_faults.values())} calls={world.link.num_calls} "
         f"events={world.timeline.num_steps} longest_wait_s={waits:.2f}"
     )
 
@@ -91,14 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hours", type=float, default=0.05, help="simulated time (default: 0.05)")
     parser.add_argument("--executors", type=int, default=20, help="(default: 20)")
     parser.add_argument("--routers", type=int, default=4, help="(default: 4)")
-    parser.add_argument("--subpools", type=int, default=1, help="ledgers that share the executors (default: 1)")
     parser.add_argument("--tenants", type=int, default=20, help="(default: 20)")
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--faults", default="all", help="all, none, or kinds with commas between (default: all)")
     parser.add_argument("--faults-per-minute", type=float, default=0.5, help="of each kind (default: 0.5)")
     parser.add_argument("--redis-server", type=Path, metavar="PATH", help="its binary (default: the one on PATH)")
-    parser.add_argument("--evalsha", action="store_true", help="call scripts by EVALSHA where functions exist, too")
     policies = [policy.value for policy in SchedulerPolicy]
     parser.add_argument("--policy", choices=policies, default=policies[0], help=f"(default: {policies[0]})")
     return parser

@@ -17,7 +17,6 @@ Checked at every look of `World`, and the first after every turn of an executor'
 | a lease of a dead router, or of a dead or hung executor | a lease and two reaps |
 | room on an executor, beside a line in which every request would fit | at once |
 | a stream without its next token, its router and executor being well | the longest step and prefill |
-| a router's first request in a queue, beside a sub-pool that is idle | a few rounds of moves |
 | the same of an interrupted stream, where a seat is free (`has_room`) | its fault's bound, and the above |
 
 An executor that is dead or hung gets no new work from 2 s after its last report.
@@ -26,7 +25,6 @@ An executor that is dead or hung gets no new work from 2 s after its last report
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,12 +58,6 @@ CALL_FAILS_US = 2_500 * US_PER_MS
 REAPED_US = LEASE_US + 2 * REAP_US
 """Leases start again after a time in which no router reaped: one reap begins them, one ends them."""
 RESUMED_US = LEASE_US + REAP_US + AT_ONCE_US
-MIN_WAIT_US = US_PER_S
-# A wait of a second, two rounds of a second each (the first may find no room), and the load's renewal in between.
-MOVED_US = 4 * US_PER_S
-# After a disturbance: until its leases have lapsed, calls that got no answer are made again, and requests that the
-# ledger lost are submitted again.
-CALM_US = REAPED_US + 2 * CALL_FAILS_US
 
 STORE = ("store",)
 Part = tuple[str, ...]
@@ -239,8 +231,10 @@ class Bounds:
         """Records that an executor dies, or that its link to a router breaks."""
         now_us = self._timeline.now_us
         self.changed(router=router, executor=executor)
-        streams = _on(executor) if router is None else [one for one in _on(executor) if one in router.streams]
-        self._interrupt(streams, now_us + AT_ONCE_US)
+        interrupted = set(_on(executor))
+        if router is not None:
+            interrupted &= router.streams.keys()
+        self._interrupt(interrupted, now_us + AT_ONCE_US)
 
     def _interrupt(self, request_ids: Iterable[str], until_us: int) -> None:
         for request_id in request_ids:
@@ -437,63 +431,6 @@ class Bounds:
         return round(US_PER_S * (longest_s + cost.block_copy_s * shape.num_host_blocks))
 
 
-class SubPoolBound:
-    """Watches for requests that wait in one sub-pool while another is idle.
-
-    Requests that may move have waited for a second, have not been placed and belong to a tenant that may use every
-    sub-pool. A router moves its first ones, by class and arrival, once a second, as far as its share of the executors
-    with room goes: one at least. So where a sub-pool is idle at every look, each router's first request changes within
-    `MOVED_US` of the last disturbance.
-    """
-
-    def __init__(self, timeline: Timeline, block_size: int) -> None:
-        self._timeline = timeline
-        self._block_size = block_size
-        self._disturbed_us = 0
-        self._since_us: dict[tuple[str, str, int], int] = {}
-
-    def disturbed(self) -> None:
-        """Records that a process starts or dies, or that a link begins or ends."""
-        self._disturbed_us = max(self._disturbed_us, self._timeline.now_us)
-
-    def broken(self, fault: Fault) -> None:
-        """Records a fault of the schedule."""
-        self._disturbed_us = max(self._disturbed_us, self._timeline.now_us + fault.duration_us)
-
-    def look(self, links: ReadOnlyList[StoreLink], routers: Iterable[RouterEnd]) -> None:
-        """Checks the current state. Raises `BoundExceeded`."""
-        now_us, ledgers = self._timeline.now_us, [Ledger.read(link) for link in links]
-        room = {number: max(ledger.room.values()) for number, ledger in enumerate(ledgers) if _is_idle(ledger)}
-        queued = {request_id for number, one in enumerate(ledgers) if number not in room for request_id in one.waiting}
-        stays = {
-            (router.router_id, first.request.request_id, number): first
-            for router in routers
-            if (first := self._first(router, queued)) is not None
-            for number, blocks in room.items()
-            if first.request.num_blocks(self._block_size) <= blocks
-        }
-        self._since_us = {one: self._since_us.get(one, now_us) for one in stays}
-        for (router_id, request_id, number), since_us in self._since_us.items():
-            lasted_us = now_us - max(since_us, self._disturbed_us + CALM_US)
-            if lasted_us > MOVED_US:
-                raise BoundExceeded(
-                    f"{request_id} of router {router_id} waits beside sub-pool {number}, which is idle, "
-                    f"for {lasted_us / US_PER_S:.1f} s"
-                )
-
-    def _first(self, router: RouterEnd, queued: set[str]) -> SimClient | None:
-        waiting = [
-            one
-            for request_id, one in router.streams.items()
-            if request_id in queued
-            and not one.has_ended
-            and one.record.num_placements == 0
-            and one.request.limits.max_running is None
-            and one.record.arrived_us + MIN_WAIT_US <= self._timeline.now_us
-        ]
-        return min(waiting, key=lambda one: (one.request.priority_class, one.record.arrived_us), default=None)
-
-
 def _router(router_id: str) -> Part:
     return ("router", router_id)
 
@@ -510,7 +447,3 @@ def _require_by(now_us: int, since_us: int, bound_us: int, what: str) -> None:
     if now_us - since_us > bound_us:
         lasted_s, bound_s = (now_us - since_us) / US_PER_S, bound_us / US_PER_S
         raise BoundExceeded(f"{what}, for {lasted_s:.3f} s; the bound is {bound_s:.3f} s")
-
-
-def _is_idle(ledger: Ledger) -> bool:
-    return bool(ledger.room) and not ledger.waiting

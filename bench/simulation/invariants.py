@@ -12,7 +12,8 @@ from enum import Enum
 
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import SimRequest
-from inflight.router.store.types import ExecutorReport, Snapshot, TenantLimits
+from inflight.router.store.types import Snapshot, TenantLimits
+from inflight.v1 import executor_pb2
 
 # Of a rate limit: Redis counts in milliseconds, so a request may be seen one early.
 RATE_TOLERANCE_S = 0.002
@@ -144,10 +145,10 @@ class InvariantChecker:
 
     # Looks at the whole.
 
-    def reported(self, report: ExecutorReport) -> None:
+    def reported(self, executor_id: str, report: executor_pb2.Report) -> None:
         """Notes how many blocks an executor offers."""
         num_blocks = report.budget_blocks + report.saved_blocks
-        self._most_blocks[report.executor_id] = max(num_blocks, self._most_blocks[report.executor_id])
+        self._most_blocks[executor_id] = max(num_blocks, self._most_blocks[executor_id])
 
     def look(self, snapshot: Snapshot, most_sequences: int, *, is_rebuilding: bool = False) -> None:
         """The ledger as it is now: nothing is promised twice, nothing is negative.
@@ -198,16 +199,15 @@ class InvariantChecker:
         if not holds:
             raise InvariantViolation(what)
 
-    def rates_kept(self, num_subpools: int = 1) -> None:
-        """No tenant got more in than its rate, over all routers: a bucket that the limit fills and requests empty. Its
-        burst is at least a request for each sub-pool."""
+    def rates_kept(self) -> None:
+        """No tenant got more in than its rate, over all routers: a bucket that the limit fills and requests empty."""
         for tenant, taken in self._taken_in.items():
-            self._check_rate(tenant, sorted(taken, key=lambda one: one[0]), num_subpools)
+            self._check_rate(tenant, sorted(taken, key=lambda one: one[0]))
 
-    def _check_rate(self, tenant: str, taken: list[tuple[int, TenantLimits]], num_subpools: int) -> None:
+    def _check_rate(self, tenant: str, taken: list[tuple[int, TenantLimits]]) -> None:
         limits = taken[0][1]
         assert limits.requests_per_s is not None
-        most = float(max(limits.request_burst, num_subpools))
+        most = float(limits.request_burst)
         level, before_us = most, taken[0][0]
         for at_us, _ in taken:
             level = min(most, level + (at_us - before_us) / US_PER_S * limits.requests_per_s) - 1.0

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from inflight.bench.redis.pipelined import RedisWire
-from inflight.bench.redis.wire import WireError, command, encode
+from inflight.bench.redis.wire import WireError, command
 from inflight.bench.timeline.timeline import Timeline
 from inflight.router.store.codec import Reply, parse_reply, parse_snapshot
 from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import Script, compose_scripts, load_scripts, shared_source
+from inflight.router.store.lua import compose_scripts, load_scripts, shared_source
 from inflight.router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
@@ -54,8 +54,6 @@ class StoreLink:
         timeline: Timeline,
         seed: int,
         change: Callable[[str], str] | None = None,
-        *,
-        may_use_functions: bool = True,
     ) -> None:
         self.url = url
         self.keys = PoolKeys(pool)
@@ -70,18 +68,12 @@ class StoreLink:
         # Calls whose reply's time has not come, and the replies of the first of them that were read all the same.
         self._due: deque[tuple[str, OnReply | None]] = deque()
         self._early: deque[Any] = deque()
-        self._newest: dict[str, tuple[Any, Reply]] = {}
         self._wire = RedisWire.connect(url, self._on_push)
-        scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
-        self._beginnings = (self._load_functions(scripts) if may_use_functions else None) or self._load_scripts(scripts)
+        self.scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
+        self._load_functions()
         self._wire.call(command("CONFIG", "SET", "notify-keyspace-events", "Kt"))
         # Answered by a push, which the next read meets.
         self._wire.send(command("PSUBSCRIBE", f"__keyspace@0__:{self.keys.mailbox('*')}"))
-
-    @property
-    def call_command(self) -> str:
-        """FCALL or EVALSHA."""
-        return self._beginnings["submit"][0]
 
     def close(self) -> None:
         """Reads what is still to come, removes the pool and ends the connection."""
@@ -92,17 +84,11 @@ class StoreLink:
 
     def snapshot(self) -> Snapshot:
         """Reads the current state of the pool."""
-        self._set_clock()
-        self.wait_for_calls()
-        num_args, payload = self.beginning("snapshot", (), OBSERVER_ID)
-        return parse_snapshot(parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))))
+        return parse_snapshot(self._observe("snapshot"))
 
     def now_ms(self) -> float:
         """Returns the ledger's time. It stands still where Redis' clock was set back."""
-        self._set_clock()
-        self.wait_for_calls()
-        num_args, payload = self.beginning("verify", (), OBSERVER_ID)
-        return parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))).now_ms
+        return self._observe("verify").now_ms
 
     def query(self, *words: str | int) -> Any:
         """Returns the reply to a command that only reads, as the pool is now."""
@@ -144,12 +130,6 @@ class StoreLink:
         """Removes the mailbox's reader."""
         self._readers.pop(mailbox, None)
 
-    def beginning(self, name: str, router_ids: tuple[str, ...], router_id: str) -> tuple[int, bytes]:
-        """Returns a script's call up to its own arguments: their number so far, and the encoded bytes."""
-        keys = self.keys.for_script(router_ids)
-        args = [*self._beginnings[name], str(len(keys)), *keys, router_id]
-        return len(args), encode(args)
-
     def send(self, kind: str, payload: bytes, on_reply: OnReply | None, on_failure: Callable[[], None] | None) -> None:
         """Makes a call. Exactly one of the two is called later, if it is wanted."""
         if self._away_until_us > self.timeline.now_us:
@@ -162,28 +142,27 @@ class StoreLink:
         self.num_calls += 1
         self._post(kind, payload, on_reply)
 
-    def parsed(self, kind: str, raw: Any) -> Reply:
-        """Returns a script's reply. The wire returns equal replies as one object, so they are parsed once."""
-        newest = self._newest.get(kind)
-        if newest is not None and newest[0] is raw:
-            return newest[1]
-        reply = parse_reply(raw)
-        self._newest[kind] = (raw, reply)
-        return reply
+    def call_of(self, function: str) -> tuple[str, str]:
+        """Returns the command that calls a function, and the name that it calls it by."""
+        return self._call_of[function]
 
-    def _load_functions(self, scripts: Mapping[str, Script]) -> dict[str, tuple[str, str]] | None:
-        """Returns how function calls begin; None if the server has no functions."""
+    def _observe(self, name: str) -> Reply:
+        """Returns the reply of a script that changes nothing, as the pool is now."""
+        self._set_clock()
+        self.wait_for_calls()
+        keys = self.keys.for_script(())
+        call = self.call_of(self.scripts[name].function)
+        return parse_reply(self._wire.call(command(*call, len(keys), *keys, OBSERVER_ID)))
+
+    def _load_functions(self) -> None:
+        """Loads the scripts. A server without functions gets each by itself."""
+        self._call_of = {script.function: ("FCALL", script.function) for script in self.scripts.values()}
         try:
-            self._wire.call(command("FUNCTION", "LOAD", "REPLACE", scripts["submit"].library.source))
+            self._wire.call(command("FUNCTION", "LOAD", "REPLACE", self.scripts["submit"].library.source))
         except WireError:
-            return None
-        return {name: ("FCALL", script.function) for name, script in scripts.items()}
-
-    def _load_scripts(self, scripts: Mapping[str, Script]) -> dict[str, tuple[str, str]]:
-        """Returns how calls of scripts by their hash begin."""
-        for script in scripts.values():
-            self._wire.call(command("SCRIPT", "LOAD", script.source))
-        return {name: ("EVALSHA", script.sha) for name, script in scripts.items()}
+            for script in self.scripts.values():
+                self._wire.call(command("SCRIPT", "LOAD", script.source))
+                self._call_of[script.function] = ("EVALSHA", script.sha)
 
     def _set_clock(self) -> None:
         clock_ms = self.timeline.now_ms + EPOCH_MS - self._behind_ms

@@ -1,7 +1,7 @@
 """A whole deployment in virtual time: routers, executors, their links, clients, and their faults.
 
-The scripts run on a real Redis, the scheduler is the real one; the rest is modelled. Everything follows from the seed:
-the same settings give the same run, step by step.
+The scripts run on a real Redis; routers and schedulers are the real ones; the rest is modelled. Everything follows from
+the seed: the same settings give the same run, step by step.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inflight.bench.redis.wire import WireError
-from inflight.bench.simulation.bounds import Bounds, SubPoolBound
+from inflight.bench.simulation.bounds import Bounds
 from inflight.bench.simulation.invariants import InvariantChecker
 from inflight.bench.simulation.push import PushPolicy, PushRouter
 from inflight.bench.simulation.session import RouterEnd, Session
 from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
+from inflight.bench.simulation.sim_router import RouterShape, SimRouter
 from inflight.bench.simulation.store_link import StoreLink
-from inflight.bench.simulation.subpool_ledger import SubPoolLedger
-from inflight.bench.simulation.virtual_router import RouterShape, VirtualRouter
 from inflight.bench.timeline.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
 from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 from inflight.bench.timeline.traffic import SimRequest
 from inflight.router.lifecycle.lifecycle import IllegalTransition
-from inflight.router.subpools.assignment import home_of
-from inflight.router.subpools.ledgers import subpool_name
+from inflight.router.request.executor_context import FrameError
 
 START_US = 1_000 * US_PER_S
 NOTICED_US = 1_000
@@ -36,6 +34,8 @@ WARM_UP_US = 2 * US_PER_S
 QUIET_US = 30 * US_PER_S
 # Two leases, until the ledger is whole again after Redis lost it.
 REBUILD_US = 10 * US_PER_S
+# Of a router's event loop, about.
+CALLBACKS_PER_OPERATION = 8
 # Redis' clock is set back by so many times a fault's duration: from 0.3 s to an hour.
 CLOCK_STEP_FACTOR = 300
 
@@ -49,13 +49,11 @@ class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
     finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
-    source with a change to compare with, and `change_request` a request as it arrives; without `may_use_functions`
-    scripts are called by EVALSHA on every server. With several sub-pools a fault of Redis affects one of them."""
+    source with a change to compare with, and `change_request` a request as it arrives."""
 
     seed: int = 0
     num_routers: int = 2
     num_executors: int = 2
-    num_subpools: int = 1
     executor: ExecutorShape = field(default_factory=ExecutorShape)
     router: RouterShape = field(default_factory=RouterShape)
     faults: FaultRates | SpacedFaults = NO_FAULTS
@@ -67,7 +65,13 @@ class WorldSettings:
     has_room: bool = False
     change_scripts: Callable[[str], str] | None = None
     change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
-    may_use_functions: bool = True
+
+
+def _first_of(error: Exception) -> Exception:
+    """Returns the first error of a group."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class World:
@@ -78,12 +82,7 @@ class World:
         self.timeline = Timeline()
         self.timeline.now_us = START_US
         self.checker = InvariantChecker()
-        count = settings.num_subpools
-        names = [pool] if count == 1 else [subpool_name(pool, number) for number in range(count)]
-        change, functions = settings.change_scripts, settings.may_use_functions
-        self.links = [
-            StoreLink(url, name, self.timeline, settings.seed, change, may_use_functions=functions) for name in names
-        ]
+        self.link = StoreLink(url, pool, self.timeline, settings.seed, settings.change_scripts)
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()
@@ -91,23 +90,23 @@ class World:
         self._requests: Iterator[SimRequest] = iter(requests)
         self.begin_us = START_US + WARM_UP_US
         self._num_starts = 0
-        self._emptied_us: dict[StoreLink, int] = {}
-        self.bounds = [Bounds(self.timeline, settings.executor, settings.has_room) for _ in self.links]
-        self.subpool_bound = SubPoolBound(self.timeline, settings.router.block_size)
+        self._emptied_us: int | None = None
+        self.bounds = Bounds(self.timeline, settings.executor, settings.has_room)
 
     def close(self) -> None:
-        """Removes the pool from Redis."""
-        for link in self.links:
-            link.close()
+        """Ends what still runs and removes the pool from Redis."""
+        for router in self._living_routers():
+            router.close()
+        self.link.close()
 
     def run(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
         """Everything, from the first start to the last end. Raises `SimulationFailed`."""
         try:
             self._run(on_progress)
-        except (AssertionError, WireError, IllegalTransition) as error:
+        except (AssertionError, WireError, IllegalTransition, FrameError, ExceptionGroup) as error:
             at_s = (self.timeline.now_us - self.begin_us) / US_PER_S
             where = f"seed {self.settings.seed}, step {self.timeline.num_steps}, {at_s:.6f} s"
-            raise SimulationFailed(f"{where}: {error}") from error
+            raise SimulationFailed(f"{where}: {_first_of(error)}") from error
 
     def _run(self, on_progress: Callable[[float], None]) -> None:
         look_us = round(self.settings.look_s * US_PER_S)
@@ -118,6 +117,7 @@ class World:
     def run_window(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
         """The time in which requests arrive, and not what is left of them then."""
         settings = self.settings
+        random.seed(f"{settings.seed}/routers")  # routers draw their pauses from the random numbers of the process
         self.executors = [self._start_executor(index) for index in range(settings.num_executors)]
         self.routers = [self._start_router(index) for index in range(settings.num_routers)]
         end_us = self.begin_us + round(settings.duration_s * US_PER_S)
@@ -125,7 +125,7 @@ class World:
             self.timeline.at(self.begin_us + fault.at_us, self._break, fault)
             if fault.kind is FaultKind.STORE_STALE:
                 remembered_us = max(START_US, self.begin_us + fault.at_us - fault.duration_us)
-                self.timeline.at(remembered_us, self._link_of(fault).remember, fault.place)
+                self.timeline.at(remembered_us, self.link.remember, fault.place)
         self._next_arrival()
         look_us = round(settings.look_s * US_PER_S)
         while self.timeline.now_us < end_us:
@@ -137,30 +137,19 @@ class World:
         """Checks the state of the whole system."""
         # Standby follows the ends, so that an executor may have promised more than it would now.
         most_sequences = self.settings.executor.num_seats + self.settings.executor.num_standby
-        for link in self.links:
-            emptied_us = self._emptied_us.get(link)
-            is_rebuilding = emptied_us is not None and self.timeline.now_us < emptied_us + REBUILD_US
-            self.checker.look(link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
+        is_rebuilding = self._emptied_us is not None and self.timeline.now_us < self._emptied_us + REBUILD_US
+        self.checker.look(self.link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
         self.checker.all_accounted_for(self._open_ids())
         self.checker.within(self._running())
         if self.settings.push is None:
-            self._check_bounds()
-
-    def _check_bounds(self) -> None:
-        routers, records = self._living_routers(), self.checker.records
-        for number, (link, bounds) in enumerate(zip(self.links, self.bounds, strict=True)):
-            own = [one for one in self.executors if home_of(one.executor_id, len(self.links)) == number]
-            bounds.look(link, routers, own, records)
-        if len(self.links) > 1:
-            self.subpool_bound.look(self.links, routers)
+            self.bounds.look(self.link, self._living_routers(), self.executors, self.checker.records)
 
     def check_end(self) -> None:
         """Checks that nothing is left of anything."""
         self.look()
-        for link in self.links:
-            self.checker.nothing_left(link.snapshot())
-        if not self._emptied_us:
-            self.checker.rates_kept(len(self.links))
+        self.checker.nothing_left(self.link.snapshot())
+        if self._emptied_us is None:
+            self.checker.rates_kept()
         for executor in self._living_executors():
             self.checker.require(executor.scheduler.is_idle, f"{executor.executor_id} is not idle")
             executor.scheduler.check_when_idle()
@@ -168,12 +157,6 @@ class World:
             self.checker.require(used == 0, f"{executor.executor_id} holds {used} blocks for no request")
         if self.settings.max_wait_s is not None:
             self.checker.waited_at_most(round(self.settings.max_wait_s * US_PER_S))
-
-    @property
-    def num_moved(self) -> int:
-        """Requests that were taken out of the queue of a sub-pool so that they wait in another, by living routers."""
-        ledgers = [router.ledger for router in self.routers if isinstance(router, VirtualRouter)]
-        return sum(ledger.num_moved for ledger in ledgers if isinstance(ledger, SubPoolLedger))
 
     def _drain(self, until_us: int, look_us: int) -> None:
         """Until everything has ended, and then as long as reports and leases need to say so."""
@@ -200,12 +183,13 @@ class World:
 
     def _running(self) -> dict[str, list[SimRequest]]:
         """By tenant, what runs on executors under its current attempt."""
+        streams = {router: router.streams for router in self._living_routers()}
         running: dict[str, list[SimRequest]] = {}
         for executor in self._living_executors():
             for sequence, session in executor.session_of.items():
                 if executor.process.is_hung or not session.is_open:
                     continue
-                stream = session.router.streams.get(sequence.request_id)
+                stream = streams[session.router].get(sequence.request_id)
                 if stream is not None and stream.is_current(sequence.attempt) and not stream.has_ended:
                     running.setdefault(stream.request.tenant, []).append(stream.request)
         return running
@@ -219,7 +203,7 @@ class World:
         executor = SimExecutor(
             f"x{index:04}", generation, settings.executor, self.timeline, self.checker, settings.seed
         )
-        self._changed(executor=executor)
+        self.bounds.changed(executor=executor)
         executor.start()
         for router in self._living_routers():
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
@@ -228,7 +212,7 @@ class World:
     def _start_router(self, index: int) -> RouterEnd:
         self._num_starts += 1
         router = self._make_router(f"r{index:02}.{self._num_starts}")
-        self._changed(router=router)
+        self.bounds.changed(router=router)
         for executor in self._living_executors():
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
         return router
@@ -237,8 +221,8 @@ class World:
         settings = self.settings
         if settings.push is not None:
             return PushRouter(settings.push, settings.router, self.timeline, self.checker)
-        router = VirtualRouter(router_id, settings.router, self.links, self.timeline, self.checker)
-        router.start(self._random.randrange(US_PER_S))
+        router = SimRouter(router_id, settings.router, self.link, self.timeline, self.checker)
+        router.start()
         return router
 
     def _join(self, router: RouterEnd, executor: SimExecutor) -> None:
@@ -249,7 +233,7 @@ class World:
     def _joined(self, router: RouterEnd, executor: SimExecutor) -> None:
         if not router.process.is_alive:
             return
-        self._changed(router=router, executor=executor)
+        self.bounds.changed(router=router, executor=executor)
         session = Session(router, executor, self.timeline)
         executor.join(session)
         router.process.run(router.on_linked, session)
@@ -270,32 +254,17 @@ class World:
 
     # Faults.
 
-    def _link_of(self, fault: Fault) -> StoreLink:
-        return self.links[fault.place % len(self.links)]
-
-    def _changed(self, *, router: RouterEnd | None = None, executor: SimExecutor | None = None) -> None:
-        for bounds in self.bounds:
-            bounds.changed(router=router, executor=executor)
-        self.subpool_bound.disturbed()
-
-    def _lost(self, executor: SimExecutor, router: RouterEnd | None = None) -> None:
-        for bounds in self.bounds:
-            bounds.lost(executor, router)
-        self.subpool_bound.disturbed()
-
     def _break(self, fault: Fault) -> None:
         self.num_faults[fault.kind] += 1
         router = self.routers[fault.place % len(self.routers)]
         executor = self.executors[fault.place % len(self.executors)]
-        for bounds in self.bounds:
-            bounds.broken(fault, router, executor)
-        self.subpool_bound.broken(fault)
-        link = self._link_of(fault)
+        self.bounds.broken(fault, router, executor)
         match fault.kind:
             case FaultKind.ROUTER_CRASH:
                 self._kill_router(router, fault.duration_us)
             case FaultKind.ROUTER_DOOM:
-                router.process.doom(fault.num_operations, lambda: self._kill_router(router, fault.duration_us))
+                num_callbacks = CALLBACKS_PER_OPERATION * fault.num_operations
+                router.process.doom(num_callbacks, lambda: self._kill_router(router, fault.duration_us))
             case FaultKind.ROUTER_HANG:
                 router.process.hang(fault.duration_us)
             case FaultKind.EXECUTOR_CRASH:
@@ -307,20 +276,20 @@ class World:
             case FaultKind.LINK_BREAK:
                 self._break_link(executor, fault.place)
             case FaultKind.STORE_EMPTY:
-                self._emptied_us[link] = self.timeline.now_us
-                link.empty()
+                self._emptied_us = self.timeline.now_us
+                self.link.empty()
             case FaultKind.STORE_STALE:
-                self._emptied_us[link] = self.timeline.now_us
-                link.roll_back(fault.place)
+                self._emptied_us = self.timeline.now_us
+                self.link.roll_back(fault.place)
             case FaultKind.STORE_AWAY:
-                link.go_away(fault.duration_us)
+                self.link.go_away(fault.duration_us)
             case FaultKind.STORE_CLOCK_BACK:
-                link.set_clock_back(fault.duration_us * CLOCK_STEP_FACTOR // US_PER_MS)
+                self.link.set_clock_back(fault.duration_us * CLOCK_STEP_FACTOR // US_PER_MS)
 
     def _kill_router(self, router: RouterEnd, duration_us: int) -> None:
         if not router.process.is_alive:
             return
-        self._changed(router=router)
+        self.bounds.changed(router=router)
         router.die()
         for executor in self._living_executors():
             for session in executor.sessions:
@@ -335,7 +304,7 @@ class World:
     def _kill_executor(self, executor: SimExecutor, duration_us: int) -> None:
         if not executor.process.is_alive:
             return
-        self._lost(executor)
+        self.bounds.lost(executor)
         executor.process.kill()
         for session in executor.sessions:
             session.is_open = False
@@ -351,7 +320,7 @@ class World:
         if not executor.process.is_alive or not open_sessions:
             return
         session = open_sessions[place % len(open_sessions)]
-        self._lost(executor, session.router)
+        self.bounds.lost(executor, session.router)
         session.is_open = False
         self._unlink(session)
         self.timeline.after(NOTICED_US, executor.process.run, executor.leave, session)

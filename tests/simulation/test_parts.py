@@ -16,7 +16,6 @@ from inflight.bench.scheduling.lab import Lab
 from inflight.bench.simulation.__main__ import main
 from inflight.bench.simulation.invariants import RequestOutcome
 from inflight.bench.simulation.push import PushPolicy
-from inflight.bench.simulation.store_link import StoreLink
 from inflight.bench.timeline.conversations import Conversations
 from inflight.bench.timeline.faults import FaultKind, FaultRates
 from inflight.bench.timeline.population import Population
@@ -90,15 +89,6 @@ def test_equal_replies_of_a_kind_are_one_object(wire: RedisWire) -> None:
     assert replies[0] is replies[1]
 
 
-def test_scripts_are_called_by_evalsha_on_request(redis_url: str, pool: str) -> None:
-    link = StoreLink(redis_url, pool, Timeline(), 0, may_use_functions=False)
-    try:
-        assert link.call_command == "EVALSHA"
-        assert link.snapshot().executors == ()
-    finally:
-        link.close()
-
-
 def test_push_comes_between_replies(redis_url: str, pool: str) -> None:
     pushed: list[list[object]] = []
     wire = RedisWire.connect(redis_url, pushed.append)
@@ -167,7 +157,7 @@ def test_placing_on_arrival_serves_everybody_too(redis_url: str, pool: str, push
 def test_command_says_in_one_line_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--hours", "0.002", "--executors", "2", "--routers", "2", "--rate", "3", "--faults", "none"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("simulation: held seed=0 executors=2 routers=2 subpools=1 moved=0 simulated_s=7.2")
+    assert last.startswith("simulation: held seed=0 executors=2 routers=2 simulated_s=7.2")
 
 
 def test_first_token_waits_in_line_in_standby_and_for_its_prompt(redis_url: str, pool: str) -> None:

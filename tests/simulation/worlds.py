@@ -8,7 +8,7 @@ from dataclasses import replace
 from inflight.bench.simulation.device import SLOW
 from inflight.bench.simulation.push import PushPolicy
 from inflight.bench.simulation.sim_executor import ExecutorShape
-from inflight.bench.simulation.virtual_router import RouterShape
+from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.simulation.world import World, WorldSettings
 from inflight.bench.timeline.faults import NO_FAULTS, FaultRates, SpacedFaults
 from inflight.bench.timeline.population import Population
@@ -43,7 +43,6 @@ def make_world(
     duration_s: float = 15.0,
     num_routers: int = 3,
     num_executors: int = 3,
-    num_subpools: int = 1,
     max_wait_s: float | None = None,
     requests: Iterable[SimRequest] | None = None,
     push: PushPolicy | None = None,
@@ -55,7 +54,6 @@ def make_world(
         seed=seed,
         num_routers=num_routers,
         num_executors=num_executors,
-        num_subpools=num_subpools,
         executor=shape,
         router=router,
         faults=faults,

@@ -231,8 +231,10 @@ class Bounds:
         """Records that an executor dies, or that its link to a router breaks."""
         now_us = self._timeline.now_us
         self.changed(router=router, executor=executor)
-        streams = _on(executor) if router is None else [one for one in _on(executor) if one in router.streams]
-        self._interrupt(streams, now_us + AT_ONCE_US)
+        interrupted = set(_on(executor))
+        if router is not None:
+            interrupted &= router.streams.keys()
+        self._interrupt(interrupted, now_us + AT_ONCE_US)
 
     def _interrupt(self, request_ids: Iterable[str], until_us: int) -> None:
         for request_id in request_ids:

@@ -1,44 +1,47 @@
-"""A client of the simulation: what it asks for, what it has seen, and the stream of its output on a modelled router."""
+"""A client of the simulation: what it asks for, what it has seen, and the stream of its output on a router."""
 
 from __future__ import annotations
 
-from inflight.bench.simulation.invariants import Record
+from collections.abc import Callable
+
+from inflight.bench.simulation.invariants import InvariantChecker, Record
 from inflight.bench.timeline.timeline import US_PER_S, Timeline
 from inflight.bench.timeline.traffic import SimRequest
-from inflight.router.lifecycle.lifecycle import Lifecycle
 from inflight.router.store.types import Demand, Placement
 from inflight.router.stream.request_stream import RequestStream
+from inflight.router.telemetry.events import RequestFacts, RequestRecord
 from inflight.v1 import executor_pb2, types_pb2
 
 
-class SimClient:
-    """One request; what its life cycle knows of it, too (`inflight.router.lifecycle.lifecycle.Output`). `block_size` is
-    that of the executors."""
+class SimClient(RequestRecord):
+    """One request. It is told what its router records. `block_size` is that of the executors; `asked_us` returns when
+    the ledger was asked to admit a request."""
 
-    def __init__(self, request: SimRequest, record: Record, block_size: int, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        request: SimRequest,
+        record: Record,
+        block_size: int,
+        timeline: Timeline,
+        checker: InvariantChecker,
+        asked_us: Callable[[str], int] = lambda request_id: 0,
+    ) -> None:
         def now_s() -> float:
             return timeline.now_us / US_PER_S
 
+        super().__init__(RequestFacts())
         self.request = request
         self.record = record
-        self.stream = RequestStream(_demand(request, block_size), _submit(request), now_s(), now=now_s)
-        self.stream.life.output = self
-
-    @property
-    def has_progressed(self) -> bool:
-        return self.stream.has_progressed
-
-    @property
-    def is_complete(self) -> bool:
-        return self.stream.is_complete
-
-    @property
-    def has_used_reservation(self) -> bool:
-        return self.stream.has_used_reservation
-
-    @property
-    def has_been_accepted(self) -> bool:
-        return self.stream.has_been_accepted
+        self._timeline = timeline
+        self._checker = checker
+        self._asked_us = asked_us
+        self.stream = RequestStream(
+            _demand(request, block_size),
+            _submit(request),
+            now_s(),
+            record=self,
+            now=now_s,
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -54,11 +57,18 @@ class SimClient:
         """Returns whether this is the placement that counts."""
         return self.stream.life.is_current(attempt)
 
+    def admitted(self) -> None:
+        if self.record.accepted_us is None:
+            self._checker.accepted(self.record, self._asked_us(self.request.request_id))
 
-def client_of(life: Lifecycle) -> SimClient:
-    """Returns the client of a request of a modelled router."""
-    assert isinstance(life.output, SimClient)
-    return life.output
+    def placed(self, executor_id: str, attempt: int) -> None:
+        self.record.num_placements += 1
+        if self.record.placed_us is None:
+            self.record.placed_us = self._timeline.now_us
+
+    def boarded(self, cached_tokens: int) -> None:
+        if not self.has_ended:
+            self._checker.boarded(self.record, self._timeline.now_us)
 
 
 def _demand(request: SimRequest, block_size: int) -> Demand:

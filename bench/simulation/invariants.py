@@ -12,7 +12,8 @@ from enum import Enum
 
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import SimRequest
-from inflight.router.store.types import ExecutorReport, Snapshot, TenantLimits
+from inflight.router.store.types import Snapshot, TenantLimits
+from inflight.v1 import executor_pb2
 
 # Of a rate limit: Redis counts in milliseconds, so a request may be seen one early.
 RATE_TOLERANCE_S = 0.002
@@ -144,10 +145,10 @@ class InvariantChecker:
 
     # Looks at the whole.
 
-    def reported(self, report: ExecutorReport) -> None:
+    def reported(self, executor_id: str, report: executor_pb2.Report) -> None:
         """Notes how many blocks an executor offers."""
         num_blocks = report.budget_blocks + report.saved_blocks
-        self._most_blocks[report.executor_id] = max(num_blocks, self._most_blocks[report.executor_id])
+        self._most_blocks[executor_id] = max(num_blocks, self._most_blocks[executor_id])
 
     def look(self, snapshot: Snapshot, most_sequences: int, *, is_rebuilding: bool = False) -> None:
         """The ledger as it is now: nothing is promised twice, nothing is negative.

@@ -16,10 +16,10 @@ from inflight.bench.simulation import oracle
 from inflight.bench.simulation.client import SimClient
 from inflight.bench.simulation.invariants import InvariantChecker, RequestOutcome
 from inflight.bench.simulation.session import Frame, Session
-from inflight.bench.simulation.virtual_router import RouterShape
+from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.timeline.timeline import US_PER_S, Process, Timeline
 from inflight.bench.timeline.traffic import SimRequest
-from inflight.router.store.types import ExecutorReport, Placement
+from inflight.v1 import executor_pb2
 
 
 class PushPolicy(Enum):
@@ -85,7 +85,10 @@ class PushRouter:
         """Fails: there are no faults here."""
         raise AssertionError("a router died")
 
-    def on_report(self, session: Session, report: ExecutorReport) -> None:
+    def close(self) -> None:
+        """Does nothing: nothing is awaited."""
+
+    def on_report(self, session: Session, report: executor_pb2.Report) -> None:
         """Ignores reports: the queues are known without them."""
 
     def wants_report(self, executor_id: str) -> bool:
@@ -94,7 +97,7 @@ class PushRouter:
     def arrive(self, request: SimRequest) -> None:
         """Puts a client's request into a queue, where it stays."""
         record = self._checker.submitted(request, "push", self._timeline.now_us)
-        stream = SimClient(request, record, self._shape.block_size, self._timeline)
+        stream = SimClient(request, record, self._shape.block_size, self._timeline, self._checker)
         queue = self._choose(request)
         queue.num_of_router[_router_of(request)] += 1
         self.streams[request.request_id], self._queue_of[request.request_id] = stream, queue
@@ -157,9 +160,8 @@ class PushRouter:
             queue.waiting.popleft()
             queue.num_inside += 1
             queue.num_blocks += num_blocks
-            executor = queue.session.executor
-            placement = Placement(stream.request.request_id, 1, executor.executor_id, executor.generation, num_blocks)
-            queue.session.submit(stream.request, placement, (), num_blocks)
+            request_id = stream.request.request_id
+            queue.session.submit(executor_pb2.Submit(request_id=request_id, attempt=1, reserved_blocks=num_blocks))
 
     def _blocks(self, stream: SimClient) -> int:
         return stream.request.num_blocks(self._shape.block_size)

@@ -6,14 +6,13 @@ A stream that breaks takes everything with it that is under way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from inflight.bench.timeline.timeline import Action, Process, Timeline
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.sequence import FinishReason, Sequence
-from inflight.router.store.types import ExecutorReport, Placement
+from inflight.v1 import executor_pb2, types_pb2
 
 if TYPE_CHECKING:
     from inflight.bench.simulation.client import SimClient
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from inflight.bench.timeline.traffic import SimRequest
 
 LATENCY_US = 200
+# The protocol's reasons, as the executor has them.
+TO_EXECUTOR = {types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class Frame:
     """Each by request and attempt, in the order in which a router must take them in."""
 
     accepted: list[tuple[str, int]] = field(default_factory=list)
-    rejected: list[tuple[str, int, Refusal]] = field(default_factory=list)
+    rejected: list[tuple[str, int, Refusal | None]] = field(default_factory=list)
+    """With the reason; None: it was to attach to a placement that it does not hold."""
     started: list[tuple[str, int, int]] = field(default_factory=list)
     """With the number of prompt tokens found cached."""
     tokens: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -50,6 +52,10 @@ class RouterEnd(Protocol):
         """It is gone, and its clients see it."""
         ...
 
+    def close(self) -> None:
+        """Ends the process and what it awaits."""
+        ...
+
     def on_linked(self, session: Session) -> None:
         """An executor can be used."""
         ...
@@ -67,7 +73,7 @@ class RouterEnd(Protocol):
         """What a turn of the executor's loop brought."""
         ...
 
-    def on_report(self, session: Session, report: ExecutorReport) -> None:
+    def on_report(self, session: Session, report: executor_pb2.Report) -> None:
         """The executor says how it stands."""
         ...
 
@@ -88,14 +94,18 @@ class Session:
 
     # Towards the executor.
 
-    def submit(self, request: SimRequest, placement: Placement, output: ReadOnlyList[int], num_blocks: int) -> None:
+    def submit(self, submit: executor_pb2.Submit) -> None:
         """Sends a placement."""
-        attempt = placement.attempt
-        self._to_executor(self.executor.submit, self, request, attempt, list(output), num_blocks)
+        self._to_executor(self.executor.submit, self, submit)
 
-    def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Asks for the end of a placement."""
-        self._to_executor(self.executor.cancel, request_id, attempt, reason)
+    async def write(self, request: executor_pb2.ServeRequest) -> None:
+        """Sends what a router's link has collected."""
+        for submit in request.submits:
+            self.submit(submit)
+        for cancel in request.cancels:
+            self._to_executor(self.executor.cancel, cancel.request_id, cancel.attempt, TO_EXECUTOR[cancel.reason])
+        for attach in request.attaches:
+            self._to_executor(self.executor.attach, self, attach.request_id, attach.attempt)
 
     # Towards the router.
 
@@ -103,9 +113,9 @@ class Session:
         """The placement was taken."""
         self._pending.accepted.append((sequence.request_id, sequence.attempt))
 
-    def rejected(self, sequence: Sequence, refusal: Refusal) -> None:
-        """The placement was not taken."""
-        self._pending.rejected.append((sequence.request_id, sequence.attempt, refusal))
+    def rejected(self, request_id: str, attempt: int, refusal: Refusal | None) -> None:
+        """The placement was not taken. `refusal` None: it is not held."""
+        self._pending.rejected.append((request_id, attempt, refusal))
 
     def started(self, sequence: Sequence) -> None:
         """The sequence boarded."""
@@ -125,7 +135,7 @@ class Session:
             frame, self._frame = self._frame, None
             self._to_router(self.router.on_frame, self, frame)
 
-    def report(self, report: ExecutorReport) -> None:
+    def report(self, report: executor_pb2.Report) -> None:
         """Sends a report."""
         self._to_router(self.router.on_report, self, report)
 

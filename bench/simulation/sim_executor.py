@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -17,7 +16,8 @@ from inflight.bench.simulation.device import H200, ModelledDevice, StepCost
 from inflight.bench.simulation.invariants import InvariantChecker
 from inflight.bench.simulation.session import Session
 from inflight.bench.timeline.timeline import US_PER_S, Process, Timeline
-from inflight.bench.timeline.traffic import STOP_ID, SimRequest
+from inflight.bench.timeline.traffic import STOP_ID, VOCABULARY_SIZE, SimRequest
+from inflight.common.protocol import PROTOCOL_VERSION
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput, EngineStatus
 from inflight.executor.engine.prefill_budget import PrefillBudget
@@ -26,7 +26,7 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import InterTokenTargets
 from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
-from inflight.router.store.types import ExecutorReport, HeldSequence
+from inflight.v1 import executor_pb2
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 STOP_IDS = frozenset({STOP_ID})
@@ -56,11 +56,6 @@ class ExecutorShape:
     overlap: bool = True
     max_inter_token_ms: float = 0.0
     cost: StepCost = field(default=H200)
-
-    @property
-    def ends_at_reservation(self) -> bool:
-        """Whether a placement may end before its request; as `inflight.router.dispatch.ledger_writer` decides."""
-        return self.batching is Batching.INFLIGHT and self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
 
     def limits(self) -> SchedulerLimits:
         """The limits of the scheduler."""
@@ -126,21 +121,37 @@ class SimExecutor:
         first_us = (self._timeline.now_us // REPORT_US + 1) * REPORT_US + phase_us
         self._timeline.at(first_us, self.process.run, self._heartbeat)
 
+    def describe(self) -> executor_pb2.DescribeResponse:
+        """Returns what a router is told of it."""
+        limits, policy = self.scheduler.limits, self.shape.policy
+        return executor_pb2.DescribeResponse(
+            executor_id=self.executor_id,
+            generation=self.generation,
+            protocol_version=PROTOCOL_VERSION,
+            block_size=self.shape.block_size,
+            total_blocks=self.shape.num_blocks,
+            max_num_sequences=limits.max_num_sequences,
+            num_standby_sequences=limits.num_standby_sequences,
+            max_num_tokens=limits.max_num_tokens,
+            context_length=limits.context_length,
+            vocabulary_size=VOCABULARY_SIZE,
+            batching=f"BATCHING_MODE_{self.shape.batching.name}",
+            scheduler_policy=f"SCHEDULER_POLICY_{policy.name}",
+        )
+
     # What routers send.
 
-    def submit(
-        self, session: Session, request: SimRequest, attempt: int, output: ReadOnlyList[int], num_blocks: int
-    ) -> None:
+    def submit(self, session: Session, submit: executor_pb2.Submit) -> None:
         """A placement, with the output that the request has so far."""
-        self._requests[request.request_id] = request
+        request = self._requests[submit.request_id] = self._checker.records[submit.request_id].request
         sequence = Sequence(
             request_id=request.request_id,
-            attempt=attempt,
-            token_ids=[*request.prompt, *output],
+            attempt=submit.attempt,
+            token_ids=[*request.prompt, *submit.prior_output_ids],
             num_prompt_tokens=len(request.prompt),
             sampling=GREEDY,
             stopping=Stopping(request.max_tokens, 0, STOP_IDS),
-            num_reserved_blocks=num_blocks,
+            num_reserved_blocks=submit.reserved_blocks,
             cache_salt=request.tenant.encode(),
             priority=2 - request.priority_class,
             inter_token_target_ms=TARGETS.of(2 - request.priority_class),
@@ -148,6 +159,11 @@ class SimExecutor:
         self._offered[sequence] = session
         self.engine.submit(sequence)
         self._wake()
+
+    def attach(self, session: Session, request_id: str, attempt: int) -> None:
+        """A router wants to read a placement of another one: none here reads what another does."""
+        session.rejected(request_id, attempt, None)
+        session.flush()
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Cancels a sequence."""
@@ -228,7 +244,7 @@ class SimExecutor:
             self._note(output.status)
 
     def _reject(self, sequence: Sequence, refusal: Refusal) -> None:
-        self._offered.pop(sequence).rejected(sequence, refusal)
+        self._offered.pop(sequence).rejected(sequence.request_id, sequence.attempt, refusal)
 
     # Reports.
 
@@ -254,7 +270,7 @@ class SimExecutor:
         self._reported_us = self._timeline.now_us
         self._seq += 1
         report = self._newest_report()
-        self._checker.reported(report)
+        self._checker.reported(self.executor_id, report)
         open_sessions = [session for session in self.sessions if session.is_open]
         if not open_sessions:
             return
@@ -262,29 +278,30 @@ class SimExecutor:
             if session.router.wants_report(self.executor_id):
                 session.report(report)
 
-    def _newest_report(self) -> ExecutorReport:
+    def _newest_report(self) -> executor_pb2.Report:
         limits = self.scheduler.limits
         status = self._status
-        # As `PlacementTable.reported`: only what was published, because the loop is a step ahead of the tokens.
-        known = status.held if status else ()
-        held = [HeldSequence(one.request_id, one.attempt, one.reserved_blocks) for one in known]
-        held += [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self._offered]
-        return ExecutorReport(
-            executor_id=self.executor_id,
-            generation=self.generation,
+        report = executor_pb2.Report(
             seq=self._seq,
             budget_blocks=self.scheduler.budget_blocks,
             saved_blocks=self.scheduler.num_saved_blocks,
             total_blocks=self.scheduler.pool.num_blocks,
             budget_sequences=status.budget_sequences if status else limits.max_num_sequences,
-            accepting=not self.scheduler.is_draining,
-            held=tuple(held),
+            draining=self.scheduler.is_draining,
             reserve_quantile=self.scheduler.reserve_quantile,
             step_ms=status.step_ms if status else 0.0,
             prefill_tokens_per_s=status.prefill_tokens_per_s if status else 0.0,
-            seats=limits.max_num_sequences,
-            ends_at_reservation=self.shape.ends_at_reservation,
         )
+        # As `PlacementTable.reported`: only what was published, because the loop is a step ahead of the tokens.
+        for one in status.held if status else ():
+            report.held.add(request_id=one.request_id, attempt=one.attempt, reserved_blocks=one.reserved_blocks)
+        for sequence in self._offered:
+            report.held.add(
+                request_id=sequence.request_id,
+                attempt=sequence.attempt,
+                reserved_blocks=sequence.num_reserved_blocks,
+            )
+        return report
 
 
 def _budgets(status: EngineStatus) -> tuple[int, int]:

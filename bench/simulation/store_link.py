@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from inflight.bench.redis.pipelined import RedisWire
-from inflight.bench.redis.wire import command, encode
+from inflight.bench.redis.wire import command
 from inflight.bench.timeline.timeline import Timeline
 from inflight.router.store.codec import Reply, parse_reply, parse_snapshot
 from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import NAMES, compose_scripts, load_scripts, shared_source
+from inflight.router.store.lua import compose_scripts, load_scripts, shared_source
 from inflight.router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
@@ -68,11 +68,9 @@ class StoreLink:
         # Calls whose reply's time has not come, and the replies of the first of them that were read all the same.
         self._due: deque[tuple[str, OnReply | None]] = deque()
         self._early: deque[Any] = deque()
-        self._newest: dict[str, tuple[Any, Reply]] = {}
         self._wire = RedisWire.connect(url, self._on_push)
-        scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
-        self._wire.call(command("FUNCTION", "LOAD", "REPLACE", scripts.source))
-        self._beginnings = {name: ("FCALL", scripts.function(name)) for name in NAMES}
+        self.scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
+        self._wire.call(command("FUNCTION", "LOAD", "REPLACE", self.scripts.source))
         self._wire.call(command("CONFIG", "SET", "notify-keyspace-events", "Kt"))
         # Answered by a push, which the next read meets.
         self._wire.send(command("PSUBSCRIBE", f"__keyspace@0__:{self.keys.mailbox('*')}"))
@@ -86,17 +84,11 @@ class StoreLink:
 
     def snapshot(self) -> Snapshot:
         """Reads the current state of the pool."""
-        self._set_clock()
-        self.wait_for_calls()
-        num_args, payload = self.beginning("snapshot", (), OBSERVER_ID)
-        return parse_snapshot(parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))))
+        return parse_snapshot(self._observe("snapshot"))
 
     def now_ms(self) -> float:
         """Returns the ledger's time. It stands still where Redis' clock was set back."""
-        self._set_clock()
-        self.wait_for_calls()
-        num_args, payload = self.beginning("verify", (), OBSERVER_ID)
-        return parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))).now_ms
+        return self._observe("verify").now_ms
 
     def query(self, *words: str | int) -> Any:
         """Returns the reply to a command that only reads, as the pool is now."""
@@ -138,12 +130,6 @@ class StoreLink:
         """Removes the mailbox's reader."""
         self._readers.pop(mailbox, None)
 
-    def beginning(self, name: str, router_ids: tuple[str, ...], router_id: str) -> tuple[int, bytes]:
-        """Returns a script's call up to its own arguments: their number so far, and the encoded bytes."""
-        keys = self.keys.for_script(router_ids)
-        args = [*self._beginnings[name], str(len(keys)), *keys, router_id]
-        return len(args), encode(args)
-
     def send(self, kind: str, payload: bytes, on_reply: OnReply | None, on_failure: Callable[[], None] | None) -> None:
         """Makes a call. Exactly one of the two is called later, if it is wanted."""
         if self._away_until_us > self.timeline.now_us:
@@ -156,14 +142,13 @@ class StoreLink:
         self.num_calls += 1
         self._post(kind, payload, on_reply)
 
-    def parsed(self, kind: str, raw: Any) -> Reply:
-        """Returns a script's reply. The wire returns equal replies as one object, so they are parsed once."""
-        newest = self._newest.get(kind)
-        if newest is not None and newest[0] is raw:
-            return newest[1]
-        reply = parse_reply(raw)
-        self._newest[kind] = (raw, reply)
-        return reply
+    def _observe(self, name: str) -> Reply:
+        """Returns the reply of a script that changes nothing, as the pool is now."""
+        self._set_clock()
+        self.wait_for_calls()
+        keys = self.keys.for_script(())
+        call = ("FCALL", self.scripts.function(name), len(keys), *keys, OBSERVER_ID)
+        return parse_reply(self._wire.call(command(*call)))
 
     def _set_clock(self) -> None:
         clock_ms = self.timeline.now_ms + EPOCH_MS - self._behind_ms

@@ -1,7 +1,7 @@
 """A whole deployment in virtual time: routers, executors, their links, clients, and their faults.
 
-The scripts run on a real Redis, the scheduler is the real one; the rest is modelled. Everything follows from the seed:
-the same settings give the same run, step by step.
+The scripts run on a real Redis; routers and schedulers are the real ones; the rest is modelled. Everything follows from
+the seed: the same settings give the same run, step by step.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from inflight.bench.simulation.invariants import InvariantChecker
 from inflight.bench.simulation.push import PushPolicy, PushRouter
 from inflight.bench.simulation.session import RouterEnd, Session
 from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
+from inflight.bench.simulation.sim_router import RouterShape, SimRouter
 from inflight.bench.simulation.store_link import StoreLink
-from inflight.bench.simulation.virtual_router import RouterShape, VirtualRouter
 from inflight.bench.timeline.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
 from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 from inflight.bench.timeline.traffic import SimRequest
 from inflight.router.lifecycle.lifecycle import IllegalTransition
+from inflight.router.request.executor_context import FrameError
 
 START_US = 1_000 * US_PER_S
 NOTICED_US = 1_000
@@ -33,6 +34,8 @@ WARM_UP_US = 2 * US_PER_S
 QUIET_US = 30 * US_PER_S
 # Two leases, until the ledger is whole again after Redis lost it.
 REBUILD_US = 10 * US_PER_S
+# Of a router's event loop, about.
+CALLBACKS_PER_OPERATION = 8
 # Redis' clock is set back by so many times a fault's duration: from 0.3 s to an hour.
 CLOCK_STEP_FACTOR = 300
 
@@ -64,6 +67,13 @@ class WorldSettings:
     change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
 
 
+def _first_of(error: Exception) -> Exception:
+    """Returns the first error of a group."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class World:
     """One run. `requests` come by arrival, counted from 0 at the end of the warm-up."""
 
@@ -84,17 +94,19 @@ class World:
         self.bounds = Bounds(self.timeline, settings.executor, settings.has_room)
 
     def close(self) -> None:
-        """Removes the pool from Redis."""
+        """Ends what still runs and removes the pool from Redis."""
+        for router in self._living_routers():
+            router.close()
         self.link.close()
 
     def run(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
         """Everything, from the first start to the last end. Raises `SimulationFailed`."""
         try:
             self._run(on_progress)
-        except (AssertionError, WireError, IllegalTransition) as error:
+        except (AssertionError, WireError, IllegalTransition, FrameError, ExceptionGroup) as error:
             at_s = (self.timeline.now_us - self.begin_us) / US_PER_S
             where = f"seed {self.settings.seed}, step {self.timeline.num_steps}, {at_s:.6f} s"
-            raise SimulationFailed(f"{where}: {error}") from error
+            raise SimulationFailed(f"{where}: {_first_of(error)}") from error
 
     def _run(self, on_progress: Callable[[float], None]) -> None:
         look_us = round(self.settings.look_s * US_PER_S)
@@ -105,6 +117,7 @@ class World:
     def run_window(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
         """The time in which requests arrive, and not what is left of them then."""
         settings = self.settings
+        random.seed(f"{settings.seed}/routers")  # routers draw their pauses from the random numbers of the process
         self.executors = [self._start_executor(index) for index in range(settings.num_executors)]
         self.routers = [self._start_router(index) for index in range(settings.num_routers)]
         end_us = self.begin_us + round(settings.duration_s * US_PER_S)
@@ -170,12 +183,13 @@ class World:
 
     def _running(self) -> dict[str, list[SimRequest]]:
         """By tenant, what runs on executors under its current attempt."""
+        streams = {router: router.streams for router in self._living_routers()}
         running: dict[str, list[SimRequest]] = {}
         for executor in self._living_executors():
             for sequence, session in executor.session_of.items():
                 if executor.process.is_hung or not session.is_open:
                     continue
-                stream = session.router.streams.get(sequence.request_id)
+                stream = streams[session.router].get(sequence.request_id)
                 if stream is not None and stream.is_current(sequence.attempt) and not stream.has_ended:
                     running.setdefault(stream.request.tenant, []).append(stream.request)
         return running
@@ -189,7 +203,7 @@ class World:
         executor = SimExecutor(
             f"x{index:04}", generation, settings.executor, self.timeline, self.checker, settings.seed
         )
-        self._changed(executor=executor)
+        self.bounds.changed(executor=executor)
         executor.start()
         for router in self._living_routers():
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
@@ -198,7 +212,7 @@ class World:
     def _start_router(self, index: int) -> RouterEnd:
         self._num_starts += 1
         router = self._make_router(f"r{index:02}.{self._num_starts}")
-        self._changed(router=router)
+        self.bounds.changed(router=router)
         for executor in self._living_executors():
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
         return router
@@ -207,8 +221,8 @@ class World:
         settings = self.settings
         if settings.push is not None:
             return PushRouter(settings.push, settings.router, self.timeline, self.checker)
-        router = VirtualRouter(router_id, settings.router, self.link, self.timeline, self.checker)
-        router.start(self._random.randrange(US_PER_S))
+        router = SimRouter(router_id, settings.router, self.link, self.timeline, self.checker)
+        router.start()
         return router
 
     def _join(self, router: RouterEnd, executor: SimExecutor) -> None:
@@ -219,7 +233,7 @@ class World:
     def _joined(self, router: RouterEnd, executor: SimExecutor) -> None:
         if not router.process.is_alive:
             return
-        self._changed(router=router, executor=executor)
+        self.bounds.changed(router=router, executor=executor)
         session = Session(router, executor, self.timeline)
         executor.join(session)
         router.process.run(router.on_linked, session)
@@ -240,12 +254,6 @@ class World:
 
     # Faults.
 
-    def _changed(self, *, router: RouterEnd | None = None, executor: SimExecutor | None = None) -> None:
-        self.bounds.changed(router=router, executor=executor)
-
-    def _lost(self, executor: SimExecutor, router: RouterEnd | None = None) -> None:
-        self.bounds.lost(executor, router)
-
     def _break(self, fault: Fault) -> None:
         self.num_faults[fault.kind] += 1
         router = self.routers[fault.place % len(self.routers)]
@@ -255,7 +263,8 @@ class World:
             case FaultKind.ROUTER_CRASH:
                 self._kill_router(router, fault.duration_us)
             case FaultKind.ROUTER_DOOM:
-                router.process.doom(fault.num_operations, lambda: self._kill_router(router, fault.duration_us))
+                num_callbacks = CALLBACKS_PER_OPERATION * fault.num_operations
+                router.process.doom(num_callbacks, lambda: self._kill_router(router, fault.duration_us))
             case FaultKind.ROUTER_HANG:
                 router.process.hang(fault.duration_us)
             case FaultKind.EXECUTOR_CRASH:
@@ -280,7 +289,7 @@ class World:
     def _kill_router(self, router: RouterEnd, duration_us: int) -> None:
         if not router.process.is_alive:
             return
-        self._changed(router=router)
+        self.bounds.changed(router=router)
         router.die()
         for executor in self._living_executors():
             for session in executor.sessions:
@@ -295,7 +304,7 @@ class World:
     def _kill_executor(self, executor: SimExecutor, duration_us: int) -> None:
         if not executor.process.is_alive:
             return
-        self._lost(executor)
+        self.bounds.lost(executor)
         executor.process.kill()
         for session in executor.sessions:
             session.is_open = False
@@ -311,7 +320,7 @@ class World:
         if not executor.process.is_alive or not open_sessions:
             return
         session = open_sessions[place % len(open_sessions)]
-        self._lost(executor, session.router)
+        self.bounds.lost(executor, session.router)
         session.is_open = False
         self._unlink(session)
         self.timeline.after(NOTICED_US, executor.process.run, executor.leave, session)

@@ -1,44 +1,58 @@
 """An event loop of asyncio in virtual time: coroutines of a router run on the timeline, in the router's process.
 
-Each callback of the loop is an event of the timeline, so a process can die or hang between any two of them. What a dead
-process awaits is never resumed. Nothing here waits for a descriptor or a thread.
+Each callback of the loop is an event of the timeline, so a process can die or hang between any two of them. Nothing
+here waits for a descriptor or a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
+from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
-from inflight.bench.timeline.timeline import US_PER_S, Process, Timeline
+from inflight.bench.timeline.timeline import US_PER_S, Action, Process, Timeline
 
-T = TypeVar("T")
+# Of the tasks of a dead process: what they start at their end is cancelled in the next round.
+MAX_ROUNDS = 10
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """What tasks, futures, `asyncio.sleep`, `gather` and `shield` need of a loop."""
+    """What tasks, futures, timeouts and the locks of asyncio need of a loop."""
 
     def __init__(self, timeline: Timeline, process: Process) -> None:
         self._timeline = timeline
         self._process = process
-        # Until they are done: tasks are referred to by nothing else.
-        self._tasks: set[asyncio.Task[Any]] = set()
+        # Until they are done, in the order of their start: tasks are referred to by nothing else.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._ready: deque[asyncio.Handle] = deque()
+        self._is_closed = False
 
-    def start(self, coroutine: Coroutine[Any, Any, T], on_result: Callable[[T], None] = lambda result: None) -> None:
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs a coroutine. What it raises ends the simulation."""
+        task = self.create_task(coroutine)
+        task.add_done_callback(lambda done: None if done.cancelled() else done.result())
+        return task
 
-        def finished(task: asyncio.Task[T]) -> None:
-            on_result(task.result())
-
-        self.create_task(coroutine).add_done_callback(finished)
+    def run(self, action: Action, *args: Any) -> None:
+        """Does something that needs the running loop."""
+        asyncio._set_running_loop(self)
+        try:
+            action(*args)
+        finally:
+            asyncio._set_running_loop(None)
 
     def close(self) -> None:
-        """Drops the tasks of a process that is dead."""
-        for task in self._tasks:
-            _close_unstarted(task.get_coro())
-        self._tasks.clear()
+        """Cancels the tasks of a process that is dead, the newest first, and lets them end at once. What they do then
+        must reach nothing outside the process."""
+        self._is_closed = True
+        for _ in range(MAX_ROUNDS):
+            for task in reversed(tuple(self._tasks)):
+                task.cancel()
+            while self._ready:
+                self._run_next()
+        assert not self._tasks, f"{next(iter(self._tasks))} does not end"
 
     def time(self) -> float:
         return self._timeline.now_us / US_PER_S
@@ -47,14 +61,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
-        self._timeline.after(0, self._process.run, self._run, handle)
+        self._ready.append(handle)
+        if not self._is_closed:
+            self._timeline.after(0, self._process.run, self._run_next)
         return handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        when_us = max(self._timeline.now_us, round(when * US_PER_S))
+        # A time that is still to come is a later one in whole microseconds, too.
+        soonest_us = self._timeline.now_us + (when > self.time())
+        when_us = max(soonest_us, -int(-when * US_PER_S // 1))
         self._timeline.at(when_us, self._process.run, self._run, handle)
         return handle
 
@@ -68,13 +86,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self, **options)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Ignores tasks that a killed process leaves behind; ends the simulation for all else."""
-        if "exception" in context:
+        """Ends the simulation, unless the process is dead."""
+        if "exception" in context and not self._is_closed:
             raise context["exception"]
 
     def get_debug(self) -> bool:
@@ -89,20 +107,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Does nothing: a cancelled callback is skipped when its time comes."""
 
+    def _run_next(self) -> None:
+        self._run(self._ready.popleft())
+
     def _run(self, handle: asyncio.Handle) -> None:
-        if handle.cancelled():
-            return
-        asyncio._set_running_loop(self)
-        try:
-            handle._run()
-        finally:
-            asyncio._set_running_loop(None)
-
-
-def _close_unstarted(coroutine: Any) -> None:
-    """Closes a coroutine that has not started, and those that it was given to await: else Python warns of them."""
-    if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-        given = list(coroutine.cr_frame.f_locals.values()) if coroutine.cr_frame else []
-        coroutine.close()
-        for one in given:
-            _close_unstarted(one)
+        if not handle.cancelled():
+            self.run(handle._run)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -68,7 +67,7 @@ class LedgerWriter:
     def report(self, report: ExecutorReport) -> None:
         """Queues a report of an executor."""
         with self._waking():
-            self._reports.offer(report, time.monotonic())
+            self._reports.offer(report, _now_s())
 
     def expect_report(self, executor_id: str) -> None:
         """Lets the executor's next report be sent at once, because the ledger waits for it."""
@@ -78,17 +77,17 @@ class LedgerWriter:
     def start_over(self) -> None:
         """Relays one report of every executor, because the ledger may have lost them."""
         with self._waking():
-            self._reports.start_over(time.monotonic())
+            self._reports.start_over(_now_s())
 
     def on_routers(self, peers: frozenset[str]) -> None:
         """Divides the executors among the live routers."""
         with self._waking():
-            self._reports.follow(peers, time.monotonic())
+            self._reports.follow(peers, _now_s())
 
     def on_report_overdue(self, executor_id: str, silent_s: float) -> None:
         """Relays the executor's reports in place of a router that does not."""
         with self._waking():
-            self._reports.report_overdue(executor_id, silent_s, time.monotonic())
+            self._reports.report_overdue(executor_id, silent_s, _now_s())
 
     @contextmanager
     def _waking(self) -> Iterator[None]:
@@ -136,11 +135,11 @@ class LedgerWriter:
 
     async def _relay_reports(self) -> None:
         while True:
-            while reports := self._reports.take_due(time.monotonic()):
+            while reports := self._reports.take_due(_now_s()):
                 await self._relay(reports)
             due = self._reports.next_due()
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if due is None else max(0.0, due - time.monotonic())):
+                async with asyncio.timeout(None if due is None else max(0.0, due - _now_s())):
                     await self._report_wake.wait()
             self._report_wake.clear()
 
@@ -155,6 +154,10 @@ class LedgerWriter:
         for report, outcome in zip(reports, outcomes, strict=True):
             for attempt in outcome.superseded:
                 self._on_superseded(report.executor_id, attempt)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorReport:

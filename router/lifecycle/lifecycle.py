@@ -1,9 +1,8 @@
 """The life cycle of requests on one router: a pure state machine.
 
 Events go in: events and answers of the ledger, events of links and clients, and timers
-(`inflight.router.lifecycle.events`). Effects come out. `inflight.router.dispatch.dispatcher` executes them, and in
-virtual time `inflight.bench.simulation`. No module in this folder does I/O, waits, reads a clock or draws a random
-number.
+(`inflight.router.lifecycle.events`). Effects come out. `inflight.router.dispatch.dispatcher` executes them. No module
+in this folder does I/O, waits, reads a clock or draws a random number.
 
 `LiveRequests` holds the requests of one model. A `Lifecycle` is one request. Its state says where the request is, as
 far as this router knows:

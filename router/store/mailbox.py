@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -187,12 +186,16 @@ class StoreClock:
 
     def observe(self, now_ms: int) -> None:
         """Records the time of a reply that has just arrived."""
-        self._ahead_ms = now_ms - time.monotonic() * 1000
+        self._ahead_ms = now_ms - _local_ms()
 
     def in_ms(self, duration_ms: int) -> int | None:
         """Returns the ledger's time in `duration_ms`. The estimate is never too late if both clocks run at the same
         rate. None before the first reply."""
-        return None if self._ahead_ms is None else int(time.monotonic() * 1000 + self._ahead_ms) + duration_ms
+        return None if self._ahead_ms is None else int(_local_ms() + self._ahead_ms) + duration_ms
+
+
+def _local_ms() -> float:
+    return asyncio.get_running_loop().time() * 1000
 
 
 def _order(entry_id: str) -> tuple[int, int]:

@@ -122,7 +122,8 @@ class AdmissionStore:
     `redis` comes from `connect`. `router_id` is new at every start of the router, because its mailbox is read from the
     beginning. `on_event` must not raise. It gets each event exactly once, possibly before the call that caused the
     event returns. The caller settles a `Placement` of a request that it no longer serves. `on_call` is called after
-    every call of a script, in the `contextvars` context of the caller. All users of `redis` share `turns`.
+    every call of a script, in the `contextvars` context of the caller. All users of `redis` share `turns`. `reader`
+    reads the mailbox; None: a client that is connected for it.
     """
 
     def __init__(
@@ -135,8 +136,10 @@ class AdmissionStore:
         scripts: Library | None = None,
         on_call: Callable[[StoreCall], None] = lambda call: None,
         turns: Turns | None = None,
+        reader: Redis | None = None,
     ) -> None:
         self._redis = redis
+        self._reader = reader
         self._turns = turns or Turns(settings)
         self._outage = Outage(pool, logger)
         self._keys = PoolKeys(pool)
@@ -158,7 +161,7 @@ class AdmissionStore:
 
     async def run(self) -> None:
         """Reads the mailbox, renews the lease and reaps, until cancelled. Also continues while Redis is unavailable."""
-        reader = connect_reader(self._redis, self._settings)
+        reader = self._reader or connect_reader(self._redis, self._settings)
         mailbox = Mailbox(reader, self._keys.mailbox(self.router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:

@@ -6,28 +6,31 @@ every simulation.
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 import inflight.router.store.lua
-from inflight.bench.simulation import ledger
 from inflight.bench.simulation.device import TWO_CORES
-from inflight.bench.simulation.ledger_writer import LedgerWriter
 from inflight.bench.simulation.sim_executor import ExecutorShape
-from inflight.bench.simulation.virtual_router import VirtualRouter
+from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.simulation.world import SimulationFailed, World
 from inflight.bench.timeline.faults import FaultKind, SpacedFaults
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import SimRequest, poisson_us, prompt_of
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sequence
+from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.dispatch.ledger_writer import LedgerWriter
 from inflight.router.dispatch.report_pacer import ReportPacer
-from inflight.router.store.types import Ending
-from tests.simulation.worlds import make_world, run_world
+from inflight.router.store.settings import StoreSettings
+from tests.simulation.worlds import ROUTER, make_world, run_world
+
+Result = TypeVar("Result")
 
 COST = replace(TWO_CORES, step_s=0.040)
 SHAPE = ExecutorShape(num_blocks=256, num_seats=16, max_num_tokens=512, context_length=256, cost=COST)
@@ -49,7 +52,14 @@ def long_answers(seed: int, rate_per_s: float, duration_s: float, gone_fraction:
 
 
 def spacious(
-    redis_url: str, pool: str, kind: FaultKind, *, duration_s: float = 12.0, seed: int = 1, rate_per_s: float = 3.0
+    redis_url: str,
+    pool: str,
+    kind: FaultKind,
+    *,
+    duration_s: float = 12.0,
+    seed: int = 1,
+    rate_per_s: float = 3.0,
+    router: RouterShape = ROUTER,
 ) -> World:
     """A pool of three executors, of which two would do at 3 requests a second, and one fault after the other."""
     return make_world(
@@ -57,6 +67,7 @@ def spacious(
         pool,
         seed,
         shape=SHAPE,
+        router=router,
         faults=SpacedFaults(kind, 18.0, duration_s),
         duration_s=DURATION_S,
         requests=long_answers(seed, rate_per_s, DURATION_S),
@@ -148,37 +159,39 @@ def test_room_that_is_given_with_the_next_report_only_is_seen(
     exceeds(crowded(redis_url, pool), "requests wait beside room for each of them")
 
 
-def test_leases_that_are_looked_at_every_ten_seconds_are_seen(
-    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "REAP_US", 10 * US_PER_S)
-    exceeds(spacious(redis_url, pool, FaultKind.EXECUTOR_CRASH), "has a lease")
+def test_leases_that_are_looked_at_every_ten_seconds_are_seen(redis_url: str, pool: str) -> None:
+    router = RouterShape(store=StoreSettings(reap_interval_ms=10_000))
+    exceeds(spacious(redis_url, pool, FaultKind.EXECUTOR_CRASH, router=router), "has a lease")
 
 
-LATE_US = 5 * US_PER_S
+LATE_S = 5.0
 
 
-def late(self: VirtualRouter, action: Callable[..., None], *args: object, **how: object) -> None:
+def later(action: Callable[..., object]) -> Callable[..., object]:
     """Does something 5 s later."""
-    self._timeline.after(LATE_US, self.process.run, lambda: action(self, *args, **how))
+    return lambda *args: asyncio.get_running_loop().call_later(LATE_S, action, *args)
+
+
+def late(action: Callable[..., Awaitable[Result]]) -> Callable[..., Awaitable[Result]]:
+    """Begins something 5 s later."""
+
+    async def wait_and_act(*args: object) -> Result:
+        await asyncio.sleep(LATE_S)
+        return await action(*args)
+
+    return wait_and_act
 
 
 @pytest.mark.parametrize("kind", [FaultKind.EXECUTOR_CRASH, FaultKind.LINK_BREAK])
 def test_request_that_is_handed_back_late_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, kind: FaultKind
 ) -> None:
-    hand_back = VirtualRouter._hand_back
-    monkeypatch.setattr(VirtualRouter, "_hand_back", lambda self, *args, **how: late(self, hand_back, *args, **how))
+    monkeypatch.setattr(Dispatcher, "_hand_back", late(Dispatcher._hand_back))
     exceeds(spacious(redis_url, pool, kind), "has no token|for which it is reserved")
 
 
 def test_end_that_is_settled_late_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = LedgerWriter.settle
-
-    def later(self: LedgerWriter, ending: Ending) -> None:
-        self._timeline.after(LATE_US, self._process.run, settle, self, ending)
-
-    monkeypatch.setattr(LedgerWriter, "settle", later)
+    monkeypatch.setattr(LedgerWriter, "settle", later(LedgerWriter.settle))
     exceeds(crowded(redis_url, pool), "for which it is reserved, for 0.0.. s; the bound is 0.010 s")
 
 
@@ -192,16 +205,14 @@ def test_executor_for_which_no_router_stands_in_is_seen(
 def test_place_in_line_that_is_given_up_late_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    withdraw = VirtualRouter._withdraw
-    monkeypatch.setattr(VirtualRouter, "_withdraw", lambda self, life: late(self, withdraw, life))
+    monkeypatch.setattr(Dispatcher, "_try_to_withdraw", late(Dispatcher._try_to_withdraw))
     exceeds(crowded(redis_url, pool), r"has ended \(cancelled\) and stands in line")
 
 
 def test_sequence_of_a_client_that_left_and_that_is_cancelled_late_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cancel = VirtualRouter._cancel_sequence
-    monkeypatch.setattr(VirtualRouter, "_cancel_sequence", lambda self, effect: late(self, cancel, effect))
+    monkeypatch.setattr(Dispatcher, "_cancel_sequence", later(Dispatcher._cancel_sequence))
     exceeds(crowded(redis_url, pool), r"which has ended \(cancelled\)")
 
 

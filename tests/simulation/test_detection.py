@@ -7,20 +7,25 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.bench.simulation.client import client_of
-from inflight.bench.simulation.ledger import Ledger
 from inflight.bench.simulation.sim_executor import SimExecutor
-from inflight.bench.simulation.virtual_router import VirtualRouter
+from inflight.bench.simulation.sim_link import SimLink
+from inflight.bench.simulation.sim_router import SimRouter
 from inflight.bench.simulation.world import SimulationFailed, World
 from inflight.bench.timeline.faults import FaultRates
 from inflight.bench.timeline.population import limits_of
 from inflight.bench.timeline.traffic import SimRequest, prompt_of
 from inflight.executor.scheduler.blocks import BlockPool
+from inflight.router.dispatch import dispatcher
+from inflight.router.dispatch.ledger_writer import ledger_report
+from inflight.router.dispatch.waiting_audit import WaitingAudit
+from inflight.router.executors.link import ExecutorLink
 from inflight.router.lifecycle import lifecycle
 from inflight.router.lifecycle.events import RequeueReason
 from inflight.router.lifecycle.lifecycle import Lifecycle
-from inflight.router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Lost, Placement
+from inflight.router.store.store import AdmissionStore
+from inflight.router.store.types import NO_LIMITS, Demand, ExecutorReport, Lost, Placement
 from inflight.router.stream.request_stream import RequestStream
+from inflight.v1 import executor_pb2
 from tests.simulation.worlds import make_world, run_world
 
 CRASHES = FaultRates(executor_crash=12.0, link_break=12.0)
@@ -50,9 +55,10 @@ def test_reservation_that_nothing_stands_for_is_seen(
 ) -> None:
     report = SimExecutor._newest_report
 
-    def haunted(self: SimExecutor) -> ExecutorReport:
-        true = report(self)
-        return replace(true, held=(*true.held, HeldSequence(f"ghost of {self.executor_id}", 1, 3)))
+    def haunted(self: SimExecutor) -> executor_pb2.Report:
+        false = report(self)
+        false.held.add(request_id=f"ghost of {self.executor_id}", attempt=1, reserved_blocks=3)
+        return false
 
     monkeypatch.setattr(SimExecutor, "_newest_report", haunted)
     fails(make_world(redis_url, pool, 1, duration_s=5), "for which it is reserved, for 4")
@@ -89,29 +95,27 @@ def test_block_that_is_not_given_back_is_seen(redis_url: str, pool: str, monkeyp
 
 
 def test_budget_above_what_there_is_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = SimExecutor._newest_report
+    def boastful(link: ExecutorLink, told: executor_pb2.Report) -> ExecutorReport:
+        return replace(ledger_report(link, told), budget_blocks=10 * told.total_blocks, budget_sequences=100)
 
-    def boastful(self: SimExecutor) -> ExecutorReport:
-        return replace(report(self), budget_blocks=10 * self.shape.num_blocks, budget_sequences=100)
-
-    monkeypatch.setattr(SimExecutor, "_newest_report", boastful)
+    monkeypatch.setattr(dispatcher, "ledger_report", boastful)
     fails(make_world(redis_url, pool, 1, rate_per_s=40), "of (32 blocks|6 sequences) are reserved")
 
 
 def test_attempt_that_runs_twice_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that takes matters into its own hands: it sends a placement to another executor as well."""
-    send = VirtualRouter._send
+    submit = SimLink.submit
 
-    def hasty(self: VirtualRouter, life: Lifecycle, placement: Placement) -> None:
-        send(self, life, placement)
-        client = client_of(life)
-        for executor_id, session in self.links.items():
-            if client.placement is placement and executor_id != placement.executor_id:
-                self.offered[session][placement.request_id, placement.attempt] = client
-                session.submit(client.request, placement, client.stream.output_ids, placement.blocks)
+    def hasty(self: SimLink, stream: RequestStream, placement: executor_pb2.Submit) -> None:
+        submit(self, stream, placement)
+        router = self.session.router
+        assert isinstance(router, SimRouter)
+        for other in router.links.values():
+            if other is not self:
+                submit(other, stream, placement)
                 return
 
-    monkeypatch.setattr(VirtualRouter, "_send", hasty)
+    monkeypatch.setattr(SimLink, "submit", hasty)
     fails(make_world(redis_url, pool, 1), r"attempt 1 runs on x\d+ \(generation \d+\) and on x\d+")
 
 
@@ -148,11 +152,11 @@ def _of_one_tenant(number: int) -> list[SimRequest]:
 def test_request_that_redis_has_forgotten_and_that_is_not_asked_for_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(VirtualRouter, "look_for_forgotten", _trusting)
+    monkeypatch.setattr(WaitingAudit, "check_next", _trusting)
     fails(make_world(redis_url, pool, 0, faults=FaultRates(store_stale=24.0), rate_per_s=14), "without an end")
 
 
-def _trusting(self: VirtualRouter) -> None:
+async def _trusting(self: WaitingAudit) -> None:
     """Believes that what waits here waits in the ledger."""
 
 
@@ -160,10 +164,11 @@ def test_reply_that_is_lost_when_the_pool_forgot_the_router_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reply that says so may be the one that is lost, so every lost reply counts as one that said so."""
-    monkeypatch.setattr(Ledger, "_failed", lambda self, then: then())
-    monkeypatch.setattr(VirtualRouter, "look_for_forgotten", _trusting)
+    ignoring = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(AdmissionStore, "_missed_reply", ignoring, raising=False)
+    monkeypatch.setattr(WaitingAudit, "check_next", _trusting)
     faults = FaultRates(store_away=12.0, store_empty=12.0, router_hang=4.0)
-    fails(make_world(redis_url, pool, 300, faults=faults, rate_per_s=10, duration_s=20), "without an end")
+    fails(make_world(redis_url, pool, 8, faults=faults, rate_per_s=10, duration_s=20), "without an end")
 
 
 def test_number_of_an_attempt_that_is_used_again_is_seen(
@@ -178,9 +183,9 @@ def test_number_of_an_attempt_that_is_used_again_is_seen(
             place(self, placement)
 
     monkeypatch.setattr(Lifecycle, "_place", ignoring)
-    monkeypatch.setattr(VirtualRouter, "look_for_forgotten", _trusting)
+    monkeypatch.setattr(WaitingAudit, "check_next", _trusting)
     faults = FaultRates(router_hang=20.0, executor_crash=20.0, store_away=6.0, store_empty=20.0)
-    fails(make_world(redis_url, pool, 55, faults=faults, rate_per_s=10, duration_s=20), "Placement led to WAITING")
+    fails(make_world(redis_url, pool, 59, faults=faults, rate_per_s=10, duration_s=20), "Placement led to WAITING")
 
 
 def test_wait_without_bound_is_seen(redis_url: str, pool: str) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from inflight.bench.simulation.device import SLOW
 from inflight.bench.simulation.invariants import RequestOutcome
-from inflight.bench.simulation.virtual_router import RouterShape
+from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.timeline.faults import FaultRates
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import SimRequest, prompt_of
 from inflight.router.store.settings import StoreSettings
-from tests.simulation.worlds import make_world, run_world
+from tests.simulation.worlds import SHAPE, make_world, run_world
 
 
 def request(
@@ -78,3 +80,42 @@ def test_no_request_is_begun_after_its_deadline(redis_url: str, pool: str) -> No
     assert all(one.placed_us is not None and one.placed_us - one.arrived_us <= 3_001_000 for one in boarded)
     assert world.checker.outcomes[RequestOutcome.REFUSED] > 20
     assert world.checker.outcomes[RequestOutcome.COMPLETED] > 30
+
+
+def test_tenants_with_equal_weights_get_equal_service(redis_url: str, pool: str) -> None:
+    """Four tenants keep all executors busy. One sends most of the requests, and all of them first."""
+    requests = sorted(_tenants_requests(), key=lambda one: one.arrival_us)
+    world = make_world(
+        redis_url,
+        pool,
+        1,
+        num_executors=6,
+        requests=[
+            replace(one, number=number, request_id=f"q{number}", prompt=prompt_of(number, 16))
+            for number, one in enumerate(requests)
+        ],
+        duration_s=20.0,
+        shape=replace(SHAPE, has_prefix_cache=False, cost=replace(SLOW, step_s=0.05, token_s=0.0)),
+    )
+    served: Counter[str] = Counter()
+    try:
+        world.run_window()
+        for record in world.checker.records.values():
+            if record.first_token_us is not None and record.first_token_us > world.begin_us + 4_000_000:
+                served[record.request.tenant] += record.num_tokens
+    finally:
+        world.close()
+    share = sum(served.values()) / 4
+    assert len(served) == 4
+    assert max(abs(tokens / share - 1) for tokens in served.values()) < 0.25, served
+
+
+def _tenants_requests() -> list[SimRequest]:
+    """A tenant that sends 900 requests at once, and three that send 300 each over the first seconds."""
+    flood = [SimRequest(0, "", 1000 + number, (), 24, 24, "flood") for number in range(900)]
+    others = [
+        SimRequest(0, "", 500_000 + number * 10_000, (), 24, 24, f"calm{tenant}")
+        for tenant in range(3)
+        for number in range(300)
+    ]
+    return flood + others

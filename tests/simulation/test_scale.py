@@ -10,7 +10,7 @@ from inflight.bench.timeline.faults import FaultRates
 from inflight.bench.timeline.population import Population
 from tests.simulation.worlds import SHAPE, run_world
 
-DURATION_S = 20.0
+DURATION_S = 8.0
 
 
 @pytest.mark.timeout(600)
@@ -20,11 +20,11 @@ def test_invariants_hold_with_a_thousand_executors(redis_url: str, pool: str) ->
         num_routers=16,
         num_executors=1000,
         executor=SHAPE,
-        faults=FaultRates.of("all", 6.0),
+        faults=FaultRates.of("all", 12.0),
         duration_s=DURATION_S,
         look_s=2.0,
     )
     population = Population(num_tenants=100, rate_per_s=60.0)
     world = run_world(World(redis_url, pool, settings, population.requests(1, DURATION_S)))
     assert world.link.num_calls > 1000 * DURATION_S
-    assert world.checker.outcomes[RequestOutcome.COMPLETED] > 500
+    assert world.checker.outcomes[RequestOutcome.COMPLETED] > 200

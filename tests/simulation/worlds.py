@@ -8,7 +8,7 @@ from dataclasses import replace
 from inflight.bench.simulation.device import SLOW
 from inflight.bench.simulation.push import PushPolicy
 from inflight.bench.simulation.sim_executor import ExecutorShape
-from inflight.bench.simulation.virtual_router import RouterShape
+from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.simulation.world import World, WorldSettings
 from inflight.bench.timeline.faults import NO_FAULTS, FaultRates, SpacedFaults
 from inflight.bench.timeline.population import Population

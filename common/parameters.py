@@ -2,6 +2,12 @@
 
 The router, the executors, the client, the command line, the gateway and KServe read it. It imports only limits of the
 protocol, so that a client without extras can load it.
+
+A new number that decides which tokens are kept is a row here, and its name elsewhere: the field of `SamplingParams` in
+types.proto, the type of the keyword in inflight/requests.py and of the parameter in gateway/bodies.py, the field of
+`Sampling` in executor/scheduler/sequence.py and of `SamplingNumbers` in executor/native/sampler.h. It is applied in
+executor/step/sampling.py, in sampler.h, and in executor/kernels/restriction.py, which executor/gpu/sampling.py calls.
+Executors that do not know it ignore it, so it needs a protocol version.
 """
 
 from __future__ import annotations

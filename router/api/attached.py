@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from inflight.common.errors import FieldViolation
 from inflight.common.grammar import grammar_hash
+from inflight.common.parameters import MAX_DEADLINE_S, MAX_STREAM_INTERVAL
 from inflight.common.protocol import (
     MAX_CHOICES,
     MAX_DRAFTS,
@@ -19,9 +20,7 @@ from inflight.common.protocol import (
     MAX_TOP_LOGPROBS,
 )
 from inflight.router.api.validation import (
-    MAX_DEADLINE_S,
     MAX_NAME_CHARACTERS,
-    MAX_STREAM_INTERVAL,
     seconds_of,
     stopping_violations,
 )

@@ -11,14 +11,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
 
 from inflight.common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
+from inflight.common.parameters import MAX_DEADLINE_S, MAX_STREAM_INTERVAL, PARAMETERS
 from inflight.common.protocol import (
     MAX_CHOICES,
     MAX_DRAFTS,
@@ -47,46 +44,24 @@ from inflight.router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
 from inflight.router.text.tokenizer import chat_violations
 from inflight.v1 import inference_pb2, types_pb2
 
-
-@dataclass(frozen=True, slots=True)
-class UnbuiltField:
-    """A field, its function, and the values that ask for nothing. An unset field asks for nothing either."""
-
-    path: str
-    function: str
-    neutral: tuple[float, ...] = ()
-
-
-UNBUILT = (
-    UnbuiltField("sampling.typical_p", "locally typical sampling is", (1.0,)),
-    UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
-)
+# Fields of the protocol whose functions were never built, and the functions.
+UNBUILT = {
+    "sampling.typical_p": "locally typical sampling is",
+    "output.coalesce_ms": "holding tokens back to send fewer events is",
+}
 
 
 def refuse_unsupported(request: inference_pb2.GenerateRequest) -> None:
     """Raises `RequestError` naming every field that asks for an unsupported function."""
-    violations = [
-        violation
-        for unbuilt in UNBUILT
-        if _asks_for(request, unbuilt)
-        for violation in not_implemented(unbuilt.path, unbuilt.function).violations
-    ]
-    if violations:
-        raise _refusal(violations)
-
-
-def _refusal(violations: list[FieldViolation]) -> RequestError:
-    text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
-    return RequestError(Reason.NOT_IMPLEMENTED, text, tuple(violations))
-
-
-def _asks_for(message: Message, unbuilt: UnbuiltField) -> bool:
-    parent_path, _, name = unbuilt.path.rpartition(".")
-    parent: Any = attrgetter(parent_path)(message) if parent_path else message
-    if parent.DESCRIPTOR.fields_by_name[name].has_presence:
-        return parent.HasField(name) and getattr(parent, name) not in unbuilt.neutral
-    value = getattr(parent, name)
-    return bool(value) and value not in unbuilt.neutral
+    asked = {
+        "sampling.typical_p": request.sampling.HasField("typical_p") and request.sampling.typical_p != 1,
+        "output.coalesce_ms": request.output.coalesce_ms > 0,
+    }
+    refusals = [not_implemented(path, UNBUILT[path]) for path, is_asked in asked.items() if is_asked]
+    if refusals:
+        text = "; ".join(refusal.description for refusal in refusals)
+        violations = tuple(violation for refusal in refusals for violation in refusal.violations)
+        raise RequestError(Reason.NOT_IMPLEMENTED, text, violations)
 
 
 MAX_STOPS = 64
@@ -96,10 +71,8 @@ MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 1024
 MAX_NAME_CHARACTERS = 256
 MAX_IDEMPOTENCY_KEY_CHARACTERS = 128
-MAX_DEADLINE_S = 7 * 24 * 3600
 # Ids of a Detokenize request, for models whose context is shorter.
 MAX_DETOKENIZED_IDS = 2**16
-MAX_STREAM_INTERVAL = 1024
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 Violations = Iterator[FieldViolation]
@@ -311,9 +284,9 @@ def _utf8_violations(text: bytes) -> Violations:
 
 def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
     for field in ("top_logprobs", "top_prompt_logprobs"):
-        if (count := getattr(output, field)) > MAX_TOP_LOGPROBS:
+        if not PARAMETERS[field].allows(count := getattr(output, field)):
             yield FieldViolation(f"output.{field}", f"is {count}; at most {MAX_TOP_LOGPROBS} are allowed")
-    if output.HasField("stream_interval") and not 1 <= output.stream_interval <= MAX_STREAM_INTERVAL:
+    if output.HasField("stream_interval") and not PARAMETERS["stream_interval"].allows(output.stream_interval):
         text = f"is {output.stream_interval}; must be 1 to {MAX_STREAM_INTERVAL}"
         yield FieldViolation("output.stream_interval", text)
     if output.echo and output.HasField("text") and not output.text:
@@ -397,13 +370,13 @@ def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:
         allowed = ", ".join(types_pb2.PriorityClass.keys())
         yield FieldViolation("priority", f"is {request.priority}; must be one of {allowed}")
     target_ms = request.inter_token_target_ms
-    if request.HasField("inter_token_target_ms") and not 1 <= target_ms <= MAX_INTER_TOKEN_TARGET_MS:
+    if request.HasField("inter_token_target_ms") and not PARAMETERS["inter_token_target_ms"].allows(target_ms):
         yield FieldViolation("inter_token_target_ms", f"is {target_ms}; must be 1 to {MAX_INTER_TOKEN_TARGET_MS}")
-    if request.max_drafts > MAX_DRAFTS:
+    if not PARAMETERS["max_drafts"].allows(request.max_drafts):
         yield FieldViolation("max_drafts", f"is {request.max_drafts}; must be at most {MAX_DRAFTS}")
     for name in ("first_token", "total"):
         deadline_s = _deadline_s(request.deadlines, name)
-        if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
+        if deadline_s is not None and not PARAMETERS["deadline_s"].allows(deadline_s):
             yield FieldViolation(
                 f"deadlines.{name}", f"is {deadline_s:g} s; must be above 0 and at most {MAX_DEADLINE_S} s"
             )
@@ -416,7 +389,7 @@ def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLi
         yield FieldViolation("idempotency_key", f"has {len(key)} characters; {allowed}")
     if key and request.request_id:
         yield FieldViolation("request_id", "must be empty with an idempotency_key, which the id follows from")
-    if request.HasField("resume_ttl") and not 0 <= seconds_of(request.resume_ttl) <= MAX_DEADLINE_S:
+    if request.HasField("resume_ttl") and not PARAMETERS["resume_ttl_s"].allows(seconds_of(request.resume_ttl)):
         yield FieldViolation("resume_ttl", f"must be at least 0 and at most {MAX_DEADLINE_S} s")
     prior_ids = request.prior_output.output_ids
     if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):

@@ -1,16 +1,15 @@
-"""Sampling parameters: their ranges, and the values that apply where a request or its model sets none.
+"""Sampling parameters: the check of their values, and the values that apply where a request or its model sets none.
 
-Pure. The same ranges hold for requests and for the defaults that an executor reports.
+Pure. The ranges of `inflight.common.parameters` hold for requests and for the defaults that an executor reports.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from inflight.common.errors import FieldViolation, invalid
+from inflight.common.parameters import NEUTRAL_SAMPLING, SAMPLING_NUMBERS
 from inflight.common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
@@ -18,7 +17,6 @@ from inflight.common.protocol import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
-    MAX_PENALTY,
 )
 from inflight.router.request.spec import ResolvedSampling
 from inflight.v1 import types_pb2
@@ -28,35 +26,17 @@ MAX_BAD_WORD_CHARACTERS = 1024
 Violations = Iterator[FieldViolation]
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """The values that a number may have, and the rule in words."""
-
-    holds: Callable[[float], bool]
-    rule: str
-
-
-_PENALTY = _Range(lambda value: abs(value) <= MAX_PENALTY, f"at least -{MAX_PENALTY:g} and at most {MAX_PENALTY:g}")
-_RANGES = {
-    "temperature": _Range(lambda value: 0 <= value < math.inf, "a number of at least 0"),
-    "top_k": _Range(lambda value: value >= 0, "at least 0 (0 keeps all tokens)"),
-    "top_p": _Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "min_p": _Range(lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": _Range(lambda value: 0 < value < math.inf, "a number above 0"),
-}
 # Values of a request replace those of its model; both fields together are the list of bad words.
 _LISTS = (("logit_bias",), ("allowed_token_ids",), ("bad_words", "bad_word_ids"))
 
 
 def sampling_violations(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Violations:
     """Yields what is wrong with the parameters of a request, or with a model's defaults."""
-    for name, allowed in _RANGES.items():
-        value = getattr(sampling, name)
-        if sampling.HasField(name) and not allowed.holds(value):
+    for parameter in SAMPLING_NUMBERS:
+        value = getattr(sampling, parameter.name)
+        if sampling.HasField(parameter.name) and not parameter.allows(value):
             shown = f"{value:g}" if isinstance(value, float) else f"{value}"
-            yield FieldViolation(f"sampling.{name}", f"is {shown}; must be {allowed.rule}")
+            yield FieldViolation(parameter.field, f"is {shown}; must be {parameter.rule}")
     yield from _bias_violations(sampling, vocabulary_size)
     yield from _allowed_id_violations(sampling, vocabulary_size)
     yield from _bad_word_violations(sampling)
@@ -135,8 +115,8 @@ def outside_violation(field: str, token_id: int, vocabulary_size: int) -> FieldV
 def resolve_sampling(
     asked: types_pb2.SamplingParams, defaults: types_pb2.SamplingParams, choose_seed: Callable[[], int]
 ) -> ResolvedSampling:
-    """Returns the request's values, else the model's generation config, else the protocol's defaults."""
-    given = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
+    """Returns the request's values, else the model's generation config, else those without effect."""
+    given = types_pb2.SamplingParams(**NEUTRAL_SAMPLING)
     given.MergeFrom(defaults)
     for fields in _LISTS:
         if any(getattr(asked, name) for name in fields):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.api.validation import MAX_DEADLINE_S, validate_generate
+from inflight.common.parameters import MAX_DEADLINE_S
+from inflight.router.api.validation import validate_generate
 from inflight.router.constraint.answer_grammar import ToolSchema
 from inflight.router.request.spec import (
     ChatPrompt,

@@ -27,7 +27,7 @@ from inflight.router.api.validation import (
 )
 from inflight.router.request.executor_context import ADAPTER_HASH, FrameError, context_of
 from inflight.router.request.sampling import first_outside, outside_violation, sampling_violations
-from inflight.router.request.spec import ModelLimits
+from inflight.router.request.submit import ModelLimits
 from inflight.router.telemetry.events import CLASS_NAMES
 from inflight.router.tools.formats import FormatError, answer_format
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2

@@ -5,12 +5,11 @@ Pure. The same ranges hold for requests and for the defaults that an executor re
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from inflight.common.errors import FieldViolation, invalid
+from inflight.common.errors import FieldViolation
 from inflight.common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
@@ -20,7 +19,6 @@ from inflight.common.protocol import (
     MAX_LOGIT_BIASES,
     MAX_PENALTY,
 )
-from inflight.router.request.spec import ResolvedSampling
 from inflight.v1 import types_pb2
 
 MAX_BAD_WORD_CHARACTERS = 1024
@@ -48,6 +46,16 @@ _RANGES = {
 }
 # Values of a request replace those of its model; both fields together are the list of bad words.
 _LISTS = (("logit_bias",), ("allowed_token_ids",), ("bad_words", "bad_word_ids"))
+_DEFAULTS = types_pb2.SamplingParams(
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    no_repeat_ngram_size=0,
+)
 
 
 def sampling_violations(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Violations:
@@ -134,42 +142,17 @@ def outside_violation(field: str, token_id: int, vocabulary_size: int) -> FieldV
 
 def resolve_sampling(
     asked: types_pb2.SamplingParams, defaults: types_pb2.SamplingParams, choose_seed: Callable[[], int]
-) -> ResolvedSampling:
-    """Returns the request's values, else the model's generation config, else the protocol's defaults."""
-    given = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
-    given.MergeFrom(defaults)
+) -> types_pb2.SamplingParams:
+    """Returns the request's values, else the model's generation config, else the protocol's defaults. Every value is
+    set, as `Accepted` and `Submit` carry it. Calls `choose_seed` if the request brings no seed."""
+    resolved = types_pb2.SamplingParams()
+    resolved.CopyFrom(_DEFAULTS)
+    resolved.MergeFrom(defaults)
     for fields in _LISTS:
         if any(getattr(asked, name) for name in fields):
             for name in fields:
-                given.ClearField(name)
-    given.MergeFrom(asked)
-    return ResolvedSampling(
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        seed=asked.seed if asked.HasField("seed") else choose_seed(),
-        min_p=given.min_p,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty,
-        no_repeat_ngram_size=given.no_repeat_ngram_size,
-        logit_bias=tuple(sorted(given.logit_bias.items())),
-        allowed_token_ids=tuple(given.allowed_token_ids),
-        bad_words=tuple(given.bad_words),
-        bad_word_ids=tuple(tuple(sequence.ids) for sequence in given.bad_word_ids),
-    )
-
-
-def with_bad_word_ids(sampling: ResolvedSampling, of_words: Iterable[tuple[int, ...]]) -> ResolvedSampling:
-    """Returns the parameters with the token sequences of `bad_words` added. Raises `RequestError` if there are too
-    many."""
-    sequences = tuple(dict.fromkeys((*sampling.bad_word_ids, *of_words)))
-    counts = (
-        (len(sequences), "token sequences", MAX_BAD_WORD_SEQUENCES),
-        (sum(map(len, sequences)), "token ids", MAX_BAD_WORD_IDS),
-    )
-    for count, what, most in counts:
-        if count > most:
-            text = f"has {count} {what} together with bad_word_ids; at most {most} are allowed"
-            raise invalid(FieldViolation("sampling.bad_words", text))
-    return dataclasses.replace(sampling, bad_word_ids=sequences)
+                resolved.ClearField(name)
+    resolved.MergeFrom(asked)
+    resolved.seed = asked.seed if asked.HasField("seed") else choose_seed()
+    resolved.typical_p = 1.0
+    return resolved

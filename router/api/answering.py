@@ -16,21 +16,6 @@ from inflight.v1 import inference_pb2, types_pb2
 MAX_WHITESPACE_IN_ARGUMENTS = 1
 
 
-def may_call(request: inference_pb2.GenerateRequest) -> bool:
-    """Returns whether the answer may call functions."""
-    return bool(request.chat.functions) and request.tool_choice.mode != inference_pb2.ToolChoice.MODE_NONE
-
-
-def shown_chat(request: inference_pb2.GenerateRequest) -> inference_pb2.Chat:
-    """Returns the conversation without functions that the model may not call."""
-    if may_call(request) or not request.chat.functions:
-        return request.chat
-    shown = inference_pb2.Chat()
-    shown.CopyFrom(request.chat)
-    shown.ClearField("functions")
-    return shown
-
-
 def answer_format_of(
     request: inference_pb2.GenerateRequest, text: TextModel, prompt_ids: Sequence[int]
 ) -> AnswerFormat:
@@ -101,7 +86,7 @@ def constraint_source(constraint: types_pb2.Constraint) -> ConstraintSource:
 
 def _functions(request: inference_pb2.GenerateRequest) -> tuple[ToolSchema, ...]:
     """Returns the functions that the answer may call."""
-    if not may_call(request):
+    if request.tool_choice.mode == inference_pb2.ToolChoice.MODE_NONE:
         return ()
     names = request.tool_choice.names
     return tuple(

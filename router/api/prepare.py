@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from opentelemetry.trace import Tracer
 
@@ -18,12 +18,11 @@ from inflight.router.api.constraining import Constraining
 from inflight.router.api.tokenizing import Tokenizing, check_rates
 from inflight.router.api.validation import fit_tokens, seconds_of, validate_generate
 from inflight.router.auth.resume_token import ResumeTokens
-from inflight.router.config.tenants import TenantConfig, TenantConfigFile
+from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.dispatch.pools import ModelBackend
 from inflight.router.lifecycle.events import End
 from inflight.router.request.delivery import Delivery
-from inflight.router.request.errors import shut_out, unknown_tenant
-from inflight.router.request.ids import call_id, choice_of, client_id, prefix_hashes
+from inflight.router.request.ids import call_id, choice_of, client_id, prefix_hashes_of
 from inflight.router.request.submit import ModelLimits, choices_of, keep_stop_tokens, new_submit, router_context
 from inflight.router.settings import RouterSettings
 from inflight.router.store.types import NO_LIMITS, Demand, TenantLimits
@@ -73,9 +72,11 @@ class RequestPreparation:
         validate_generate(request, limits)
         context = router_context(request, arrived)
         submit = new_submit(request, context, limits)
-        allowed = tenant_limits(context.tenant, self._admission.config)
-        submit.adapter_hash = await self._adapter_hash(submit.request_id, context, pool)
-        await check_rates(pool, request, context, allowed)
+        allowed = self._admission.config.limits_of_served(context.tenant)
+        if context.adapter_id:
+            submit.adapter_hash = await self._adapter_hash(submit.request_id, context, pool)
+        if allowed.has_rates:
+            await check_rates(pool, request, context, allowed)
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
             prompt_ids = await self._tokenizing.encode_prompt(pool.text, request, limits, context.tenant)
             vocabulary_size = limits.vocabulary_size
@@ -95,31 +96,20 @@ class RequestPreparation:
             for name, reason in compiled.unenforced.items():
                 context.unenforced_functions.add(name=name, reason=reason)
         submit.router_context = context.SerializeToString()
+        submits = choices_of(submit, context.num_choices) if context.num_choices else [submit]
         prior_ids, end = prior_output(request, submit, limits)
-        first_token_s, total_s = deadlines_s(request, grpc_remaining_s)
-        streams = self._open_streams(
-            choices_of(submit, context.num_choices or 1),
-            context,
-            pool,
-            allowed,
-            arrived,
-            first_token_deadline=None if first_token_s is None else arrived + first_token_s,
-            deadline=None if total_s is None else arrived + total_s,
-            prior_ids=prior_ids,
-        )
+        deadlines = deadlines_s(request, grpc_remaining_s)
+        streams = self._open_streams(submits, context, pool, limits.block_size, allowed, arrived, deadlines, prior_ids)
         if prior_ids:
             end_with_prior_output(streams[0], prior_ids, end)
         return streams
 
     async def _adapter_hash(self, request_id: str, context: resume_pb2.RouterContext, pool: ModelBackend) -> str:
-        """Returns the content hash of an adapter that the tenant may use; empty for the base model. `request_id` is the
-        ledger's.
+        """Returns the content hash of an adapter that the tenant may use. `request_id` is the ledger's.
 
         A request keeps the adapter of its admission. So its repeat is taken also while the name is absent.
         """
         adapter_id = context.adapter_id
-        if not adapter_id:
-            return ""
         allowed = self._admission.config.adapters_of(context.tenant)
         try:
             return pool.adapter(adapter_id, allowed).hash
@@ -133,15 +123,15 @@ class RequestPreparation:
         """Rebuilds the stream of a request that another router admitted, from what its executor was told. Its deadline
         counts from now; that of its first token is dropped. Raises `FrameError` if the executor returns another
         request, or what no request can be."""
-        submit, limits_of_model = attached.submit, model_limits(pool, self._settings)
+        submit, limits = attached.submit, model_limits(pool, self._settings)
         # An executor's own context may be longer than the one that new requests get.
         longest = max(link.description.context_length for link in pool.links)
-        context = checked_context(attached, dataclasses.replace(limits_of_model, context_length=longest))
+        context = checked_context(attached, dataclasses.replace(limits, context_length=longest))
         now = time.monotonic()
         arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
-        limits = self._admission.config.limits_of(context.tenant) or NO_LIMITS
-        deadline = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
-        (stream,) = self._open_streams([submit], context, pool, limits, arrived, deadline=deadline)
+        allowed = self._admission.config.limits_of(context.tenant) or NO_LIMITS
+        total_s = now + submit.deadline_ms / 1000 - arrived if submit.HasField("deadline_ms") else None
+        (stream,) = self._open_streams([submit], context, pool, limits.block_size, allowed, arrived, (None, total_s))
         return stream
 
     def _open_streams(
@@ -149,23 +139,23 @@ class RequestPreparation:
         submits: Sequence[executor_pb2.Submit],
         context: resume_pb2.RouterContext,
         pool: ModelBackend,
-        limits: TenantLimits,
+        block_size: int,
+        allowed: TenantLimits,
         arrived: float,
-        *,
-        first_token_deadline: float | None = None,
-        deadline: float | None = None,
+        deadlines: tuple[float | None, float | None],
         prior_ids: Sequence[int] = (),
     ) -> tuple[RequestStream, ...]:
         """Returns the streams of choices, from what their executors are told, whichever router admitted them. `arrived`
-        and the deadlines are on the clock of `time.monotonic`; `prior_ids` are output that the client brought."""
-        block_size = pool.describe().block_size
-        hashes = _prefix_hashes(submits[0], block_size)
+        is on the clock of `time.monotonic`; `deadlines` are those of the first token and of the end, in seconds after
+        it; `prior_ids` are output that the client brought."""
+        first_token_deadline, deadline = (None if after_s is None else arrived + after_s for after_s in deadlines)
+        next_s = min((after_s for after_s in deadlines if after_s is not None), default=None)
+        hashes = prefix_hashes_of(submits[0], block_size)
         streams = []
         for submit in submits:
+            name, is_first = client_id(submit.request_id), choice_of(submit.request_id) == 0
+            demand = _demand(submit, context, allowed, block_size, hashes, next_s, is_first=is_first)
             reading = _delivery(submit, context, pool, self._tokens, first_token_deadline, deadline)
-            next_deadline = reading.next_deadline(has_first_token=False)
-            deadline_ms = None if next_deadline is None else _rounded_ms(next_deadline - arrived)
-            demand = _demand(submit, context, limits, block_size, hashes, deadline_ms)
             facts = RequestFacts(
                 model=pool.name,
                 operation=context.operation or "text_completion",
@@ -173,7 +163,7 @@ class RequestPreparation:
                 arrived=arrived,
                 prompt_tokens=len(submit.prompt_ids),
                 prior_tokens=len(prior_ids),
-                request_id=client_id(submit.request_id),
+                request_id=name,
                 tenant=context.tenant,
             )
             record = pool.listeners.follow(facts)
@@ -190,18 +180,9 @@ def model_limits(pool: ModelBackend, settings: RouterSettings) -> ModelLimits:
         eos_token_ids=frozenset(description.eos_token_ids),
         default_sampling=description.default_sampling,
         has_chat_template=pool.text.has_chat_template,
+        block_size=description.block_size,
         max_prompt_bytes=settings.max_prompt_bytes,
     )
-
-
-def tenant_limits(tenant: str, config: TenantConfig) -> TenantLimits:
-    """Returns the limits of a tenant. Raises `RequestError` for a tenant that is not served."""
-    limits = config.limits_of(tenant)
-    if limits is None:
-        raise unknown_tenant(tenant)
-    if limits.max_running == 0:
-        raise shut_out(tenant)
-    return limits
 
 
 def prior_output(
@@ -243,6 +224,46 @@ def deadlines_s(
     return seconds_of(asked.first_token) if asked.HasField("first_token") else None, total_s
 
 
+def _demand(
+    submit: executor_pb2.Submit,
+    context: resume_pb2.RouterContext,
+    allowed: TenantLimits,
+    block_size: int,
+    prefix_hashes: tuple[str, ...],
+    deadline_s: float | None,
+    *,
+    is_first: bool,
+) -> Demand:
+    num_prompt_tokens, max_tokens = len(submit.prompt_ids), submit.stopping.max_tokens
+    return Demand(
+        request_id=submit.request_id,
+        priority_class=submit.priority,
+        blocks=-(-(num_prompt_tokens + max_tokens) // block_size),
+        deadline_ms=None if deadline_s is None else _rounded_ms(deadline_s),
+        tenant=context.tenant,
+        limits=allowed,
+        prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+        block_size=block_size,
+        reservation_tokens=context.reservation_tokens or None,
+        num_bytes=submit.ByteSize(),
+        prefix_hashes=prefix_hashes,
+        digest=context.digest.hex(),
+        num_choices=(context.num_choices or 1) if is_first else 0,  # the first choice admits all
+        adapter=submit.adapter_hash,
+    )
+
+
+def _rounded_ms(seconds: float) -> int:
+    """Returns milliseconds, coarse and rounded up.
+
+    Equal timeouts of clients arrive some milliseconds apart. In the ledger's order by deadline they must be equal, so
+    that arrival decides. The relay keeps the exact deadline and takes the request out of the queue when it passes.
+    """
+    nearest = float(f"{max(0.0, seconds) * 1000:.2g}")  # at most 5 % too few
+    return int(nearest * 1.05) + 1
+
+
 def _delivery(
     submit: executor_pb2.Submit,
     context: resume_pb2.RouterContext,
@@ -251,7 +272,9 @@ def _delivery(
     first_token_deadline: float | None,
     deadline: float | None,
 ) -> Delivery:
-    num_choices, kept_s = context.num_choices or 1, _ttl_s(context)
+    num_choices = context.num_choices or 1
+    kept_s = context.resume_ttl.ToNanoseconds() / 1e9 if context.HasField("resume_ttl") else None
+    answer = answer_format(context.answer_format) if context.answer_format else None
     return Delivery(
         accepted=inference_pb2.Accepted(
             request_id=context.request_id,
@@ -279,13 +302,9 @@ def _delivery(
         num_choices=num_choices,
         num_sent_choices=context.num_sent_choices or 1,
         stream_interval=context.stream_interval or 1,
-        new_parser=_new_parser(context),
+        new_parser=None if answer is None else functools.partial(AnswerParser, answer),
         call_id=functools.partial(call_id, submit.request_id),
     )
-
-
-def _ttl_s(context: resume_pb2.RouterContext) -> float | None:
-    return context.resume_ttl.ToNanoseconds() / 1e9 if context.HasField("resume_ttl") else None
 
 
 def _new_text(text: TextModel, context: resume_pb2.RouterContext, min_tokens: int) -> OutputText:
@@ -306,59 +325,6 @@ def _stop_scope(context: resume_pb2.RouterContext) -> StopScope | None:
     return None if answer.reasoning is None else StopScope(answer.reasoning, in_reasoning=answer.in_reasoning)
 
 
-def _new_parser(context: resume_pb2.RouterContext) -> Callable[[], AnswerParser] | None:
-    if not context.answer_format:
-        return None
-    return functools.partial(AnswerParser, answer_format(context.answer_format))
-
-
 def _name_token(text: TextModel, token: types_pb2.TokenLogprob) -> None:
     token.text_bytes = text.token_bytes(token.token_id)
     token.is_special = token.token_id in text.special_token_ids
-
-
-def _prefix_hashes(submit: executor_pb2.Submit, block_size: int) -> tuple[str, ...]:
-    if submit.cache_bypass:
-        return ()
-    salt = submit.cache_salt
-    if submit.adapter_hash:
-        salt += b"\0" + submit.adapter_hash.encode()
-    return prefix_hashes(submit.prompt_ids, block_size, salt)
-
-
-def _demand(
-    submit: executor_pb2.Submit,
-    context: resume_pb2.RouterContext,
-    limits: TenantLimits,
-    block_size: int,
-    prefix_hashes: tuple[str, ...],
-    deadline_ms: int | None,
-) -> Demand:
-    num_prompt_tokens, max_tokens = len(submit.prompt_ids), submit.stopping.max_tokens
-    return Demand(
-        request_id=submit.request_id,
-        priority_class=submit.priority,
-        blocks=-(-(num_prompt_tokens + max_tokens) // block_size),
-        deadline_ms=deadline_ms,
-        tenant=context.tenant,
-        limits=limits,
-        prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
-        block_size=block_size,
-        reservation_tokens=context.reservation_tokens or None,
-        num_bytes=submit.ByteSize(),
-        prefix_hashes=prefix_hashes,
-        digest=context.digest.hex(),
-        num_choices=0 if choice_of(submit.request_id) else context.num_choices or 1,
-        adapter=submit.adapter_hash,
-    )
-
-
-def _rounded_ms(seconds: float) -> int:
-    """Returns milliseconds, coarse and rounded up.
-
-    Equal timeouts of clients arrive some milliseconds apart. In the ledger's order by deadline they must be equal, so
-    that arrival decides. The relay keeps the exact deadline and takes the request out of the queue when it passes.
-    """
-    nearest = float(f"{max(0.0, seconds) * 1000:.2g}")  # at most 5 % too few
-    return int(nearest * 1.05) + 1

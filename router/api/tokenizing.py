@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from inflight.common.errors import FieldViolation, invalid
 from inflight.common.protocol import MAX_BAD_WORD_IDS, MAX_BAD_WORD_SEQUENCES
-from inflight.router.api.answering import shown_chat
 from inflight.router.api.tokenizer_turns import TokenizerTurns
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend
@@ -38,7 +37,7 @@ async def check_rates(
 ) -> None:
     """Raises `RequestError` RATE_LIMITED if the ledger would refuse the request for its tenant's rates, whose limits
     are `allowed`. If there is nothing to tokenize, the check is left to the submit."""
-    if not allowed.has_rates or request.HasField("token_ids"):
+    if request.HasField("token_ids"):
         return
     num_tokens = least_prompt_tokens(pool.text, request) + (request.stopping.max_tokens or 1)
     refused = await pool.dispatcher.check_rates(
@@ -66,6 +65,16 @@ def least_prompt_tokens(text: TextModel, request: inference_pb2.GenerateRequest)
         said = prompt_text(request)
     num_tokens = text.least_tokens(said)
     return min(num_tokens, request.truncate_prompt_tokens or num_tokens)
+
+
+def shown_chat(request: inference_pb2.GenerateRequest) -> inference_pb2.Chat:
+    """Returns the conversation without functions that the model may not call."""
+    if not request.chat.functions or request.tool_choice.mode != inference_pb2.ToolChoice.MODE_NONE:
+        return request.chat
+    shown = inference_pb2.Chat()
+    shown.CopyFrom(request.chat)
+    shown.ClearField("functions")
+    return shown
 
 
 def prompt_text(request: inference_pb2.GenerateRequest) -> str:

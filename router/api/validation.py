@@ -23,17 +23,21 @@ from inflight.common.protocol import (
     MAX_CHOICES,
     MAX_DRAFTS,
     MAX_INTER_TOKEN_TARGET_MS,
-    MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
-from inflight.router.api.answering import may_call
 from inflight.router.constraint.source import (
     MAX_CHOICE_TEXTS,
     MAX_CONSTRAINT_BYTES,
     MAX_REGEX_BYTES,
     MAX_WHITESPACE,
 )
-from inflight.router.request.sampling import first_outside, outside_violation, sampling_violations
+from inflight.router.request.sampling import (
+    first_outside,
+    min_tokens_violation,
+    outside_violation,
+    sampling_violations,
+    stopping_violations,
+)
 from inflight.router.request.submit import ModelLimits
 from inflight.router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
 from inflight.router.text.tokenizer import chat_violations
@@ -81,8 +85,6 @@ def _asks_for(message: Message, unbuilt: UnbuiltField) -> bool:
     return bool(value) and value not in unbuilt.neutral
 
 
-MAX_STOPS = 64
-MAX_STOP_CHARACTERS = 1024
 MAX_METADATA_PAIRS = 64
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 1024
@@ -103,14 +105,15 @@ def validate_generate(request: inference_pb2.GenerateRequest, limits: ModelLimit
     violations = _first(
         _name_violations(request),
         _prompt_violations(request, limits),
+        _prior_output_violations(request, limits),
         sampling_violations(request.sampling, limits.vocabulary_size),
+        stopping_violations(request.stopping, limits.vocabulary_size),
         _output_violations(request.output),
-        stopping_violations(request.stopping, limits),
         _constraint_violations(request),
         _tool_violations(request),
         _choice_violations(request),
         _service_violations(request),
-        _resuming_violations(request, limits),
+        _resuming_violations(request),
         _metadata_violations(request),
     )
     if violations:
@@ -162,7 +165,7 @@ def fit_tokens(
             )
         )
     if stopping.min_tokens > stopping.max_tokens:
-        raise invalid(_min_tokens_violation(stopping.min_tokens, stopping.max_tokens))
+        raise invalid(min_tokens_violation(stopping.min_tokens, stopping.max_tokens))
     num_prior = len(request.prior_output.output_ids)
     if num_prior > stopping.max_tokens:
         text = f"has {num_prior} ids; must be at most max_tokens, which is {stopping.max_tokens}"
@@ -261,6 +264,17 @@ def _utf8_violations(text: bytes) -> Violations:
         yield FieldViolation("text_bytes", f"is not UTF-8: {error.reason} at byte {error.start}")
 
 
+def _prior_output_violations(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Violations:
+    prior_ids = request.prior_output.output_ids
+    if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):
+        yield from too_many
+        return
+    outside = first_outside(prior_ids, limits.vocabulary_size)
+    if outside is not None:
+        field = f"prior_output.output_ids[{outside}]"
+        yield outside_violation(field, prior_ids[outside], limits.vocabulary_size)
+
+
 def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
     for field in ("top_logprobs", "top_prompt_logprobs"):
         if (count := getattr(output, field)) > MAX_TOP_LOGPROBS:
@@ -270,33 +284,6 @@ def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
         yield FieldViolation("output.stream_interval", text)
     if output.echo and output.HasField("text") and not output.text:
         yield FieldViolation("output.echo", "begins the text with the prompt, but output.text is false")
-
-
-def stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> Violations:
-    if stopping.HasField("max_tokens"):
-        if stopping.max_tokens == 0:
-            yield FieldViolation("stopping.max_tokens", "is 0; must be at least 1")
-        elif stopping.min_tokens > stopping.max_tokens:
-            yield _min_tokens_violation(stopping.min_tokens, stopping.max_tokens)
-    if len(stopping.stop) > MAX_STOPS:
-        yield FieldViolation("stopping.stop", f"has {len(stopping.stop)} texts; at most {MAX_STOPS} are allowed")
-    for i, stop in enumerate(stopping.stop[:MAX_STOPS]):
-        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-            yield FieldViolation(
-                f"stopping.stop[{i}]", f"has {len(stop)} characters; must have 1 to {MAX_STOP_CHARACTERS}"
-            )
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        yield FieldViolation(
-            "stopping.stop_token_ids",
-            f"has {len(stopping.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
-        )
-    for i, token_id in enumerate(stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS]):
-        if token_id >= limits.vocabulary_size:
-            yield outside_violation(f"stopping.stop_token_ids[{i}]", token_id, limits.vocabulary_size)
-
-
-def _min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
-    return FieldViolation("stopping.min_tokens", f"is {min_tokens}; must be at most max_tokens, which is {max_tokens}")
 
 
 def _constraint_violations(request: inference_pb2.GenerateRequest) -> Violations:
@@ -358,7 +345,8 @@ def _tool_violations(request: inference_pb2.GenerateRequest) -> Violations:
         if name not in names:
             text = f"is {name[:64]!r}, which is not among the names in chat.functions"
             yield FieldViolation(f"tool_choice.names[{i}]", text)
-    if may_call(request) and request.HasField("constraint"):
+    may_call = functions and choice.mode != inference_pb2.ToolChoice.MODE_NONE
+    if may_call and request.HasField("constraint"):
         text = "is given together with functions that the model may call; set tool_choice.mode to MODE_NONE"
         yield FieldViolation("constraint", text)
 
@@ -392,7 +380,7 @@ def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:
             )
 
 
-def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Violations:
+def _resuming_violations(request: inference_pb2.GenerateRequest) -> Violations:
     key = request.idempotency_key
     if len(key) > MAX_IDEMPOTENCY_KEY_CHARACTERS:
         allowed = f"at most {MAX_IDEMPOTENCY_KEY_CHARACTERS} are allowed"
@@ -401,14 +389,6 @@ def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLi
         yield FieldViolation("request_id", "must be empty with an idempotency_key, which the id follows from")
     if request.HasField("resume_ttl") and not 0 <= seconds_of(request.resume_ttl) <= MAX_DEADLINE_S:
         yield FieldViolation("resume_ttl", f"must be at least 0 and at most {MAX_DEADLINE_S} s")
-    prior_ids = request.prior_output.output_ids
-    if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):
-        yield from too_many
-        return
-    outside = first_outside(prior_ids, limits.vocabulary_size)
-    if outside is not None:
-        field = f"prior_output.output_ids[{outside}]"
-        yield outside_violation(field, prior_ids[outside], limits.vocabulary_size)
 
 
 def _metadata_violations(request: inference_pb2.GenerateRequest) -> Violations:

@@ -1,4 +1,4 @@
-"""Sampling parameters: their ranges, and the values that apply where a request or its model sets none.
+"""Sampling and stopping parameters: their ranges, and the values that apply where a request or its model sets none.
 
 Pure. The same ranges hold for requests and for the defaults that an executor reports.
 """
@@ -18,10 +18,13 @@ from inflight.common.protocol import (
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_PENALTY,
+    MAX_STOP_TOKEN_IDS,
 )
 from inflight.v1 import types_pb2
 
 MAX_BAD_WORD_CHARACTERS = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
 
 Violations = Iterator[FieldViolation]
 
@@ -123,6 +126,35 @@ def _bad_word_id_violations(sampling: types_pb2.SamplingParams, vocabulary_size:
 
 def _too_many(field: str, count: int, what: str, most: int) -> FieldViolation:
     return FieldViolation(field, f"has {count} {what}; at most {most} are allowed")
+
+
+def stopping_violations(stopping: types_pb2.StoppingParams, vocabulary_size: int) -> Violations:
+    """Yields what is wrong with the stopping parameters of a request."""
+    if stopping.HasField("max_tokens"):
+        if stopping.max_tokens == 0:
+            yield FieldViolation("stopping.max_tokens", "is 0; must be at least 1")
+        elif stopping.min_tokens > stopping.max_tokens:
+            yield min_tokens_violation(stopping.min_tokens, stopping.max_tokens)
+    if len(stopping.stop) > MAX_STOPS:
+        yield FieldViolation("stopping.stop", f"has {len(stopping.stop)} texts; at most {MAX_STOPS} are allowed")
+    for i, stop in enumerate(stopping.stop[:MAX_STOPS]):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            yield FieldViolation(
+                f"stopping.stop[{i}]", f"has {len(stop)} characters; must have 1 to {MAX_STOP_CHARACTERS}"
+            )
+    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        yield FieldViolation(
+            "stopping.stop_token_ids",
+            f"has {len(stopping.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
+        )
+    for i, token_id in enumerate(stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS]):
+        if token_id >= vocabulary_size:
+            yield outside_violation(f"stopping.stop_token_ids[{i}]", token_id, vocabulary_size)
+
+
+def min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
+    """Makes the violation for more `min_tokens` than `max_tokens`."""
+    return FieldViolation("stopping.min_tokens", f"is {min_tokens}; must be at most max_tokens, which is {max_tokens}")
 
 
 def first_outside(ids: Sequence[int], vocabulary_size: int) -> int | None:

@@ -6,6 +6,7 @@ its adapter, its tokens and its constraint. Another router rebuilds the request'
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     default_sampling: types_pb2.SamplingParams
     has_chat_template: bool
+    block_size: int = 16
     max_prompt_bytes: int = 4 * 1024 * 1024
 
 
@@ -71,11 +73,16 @@ def new_submit(
     """Returns what an executor is told of a valid request before its prompt is tokenized, with every default filled
     in. Stop strings are the router's own."""
     stopping, output = request.stopping, request.output
+    # Every executor gets the same seed, so it can repeat the numbers.
+    choose_seed = functools.partial(secrets.randbits, 64)
+    if request.idempotency_key:
+        choose_seed = functools.partial(keyed_seed, context.tenant, request.idempotency_key)
     wants_logprobs = bool(output.logprobs or output.top_logprobs)
     wants_scores = bool(output.prompt_logprobs or output.top_prompt_logprobs)
+    sampling = resolve_sampling(request.sampling, limits.default_sampling, choose_seed)
     return executor_pb2.Submit(
         request_id=ledger_id(context.tenant, context.request_id),
-        sampling=resolve_sampling(request.sampling, limits.default_sampling, lambda: _chosen_seed(request, context)),
+        sampling=sampling,
         stopping=types_pb2.StoppingParams(
             max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
             min_tokens=stopping.min_tokens,
@@ -93,13 +100,6 @@ def new_submit(
         # Tokens that wait would be computed behind a stop that the router finds.
         stream_interval=1 if context.stop else min(context.stream_interval, MAX_FRAME_INTERVAL),
     )
-
-
-def _chosen_seed(request: inference_pb2.GenerateRequest, context: resume_pb2.RouterContext) -> int:
-    """Returns a seed for a request that brings none. Every executor gets the same seed, so it can repeat the
-    numbers."""
-    key = request.idempotency_key
-    return keyed_seed(context.tenant, key) if key else secrets.randbits(64)
 
 
 def keep_stop_tokens(submit: executor_pb2.Submit, context: resume_pb2.RouterContext) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.api.answering import shown_chat
+from inflight.router.api.tokenizing import shown_chat
 from inflight.router.api.validation import MAX_DEADLINE_S, validate_generate
 from inflight.router.request.sampling import resolve_sampling
 from inflight.router.request.submit import ModelLimits, router_context

@@ -32,6 +32,7 @@ from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
 from inflight.executor.engine.prefill_budget import PrefillBudget
 from inflight.executor.logits.grammar import CompiledGrammar, GrammarCompiler
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -365,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())
     source = resolve_model(arguments.model)
-    model = PagedModel.load(source, dtype_name=arguments.dtype, weight_dtype=arguments.weight_dtype)
+    model = load_model(source, dtype_name=arguments.dtype, weight_dtype=arguments.weight_dtype)
     tokenizer = load_tokenizer(source)
     by_temperature = {each: answers(model, tokenizer, each, arguments.tokens) for each in TEMPERATURES}
     if arguments.show:

@@ -21,6 +21,7 @@ from inflight.bench.report.table import Table
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import load_tokenizer, resolve_model
 from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.drafting import Drafting
 from inflight.executor.scheduler.sequence import Sequence as TokenSequence
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())
     source = resolve_model(arguments.model)
-    model = PagedModel.load(source, dtype_name=arguments.dtype, weight_dtype=arguments.weight_dtype)
+    model = load_model(source, dtype_name=arguments.dtype, weight_dtype=arguments.weight_dtype)
     tokenizer, eos_ids = load_tokenizer(source), model.description.eos_token_ids
     seats = [int(number) for number in arguments.seats.split(",")]
     model.allocate_kv(max(seats) * BLOCKS_EACH, BLOCK_SIZE)

@@ -18,7 +18,7 @@ from inflight.bench.drafts.replay import BLOCKS_EACH, answer_all, edit_messages,
 from inflight.bench.engine.model_steps import BLOCK_SIZE
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import load_tokenizer, resolve_model
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())
     source = resolve_model("")
-    model = PagedModel.load(source, dtype_name="bfloat16")
+    model = load_model(source, dtype_name="bfloat16")
     tokenizer, eos_ids = load_tokenizer(source), model.description.eos_token_ids
     sequences = sequences_of(
         edit_messages()[: options.requests], tokenizer, eos_ids, temperature=0.0, max_tokens=options.tokens

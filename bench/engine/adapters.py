@@ -21,6 +21,7 @@ from inflight.bench.engine.model_steps import BLOCK_SIZE, load_native_model, mod
 from inflight.bench.engine.native_step import StepShape, batch_of, blocks_of
 from inflight.bench.report.table import Table
 from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.model import PagedModel
 from inflight.executor.step.batch import StepBatch
 
@@ -53,8 +54,8 @@ def with_adapters(batch: StepBatch, num_adapters: int) -> StepBatch:
 
 def measure(model: PagedModel, rounds: int) -> Table:
     """Returns the time of each shape by number of adapters."""
-    native = model.native
-    assert native is not None
+    assert isinstance(model.forward, NativeForward)
+    native = model.forward.decoder
     model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in SHAPES), BLOCK_SIZE)
     for kv in model.kv:
         kv.keys.fill_(0.01)
@@ -85,13 +86,16 @@ def main(argv: Sequence[str]) -> int:
     model = load_native_model(options)
     if model is None:
         return 1
-    assert model.native is not None
-    limits = AdapterLimits(model.native.form.shape, options.rank)
-    model.native.reserve_adapters(max(NUMS_ADAPTERS), options.rank)
+    assert isinstance(model.forward, NativeForward)
+    limits = AdapterLimits(model.forward.decoder.form.shape, options.rank)
+    model.forward.decoder.reserve_adapters(max(NUMS_ADAPTERS), options.rank)
     for slot in range(max(NUMS_ADAPTERS)):
-        model.native.load_adapter(slot, random_adapter(limits, options.rank, slot))
+        model.forward.decoder.load_adapter(slot, random_adapter(limits, options.rank, slot))
     print(measure(model, options.rounds).markdown())
-    weights_mb, adapter_mb = model.native.num_matrix_bytes / 1e6, model.native.adapter_slot_bytes(options.rank) / 1e6
+    weights_mb, adapter_mb = (
+        model.forward.decoder.num_matrix_bytes / 1e6,
+        model.forward.decoder.adapter_slot_bytes(options.rank) / 1e6,
+    )
     print(f"\nWeights of {weights_mb:.0f} MB, adapters of {adapter_mb:.1f} MB each.")
     return 0
 

@@ -32,6 +32,7 @@ from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
 from inflight.executor.logits.grammar import GrammarCompiler, Guide, MaskFiller
 from inflight.executor.logits.row import LogitsRow
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -202,7 +203,7 @@ def main(argv: SequenceOf[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     source = resolve_model(arguments.model)
-    model = PagedModel.load(source, dtype_name=arguments.dtype, weight_dtype=arguments.weight_dtype)
+    model = load_model(source, dtype_name=arguments.dtype, weight_dtype=arguments.weight_dtype)
     description = model.description
     load = functools.partial(load_tokenizer, source)
     compiler = GrammarCompiler(load, description.vocabulary_size, description.eos_token_ids)

@@ -16,6 +16,7 @@ from inflight.bench.engine.streams import timed
 from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
 from inflight.executor.cpu.decoder import PARTS
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.model import PagedModel
 
 KV_TYPES = ("auto", "int8")
@@ -39,8 +40,8 @@ def row_of(models: Sequence[PagedModel], shape: StepShape, rounds: int) -> list[
     turns = list(zip(models, steps, attentions, strict=True))
     for index in range(rounds + 1):
         for model, step, attention in turns if index % 2 else reversed(turns):
-            native = model.native
-            assert native is not None
+            assert isinstance(model.forward, NativeForward)
+            native = model.forward.decoder
             before = native.part_seconds[PARTS.index("attention")]
             step.append(timed(model, native, batch)[0])
             attention.append(native.part_seconds[PARTS.index("attention")] - before)
@@ -60,8 +61,9 @@ def main(argv: Sequence[str]) -> int:
     if models is None:
         return 1
     plain, int8 = models
-    print(f"- {processor().text}\n- {plain.dtype_name}, weights: {options.weight_dtype}; {plain.backend_reason}")
-    sizes = [model.kv_bytes_per_block(BLOCK_SIZE) for model in models]
+    described = plain.description
+    print(f"- {processor().text}\n- {described.dtype}, weights: {options.weight_dtype}; {described.backend_reason}")
+    sizes = [model.forward.layout.bytes_per_block(BLOCK_SIZE) for model in models]
     print(
         f"- a block of {BLOCK_SIZE} tokens: {sizes[0]} bytes, int8 {sizes[1]} bytes, {sizes[0] / sizes[1]:.3f} times\n"
     )

@@ -22,6 +22,7 @@ from inflight.bench.engine.model_steps import BLOCK_SIZE, load_native_model, mod
 from inflight.bench.engine.native_step import StepShape, batch_of, blocks_of
 from inflight.bench.report.table import Table
 from inflight.executor.cpu.decoder import PARTS
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.logits.row import LogitsRow
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling
@@ -92,8 +93,8 @@ def kinds_of(sampling: str) -> list[Kind]:
 
 def measure(model: PagedModel, batch: StepBatch, kinds: Sequence[Kind], rounds: int) -> Times:
     """Measures each kind once a round. The first round is not counted."""
-    native = model.native
-    assert native is not None
+    assert isinstance(model.forward, NativeForward)
+    native = model.forward.decoder
     batches = {kind: kind.batch(model.description.vocabulary_size) for kind in kinds}
     times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     order = random.Random(0)
@@ -133,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     for kv in model.kv:
         kv.keys.fill_(0.01)
         kv.values.fill_(0.01)
-    print(f"- {model.dtype_name}; {model.backend_reason}; {SHAPE}\n")
+    print(f"- {model.description.dtype}; {model.description.backend_reason}; {SHAPE}\n")
     print(table_of(measure(model, batch, kinds_of(options.sampling), options.rounds)).markdown())
     return 0
 

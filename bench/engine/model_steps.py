@@ -11,6 +11,8 @@ import torch
 
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import ModelSource, resolve_model
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import Sampling, Stopping
 from inflight.executor.scheduler.sequence import Sequence as TokenSequence
@@ -84,11 +86,11 @@ def load_variants(
 
 
 def load_native_models(variants: Sequence[tuple[ModelSource, Mapping[str, Any]]]) -> list[PagedModel] | None:
-    """Loads models for every core, each with arguments of `PagedModel.load`. Prints why if one has no native forward
+    """Loads models for every core, each with arguments of `load_model`. Prints why if one has no native forward
     pass."""
     torch.set_num_threads(num_usable_cores())
-    models = [PagedModel.load(source, **{"backend_name": "cpu", **arguments}) for source, arguments in variants]
-    if any(model.native is None for model in models):
+    models = [load_model(source, **{"backend_name": "cpu", **arguments}) for source, arguments in variants]
+    if any(not isinstance(model.forward, NativeForward) for model in models):
         print("this model has no forward pass of our own", file=sys.stderr)
         return None
     return models

@@ -38,6 +38,7 @@ from inflight.bench.report.table import Table, shown
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
 from inflight.executor.entry import SPIN_COUNT
+from inflight.executor.model.loader import load_model
 
 if TYPE_CHECKING:
     from inflight.bench.engine.teacher_forcing import Predictions
@@ -95,7 +96,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way of computing: what `PagedModel.load`, or for an emulated one `load_emulated`, is told beside the model."""
+    """A way of computing: what `load_model`, or for an emulated one `load_emulated`, is told beside the model."""
 
     name: str
     load_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -238,9 +239,8 @@ def _tell(name: str, figures: Agreement) -> None:
 
 def _load(source: ModelSource, variant: Variant) -> PagedModel:
     from inflight.bench.gpu.fp8_emulation import load_emulated
-    from inflight.executor.model.model import PagedModel
 
-    load = load_emulated if variant.is_emulated else PagedModel.load
+    load = load_emulated if variant.is_emulated else load_model
     return load(source, **variant.load_arguments)
 
 

@@ -25,9 +25,12 @@ from inflight.bench.engine.model_steps import BLOCK_SIZE
 from inflight.bench.engine.native_step import StepShape, batch_of, blocks_of
 from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
-from inflight.executor.main import Loaded, load_model
+from inflight.executor.loader import Loaded, load_executor
+from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.settings import ExecutorSettings
 from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling import SampleRow
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), StepShape(2, 256, 256))
 SIZES: dict[str, Any] = {
@@ -53,12 +56,8 @@ def save_random_model(folder: Path) -> Path:
 
 def compute(one: Loaded, batch: StepBatch) -> None:
     """Computes a greedy step."""
-    model = one.model
-    if model.parallel is not None:
-        model.parallel.greedy(batch, model.kv)
-    else:
-        assert model.native is not None
-        model.native.greedy(batch, model.kv)
+    rows = [SampleRow(Sampling(0.0, 0, 1.0, 0), 0, frozenset())] * batch.logit_rows.shape[0]
+    one.model.forward.greedy(batch, one.model.kv, SamplingBatch.of(rows))
 
 
 def measure(whole: Loaded, divided: Loaded, rounds: int) -> Table:
@@ -99,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
             "max_tokens_in_paged_kv_cache": num_blocks * BLOCK_SIZE,
             "tensor_parallel_timeout_s": 60,
         }
-        whole = load_model(ExecutorSettings(**settings, num_threads=options.ranks))
-        divided = load_model(ExecutorSettings(**settings, num_threads=1, tensor_parallel_size=options.ranks))
+        whole = load_executor(ExecutorSettings(**settings, num_threads=options.ranks))
+        divided = load_executor(ExecutorSettings(**settings, num_threads=1, tensor_parallel_size=options.ranks))
         assert divided.group is not None
         groups.callback(divided.group.close)
         print(f"- {processor().text}")

@@ -20,6 +20,7 @@ from inflight.cli.doctor import processor
 from inflight.common.machine import num_usable_cores
 from inflight.executor.cpu.decoder import NativeDecoder
 from inflight.executor.cpu.streams import NEVER, WeightStream
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.model import PagedModel
 from inflight.executor.step.batch import StepBatch
 
@@ -66,10 +67,9 @@ def main(argv: Sequence[str]) -> int:
     models = load_variants(options, [{"weight_stream": stream} for stream in (BEFORE, None)], num_blocks)
     if models is None:
         return 1
-    natives = [model.native for model in models if model.native is not None]
-    print(
-        f"- {processor().text}\n- {models[0].dtype_name}, weights: {options.weight_dtype}; {models[0].backend_reason}"
-    )
+    natives = [model.forward.decoder for model in models if isinstance(model.forward, NativeForward)]
+    described = models[0].description
+    print(f"- {processor().text}\n- {described.dtype}, weights: {options.weight_dtype}; {described.backend_reason}")
     rows = [row_of(models, natives, shape, options.rounds) for shape in SHAPES]
     print(f"- before: {natives[0].stream}; after: {natives[1].stream}\n")
     columns = [

@@ -18,6 +18,7 @@ from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
 from inflight.common.model_source import resolve_model
 from inflight.executor.checkpoint.gguf import import_gguf
+from inflight.executor.forward.native import NativeForward
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     )
     if models is None:
         return 1
-    natives = [model.native for model in models if model.native is not None]
+    natives = [model.forward.decoder for model in models if isinstance(model.forward, NativeForward)]
     for model in models:
         allocate_kv(model, max(shape.num_sequences * blocks_of(shape) for shape in SHAPES))
-    print(f"- {processor().text}\n- {models[0].dtype_name}; {models[0].backend_reason}")
+    print(f"- {processor().text}\n- {models[0].description.dtype}; {models[0].description.backend_reason}")
     sizes = [f"{kind} {native.num_matrix_bytes / 1e6:.1f} MB" for kind, native in zip(kinds, natives, strict=True)]
     print(f"- weights that a step reads: {', '.join(sizes)}\n")
     rows = []

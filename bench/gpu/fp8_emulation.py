@@ -7,6 +7,8 @@ attention are those of transformers and of the CPU backend, in the model's dtype
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,6 +18,8 @@ from inflight.executor.attention.backend import AttentionBackend, KvShape, Layer
 from inflight.executor.checkpoint.fp8_weight import round_rows
 from inflight.executor.checkpoint.quantized_linear import make_dense
 from inflight.executor.formats.loading import load_network
+from inflight.executor.forward.transformers import TransformersForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.step.batch import StepBatch
 
@@ -29,22 +33,24 @@ def rounded(numbers: Tensor) -> Tensor:
 
 def load_emulated(source: ModelSource, dtype_name: str, *, has_fp8_weights: bool, has_fp8_kv: bool) -> PagedModel:
     """Loads a model whose matrices of layers and their inputs, or whose keys and values, are rounded to FP8."""
-    model = PagedModel.load(
+    model = load_model(
         source, dtype_name=dtype_name, weight_dtype="dense", forward_name="transformers", device_name="cpu"
     )
+    forward = model.forward
+    assert isinstance(forward, TransformersForward)
     if has_fp8_weights:
-        _replace_linears(model, source)
+        _replace_linears(forward, source)
     if has_fp8_kv:
-        model.backend = RoundedKv(model.backend)
+        layout = replace(forward.layout, backend=RoundedKv(forward.layout.backend))
+        return PagedModel(model.description, replace(forward, layout=layout))
     return model
 
 
-def _replace_linears(model: PagedModel, source: ModelSource) -> None:
-    network = model._network
-    assert network is not None
+def _replace_linears(forward: TransformersForward, source: ModelSource) -> None:
+    network, layout = forward.network, forward.layout
     # The weights are loaded again because the model's own may be packed for the processor.
-    dense, _ = load_network(source, model.dtype, model.device)
-    make_dense(dense, model.dtype)
+    dense, _ = load_network(source, layout.dtype, layout.device)
+    make_dense(dense, layout.dtype)
     head = dense.get_output_embeddings()
     for name, module in [*dense.named_modules()]:
         if isinstance(module, nn.Linear) and module is not head:

@@ -25,6 +25,7 @@ from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -186,7 +187,7 @@ def main(argv: ReadOnlyList[str]) -> int:
     add("--pool", type=int, default=4, help="conversations that the pool has room for; default: %(default)s")
     options = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())
-    model = PagedModel.load(
+    model = load_model(
         resolve_model(options.model), dtype_name=options.dtype, device_name="cpu", weight_dtype=options.weight_dtype
     )
     trace = Trace(
@@ -199,7 +200,8 @@ def main(argv: ReadOnlyList[str]) -> int:
     )
     blocks_each = -(-trace.most_tokens // BLOCK_SIZE)
     num_blocks, num_host_blocks = options.pool * blocks_each, trace.num_conversations * blocks_each
-    print(f"- {model.device}, {model.dtype_name}, weights: {options.weight_dtype}; {model.backend_reason}")
+    described = model.description
+    print(f"- {model.device}, {described.dtype}, weights: {options.weight_dtype}; {described.backend_reason}")
     print(f"- {trace}")
     print(f"- a pool of {num_blocks} blocks of {BLOCK_SIZE} tokens, {num_host_blocks} blocks of host memory\n")
     run_trace(model, Trace(1, 2, 64, 16, 4, 1), num_blocks, num_host_blocks)  # compiles and takes memory

@@ -21,6 +21,7 @@ from inflight.bench.report.table import Table
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import resolve_model
 from inflight.executor.attention.host_tier import open_host_tier
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import StepBatch, pack
@@ -68,7 +69,7 @@ def measure(model: PagedModel, contexts: Sequence[int], max_num_tokens: int, rou
 
 def _compute(model: PagedModel, batches: Sequence[StepBatch]) -> None:
     for batch in batches:
-        model.forward(batch)
+        model.logits(batch)
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
@@ -112,16 +113,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-num-tokens", type=int, default=1024, help="most tokens in a step; default: 1024")
     options = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())
-    model = PagedModel.load(
+    model = load_model(
         resolve_model(options.model),
         dtype_name=options.dtype,
         device_name=options.device,
         weight_dtype=options.weight_dtype,
     )
-    bytes_per_block = model.kv_bytes_per_block(BLOCK_SIZE)
+    bytes_per_block = model.forward.layout.bytes_per_block(BLOCK_SIZE)
     contexts = [num_tokens for num_tokens in CONTEXTS if num_tokens <= model.description.context_length]
     measured = measure(model, contexts, options.max_num_tokens, options.rounds)
-    print(f"- {model.device}, {model.dtype_name}, weights: {options.weight_dtype}; {model.backend_reason}")
+    described = model.description
+    print(f"- {model.device}, {described.dtype}, weights: {options.weight_dtype}; {described.backend_reason}")
     print(f"- a block of {BLOCK_SIZE} tokens takes {bytes_per_block} bytes\n")
     print(table_of(measured, bytes_per_block).markdown() + "\n")
     longest = measured[-1]

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from inflight.bench.gpu.fp8_emulation import load_emulated
 from inflight.common.model_source import resolve_model
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.self_check import relative_distance
 from tests.kernels.test_fp8_weights import logits_of
 from tests.paged_cases import Spec, make_case
@@ -24,7 +24,7 @@ def test_logits_are_those_of_the_gpu_path(tmp_path: Path) -> None:
         source = resolve_model(str(save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path / "tiny")))
         batch = make_case([Spec(9, 9), Spec(2, 2)], 16).batch
         batch.token_ids.copy_(torch.randint(VOCABULARY_SIZE, (batch.num_tokens,), dtype=batch.token_ids.dtype))
-        gpu = PagedModel.load(
+        gpu = load_model(
             source,
             dtype_name="float32",
             device_name="cpu",

@@ -27,6 +27,7 @@ from inflight.bench.engine.streams import times_of
 from inflight.bench.report.table import Table
 from inflight.cli.doctor import processor
 from inflight.common.model_source import resolve_model
+from inflight.executor.forward.native import NativeForward
 
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(1, 512, 512))
 GROUP_SIZE = 128
@@ -144,15 +145,15 @@ def _measure(folder: str, rounds: int) -> list[str]:
     source, began = resolve_model(folder), time.perf_counter()
     models = load_native_models([(source, {"dtype_name": "bfloat16"})])
     seconds = time.perf_counter() - began
-    if models is None or models[0].native is None:
+    if models is None or not isinstance(models[0].forward, NativeForward):
         raise RuntimeError("the model has no native forward pass")
     peak, resident = memory_bytes("VmHWM"), memory_bytes("VmRSS")
     allocate_kv(models[0], max(shape.num_sequences * blocks_of(shape) for shape in SHAPES))
     rates = []
     for shape in SHAPES:
-        _, wall_ms = times_of(models, [models[0].native], shape, rounds)
+        _, wall_ms = times_of(models, [models[0].forward.decoder], shape, rounds)
         rates.append(f"{shape.num_sequences * shape.num_new / wall_ms[0] * 1e3:,.1f}")
-    gigabytes = [f"{number / 1e9:.2f}" for number in (peak, resident, models[0].native.num_matrix_bytes)]
+    gigabytes = [f"{number / 1e9:.2f}" for number in (peak, resident, models[0].forward.decoder.num_matrix_bytes)]
     return [f"{seconds:.1f}", *gigabytes, *rates]
 
 

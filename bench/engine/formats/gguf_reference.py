@@ -22,7 +22,7 @@ from inflight.bench.engine.quality import agreement_with, perplexity
 from inflight.bench.engine.teacher_forcing import paged_logits, predictions
 from inflight.bench.report.table import Table
 from inflight.common.model_source import resolve_model
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 
 COLUMNS = (
     "file",
@@ -44,9 +44,7 @@ def comparison(files: Mapping[str, Path], prompts: Sequence[Sequence[int]], chun
     for name, path in files.items():
         theirs = torch.from_numpy(llama_cpp.logits(path, prompts, folder))
         source = resolve_model(str(path))
-        ours = paged_logits(
-            PagedModel.load(source, dtype_name="float32", backend_name="cpu"), prompts, chunk_tokens
-        ).float()
+        ours = paged_logits(load_model(source, dtype_name="float32", backend_name="cpu"), prompts, chunk_tokens).float()
         dense = _dequantized_logits(path, prompts)
         reference, found = predictions(theirs, following), predictions(ours, following)
         figures = agreement_with(reference, found)

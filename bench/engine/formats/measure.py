@@ -37,6 +37,7 @@ from inflight.cli.doctor import processor
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import ModelSource, load_tokenizer, resolve_model
 from inflight.executor.checkpoint.gguf import import_gguf
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.model import PagedModel
 
 PROMPT_TOKENS = 140
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
             return 1
         qualities = [_quality(model, prompts, reference) for model in models]
         num_blocks = max(shape.num_sequences * blocks_of(shape) for shape in SHAPES)
-        print(f"- {processor().text}\n- {models[0].dtype_name}; {models[0].backend_reason}")
+        print(f"- {processor().text}\n- {models[0].description.dtype}; {models[0].description.backend_reason}")
         print(f"- {original.name}, {options.prompts} prompts of {PROMPT_TOKENS} tokens\n")
         print(_table(encoded, models, qualities, perplexity(reference.log_probabilities), num_blocks, options.rounds))
         if by_llama_cpp:
@@ -182,7 +183,7 @@ def _table(
     num_blocks: int,
     rounds: int,
 ) -> str:
-    natives = [model.native for model in models if model.native is not None]
+    natives = [model.forward.decoder for model in models if isinstance(model.forward, NativeForward)]
     for model in models:
         allocate_kv(model, num_blocks)
     least_ms = [times_of(models, natives, shape, rounds)[0] for shape in SHAPES]

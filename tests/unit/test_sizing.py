@@ -12,6 +12,7 @@ from transformers import Gemma3TextConfig
 
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.cli.main import main
+from inflight.common.layer_sizes import LayerSizes
 from inflight.common.model_source import ModelError
 from inflight.common.settings import SettingError, load
 from inflight.executor import loader as executor_loader
@@ -27,7 +28,6 @@ from inflight.tools.sizing.arithmetic import (
     seats_at_max_utilization,
     seats_without_eviction,
 )
-from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import better_policy
 from inflight.v1 import inference_pb2

@@ -13,6 +13,7 @@ import pytest
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from inflight.cli.main import main
+from inflight.common.layer_sizes import BYTES_PER_NUMBER
 from inflight.common.model_source import resolve_model
 from inflight.common.settings import SettingError, load
 from inflight.executor import loader as executor_loader
@@ -23,7 +24,6 @@ from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, Pool, pool_of
-from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import read_model_shape
 from inflight.tools.sizing.weights import GGUF_CODES, Role, cpu_weight_bytes
 from tests.quantized_checkpoints import (

@@ -22,9 +22,10 @@ from torch import Tensor
 from inflight.executor.adapters.folder import KnownAdapter
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.attention.backend import LayerKv
-from inflight.executor.attention.host_tier import HostTier
+from inflight.executor.attention.host_tier import HostTier, open_host_tier
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.device import free_device_bytes
 from inflight.executor.engine.runner import StepRunner, StepSizes
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
@@ -66,45 +67,11 @@ class AdapterMemory:
 
 
 class Forward(Protocol):
-    """A way to compute steps, with the weights of a model or of its shard."""
+    """A way to compute steps, with the weights of a model or of its shard. A new one has at least `logits`; what
+    follows behind it is right for one that computes on its own and leaves the rest of a step to `ModelRunner`."""
 
-    @property
-    def layout(self) -> KvLayout:
-        """The KV of the layers, and the device that computes."""
-        ...
-
-    @property
-    def backend_name(self) -> str:
-        """The attention backend, as routers are told once the runner is started."""
-        ...
-
-    @property
-    def adapters(self) -> AdapterMemory | None:
-        """None: it cannot compute with adapters."""
-        ...
-
-    @property
-    def has_window_pools(self) -> bool:
-        """Whether layers with a sliding window may have fewer blocks than the others."""
-        ...
-
-    @property
-    def routes_by_itself(self) -> bool:
-        """Whether it chooses the experts of a token itself, rather than by the code of transformers."""
-        ...
-
-    def free_device_bytes(self, sizes: StepSizes) -> int | None:
-        """Returns the memory of its GPU, with ranks the least of all, that is free beside steps; None if the KV is in
-        the memory of the host."""
-        ...
-
-    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> Kv:
-        """Allocates the KV as `KvLayout.allocate` does, with ranks on each of them."""
-        ...
-
-    def open_host_tier(self, kv: Kv, num_host_blocks: int) -> HostTier:
-        """Opens a host tier for allocated blocks."""
-        ...
+    # The KV of the layers, and the device that computes.
+    layout: KvLayout
 
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         """Computes every token of the batch, stores its KV, and returns the logits `[R + Q, vocabulary]` in
@@ -114,11 +81,44 @@ class Forward(Protocol):
     def greedy(self, batch: StepBatch, kv: Kv, sampling: SamplingBatch) -> Tensor | None:
         """Computes a step that reports no log probabilities and returns its token ids `[R]` int64, if it can find them
         without all logits; else None, and nothing is computed."""
-        ...
+        return None
 
     def start_runner(self, kv: Kv, sizes: StepSizes) -> StepRunner | None:
         """Returns a runner that samples where it computes; None if `ModelRunner` runs the steps."""
-        ...
+        return None
+
+    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> Kv:
+        """Allocates the KV as `KvLayout.allocate` does, with ranks on each of them."""
+        return self.layout.allocate(num_blocks, block_size, num_window_blocks)
+
+    def open_host_tier(self, kv: Kv, num_host_blocks: int) -> HostTier:
+        """Opens a host tier for allocated blocks."""
+        return open_host_tier(kv, num_host_blocks)
+
+    def free_device_bytes(self, sizes: StepSizes) -> int | None:
+        """Returns the memory of its GPU, with ranks the least of all, that is free beside steps; None if the KV is in
+        the memory of the host."""
+        return free_device_bytes(self.layout.device)
+
+    @property
+    def backend_name(self) -> str:
+        """The attention backend, as routers are told once the runner is started."""
+        return self.layout.backend.name
+
+    @property
+    def adapters(self) -> AdapterMemory | None:
+        """None: it cannot compute with adapters."""
+        return None
+
+    @property
+    def has_window_pools(self) -> bool:
+        """Whether layers with a sliding window may have fewer blocks than the others."""
+        return self.layout.device.type == "cpu"
+
+    @property
+    def routes_by_itself(self) -> bool:
+        """Whether it chooses the experts of a token itself, rather than by the code of transformers."""
+        return False
 
 
 @runtime_checkable

@@ -11,23 +11,20 @@ from torch import Tensor
 
 from inflight.executor.attention.flashinfer import NAME as FLASHINFER
 from inflight.executor.attention.flashinfer import FlashInfer
-from inflight.executor.attention.host_tier import HostTier, open_host_tier
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.device import free_device_bytes
 from inflight.executor.engine.runner import StepSizes
-from inflight.executor.forward.forward import AdapterMemory, Kv
+from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
 from inflight.executor.forward.gpu_memory import working_bytes
 from inflight.executor.gpu.decoder import GpuDecoder
 from inflight.executor.gpu.runner import Followers, GpuRunner
 from inflight.executor.step.batch import StepBatch
-from inflight.executor.step.sampling_columns import SamplingBatch
 
 
-class GpuForward:
+class GpuForward(Forward):
     """`Forward` of a `GpuDecoder`, or the part of a rank in `GpuRanks`."""
 
     has_window_pools = False
-    routes_by_itself = False
 
     def __init__(self, decoder: GpuDecoder, layout: KvLayout, flashinfer: FlashInfer | None = None) -> None:
         self.decoder, self.layout = decoder, layout
@@ -49,18 +46,9 @@ class GpuForward:
         used = working_bytes(self.decoder, self.layout, sizes)
         return (free_device_bytes(self.layout.device) or 0) - used
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> Kv:
-        return self.layout.allocate(num_blocks, block_size, num_window_blocks)
-
-    def open_host_tier(self, kv: Kv, num_host_blocks: int) -> HostTier:
-        return open_host_tier(kv, num_host_blocks)
-
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         with torch.inference_mode():
             return self.decoder.forward(batch.to(self.layout.device), kv).float()
-
-    def greedy(self, batch: StepBatch, kv: Kv, sampling: SamplingBatch) -> None:
-        return None
 
     def start_runner(self, kv: Kv, sizes: StepSizes, followers: Followers | None = None) -> GpuRunner:
         runner = GpuRunner(

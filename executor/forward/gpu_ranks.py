@@ -6,11 +6,9 @@ import json
 
 from torch import Tensor
 
-from inflight.executor.attention.host_tier import HostTier
-from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.device import free_device_bytes
 from inflight.executor.engine.runner import DeviceLostError, StepSizes
-from inflight.executor.forward.forward import AdapterMemory, Kv
+from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.runner import FollowedStep, GpuRunner
 from inflight.executor.gpu.step_layout import Words
@@ -18,22 +16,16 @@ from inflight.executor.parallel.device_messages import pack_launch, pack_sizes, 
 from inflight.executor.parallel.leader import WorkerGroup
 from inflight.executor.parallel.messages import Kind, Want, pack_step
 from inflight.executor.step.batch import StepBatch
-from inflight.executor.step.sampling_columns import SamplingBatch
 
 
-class GpuRanks:
+class GpuRanks(Forward):
     """`Forward` of all ranks, and the `Followers` of the leader's runner. The ranks have joined `group`."""
 
     has_window_pools = False
-    routes_by_itself = False
 
     def __init__(self, own: GpuForward, group: WorkerGroup) -> None:
-        self.own, self._group = own, group
+        self.own, self.layout, self._group = own, own.layout, group
         own.decoder.ranks = self._exchange = group.open_device_exchange(own.layout.device)
-
-    @property
-    def layout(self) -> KvLayout:
-        return self.own.layout
 
     @property
     def backend_name(self) -> str:
@@ -55,15 +47,9 @@ class GpuRanks:
         self._group.send(Kind.ALLOCATE, json.dumps(content).encode())
         return self.own.allocate_kv(num_blocks, block_size, num_window_blocks)
 
-    def open_host_tier(self, kv: Kv, num_host_blocks: int) -> HostTier:
-        return self.own.open_host_tier(kv, num_host_blocks)
-
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         self._group.send(Kind.STEP, pack_step(batch, Want.LOGITS))
         return self.own.logits(batch, kv)
-
-    def greedy(self, batch: StepBatch, kv: Kv, sampling: SamplingBatch) -> None:
-        return None
 
     def start_runner(self, kv: Kv, sizes: StepSizes) -> GpuRunner:
         self.start_runners(sizes)

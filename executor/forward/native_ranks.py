@@ -14,10 +14,9 @@ from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.attention.cpu import CpuAttention
 from inflight.executor.attention.gpu_host_tier import Pairs
 from inflight.executor.attention.host_tier import HostTier
-from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.cpu.decoder import ExchangeError
-from inflight.executor.engine.runner import NO_TOKEN, DeviceLostError, StepSizes
-from inflight.executor.forward.forward import AdapterMemory, Kv
+from inflight.executor.engine.runner import NO_TOKEN, DeviceLostError
+from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.parallel.leader import WorkerGroup
 from inflight.executor.parallel.messages import Kind, Want, pack_step, pack_swaps
@@ -26,14 +25,12 @@ from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
 
-class NativeRanks:
+class NativeRanks(Forward):
     """`Forward` of all ranks. It computes like a `NativeForward` that has all weights: every logit has the same bits.
     The ranks have joined `group`."""
 
-    has_window_pools = True
-
     def __init__(self, own: NativeForward, group: WorkerGroup) -> None:
-        self.own, self._group = own, group
+        self.own, self.layout, self._group = own, own.layout, group
         backend = own.layout.backend
         assert isinstance(backend, CpuAttention)
         self._exchange = group.open_exchange(own.decoder, backend.library)
@@ -41,14 +38,6 @@ class NativeRanks:
         shards = [group.shard.of(rank) for rank in range(group.shard.num_ranks)]
         self._vocabulary_size = own.decoder.shape.vocabulary_size
         self._first_ids = torch.tensor([[shard.columns(self._vocabulary_size).start] for shard in shards])
-
-    @property
-    def layout(self) -> KvLayout:
-        return self.own.layout
-
-    @property
-    def backend_name(self) -> str:
-        return self.own.backend_name
 
     @property
     def routes_by_itself(self) -> bool:
@@ -80,9 +69,6 @@ class NativeRanks:
         if reasons:
             raise AdapterError("; ".join(reasons))
 
-    def free_device_bytes(self, sizes: StepSizes) -> None:
-        return None
-
     def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> Kv:
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_window_blocks": num_window_blocks}
         self._group.send(Kind.ALLOCATE, json.dumps(sizes).encode())
@@ -103,9 +89,6 @@ class NativeRanks:
         best = values.argmax(0, keepdim=True)
         chosen = (ids.long() + self._first_ids).gather(0, best)[0]
         return chosen.masked_fill(values.gather(0, best)[0] == float("-inf"), NO_TOKEN)
-
-    def start_runner(self, kv: Kv, sizes: StepSizes) -> None:
-        return None
 
     def _compute(self, want: Want, batch: StepBatch, kv: Kv) -> list[Tensor]:
         self._group.send(Kind.STEP, pack_step(batch, want))

@@ -53,6 +53,11 @@ def numbers_of_ranks(num_heads: int, num_kv_heads: int) -> list[int]:
     ]
 
 
+def kv_heads_of_rank(num_kv_heads: int, num_ranks: int) -> int:
+    """Returns the KV heads that each rank has."""
+    return max(1, num_kv_heads // num_ranks)
+
+
 def blocks_for(num_tokens: int, tokens_per_block: int) -> int:
     """Returns the blocks for `num_tokens` tokens."""
     return -(-num_tokens // tokens_per_block)

@@ -58,8 +58,9 @@ def _run_with_settings(argv: Sequence[str]) -> int:
         if listen:
             check_listen(listen)
     with _without_garbage_collection():
-        from inflight.executor.main import load_model, run_executor
-    return asyncio.run(run_executor(settings, load_model(settings), tls))
+        from inflight.executor.loader import load_executor
+        from inflight.executor.main import run_executor
+    return asyncio.run(run_executor(settings, load_executor(settings), tls))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from inflight.common.kv_size import KvGroups, WindowSize, kv_groups
-from inflight.executor.model.model import PagedModel
+from inflight.executor.forward.forward import Forward
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.settings import ExecutorSettings
 
@@ -17,22 +17,24 @@ log = logging.getLogger(__name__)
 
 
 def choose_kv_groups(
-    settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, num_blocks: int
+    settings: ExecutorSettings, forward: Forward, limits: SchedulerLimits, num_blocks: int
 ) -> KvGroups | None:
     """Returns the sizes of the two pools that take the memory of `num_blocks` blocks of all layers; None for one
     pool."""
-    windows = [window for window in model.sliding_windows if window is not None and window < limits.context_length]
+    windows = [
+        window for window in forward.layout.sliding_windows if window is not None and window < limits.context_length
+    ]
     if not windows or settings.kv_window_groups == "off":
         return None
-    if obstacle := _obstacle(settings, model):
+    if obstacle := _obstacle(settings, forward):
         log.info("all layers keep the KV of the whole context, because %s", obstacle)
         return None
-    full_bytes, window_bytes = model.kv_bytes_per_group_block(settings.tokens_per_block)
+    full_bytes, window_bytes = forward.layout.bytes_per_group_block(settings.tokens_per_block)
     groups = kv_groups(
         num_blocks,
         full_bytes,
         window_bytes,
-        _window_size(settings, limits, max(window for window in model.sliding_windows if window is not None)),
+        _window_size(settings, limits, max(window for window in forward.layout.sliding_windows if window is not None)),
         num_seats_set=settings.max_num_sequences,
         most_seats=limits.max_num_sequences,
         is_limited=settings.max_tokens_in_paged_kv_cache > 0,
@@ -43,16 +45,16 @@ def choose_kv_groups(
     else:
         log.info(
             "%d layers with sliding windows keep their window: %d KV blocks for %d sequences at most",
-            sum(window is not None for window in model.sliding_windows),
+            sum(window is not None for window in forward.layout.sliding_windows),
             groups.num_window_blocks,
             groups.max_sequences,
         )
     return groups
 
 
-def _obstacle(settings: ExecutorSettings, model: PagedModel) -> str | None:
-    if model.device.type != "cpu" or model.gpu_decoder is not None:
-        return f"windows need a CPU, and the device is {model.device}"
+def _obstacle(settings: ExecutorSettings, forward: Forward) -> str | None:
+    if not forward.has_window_pools:
+        return f"windows need a CPU, and the device is {forward.layout.device}"
     if settings.kv_cache_host_memory_bytes:
         return "kv_cache_host_memory_bytes is set"
     return None

@@ -15,47 +15,34 @@ import socket
 import time
 from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from starlette.applications import Starlette
 
 from inflight.common.http.metrics_page import metrics_route
 from inflight.common.http.port import HttpPort
-from inflight.common.kv_size import KvBudget, KvGroups, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
-from inflight.common.machine import num_available_memory_bytes
-from inflight.common.model_source import ModelSource, load_tokenizer, resolve_model
+from inflight.common.model_source import load_tokenizer
 from inflight.common.process import EXIT_FAILED
 from inflight.common.protocol import PROTOCOL_VERSION
 from inflight.common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals
 from inflight.common.rpc.tls import TlsFiles
-from inflight.common.settings import SettingError
 from inflight.common.telemetry.tracing import Tracing, open_tracing
-from inflight.executor.adapters.folder import AdapterFolder
-from inflight.executor.adapters.store import AdapterStore
-from inflight.executor.adapters.weights import AdapterLimits
-from inflight.executor.attention.flashinfer import NAME as FLASHINFER
-from inflight.executor.attention.gpu_host_tier import staging_bytes
 from inflight.executor.checkpoint.files import GenerationDefaults
-from inflight.executor.checkpoint.shards import WHOLE
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.gc import GarbageCollection
 from inflight.executor.engine.output import EngineOutput
 from inflight.executor.engine.prefill_budget import PrefillBudget
 from inflight.executor.engine.runner import StepRunner
 from inflight.executor.engine.watchdog import watch_engine
-from inflight.executor.kv_groups import choose_kv_groups
+from inflight.executor.loader import Loaded, step_sizes
 from inflight.executor.logits.grammar import GrammarCompiler
-from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
-from inflight.executor.parallel.decoder import ParallelDecoder
 from inflight.executor.parallel.leader import WorkerGroup
-from inflight.executor.ranks import check_devices, check_parallel, load_shard, open_group, threads_per_rank
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.drafting import Drafting
-from inflight.executor.scheduler.limits import InterTokenTargets, KvWindow
-from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.limits import InterTokenTargets
+from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.serving.metrics import executor_metrics
 from inflight.executor.serving.placements import RetentionPolicy
 from inflight.executor.serving.report import policy_proto
@@ -66,9 +53,6 @@ from inflight.executor.settings import ExecutorSettings
 from inflight.executor.speculation.budget import DraftBudget
 from inflight.executor.speculation.choice import choose_proposer
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-
-if TYPE_CHECKING:
-    from inflight.executor.parallel.device_messages import RunnerSizes
 
 log = logging.getLogger(__name__)
 
@@ -83,223 +67,6 @@ BATCHING_PROTO = {
     "inflight": types_pb2.BATCHING_MODE_INFLIGHT,
     "static": types_pb2.BATCHING_MODE_STATIC,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A loaded model, and the sizes of its KV pool and its batches."""
-
-    source: ModelSource
-    model: PagedModel
-    num_blocks: int
-    limits: SchedulerLimits
-    adapters: AdapterStore | None = None
-    group: WorkerGroup | None = None
-
-
-def load_model(settings: ExecutorSettings) -> Loaded:
-    """Starts the other ranks if there are any, loads the model and sizes its KV pool and its steps."""
-    check_parallel(settings)
-    check_devices(settings)
-    group = open_group(settings)
-    try:
-        return _load_model(settings, group)
-    except BaseException:
-        if group is not None:
-            group.close()
-        raise
-
-
-def _load_model(settings: ExecutorSettings, group: WorkerGroup | None) -> Loaded:
-    if settings.max_num_tokens < settings.max_num_sequences:
-        raise SettingError(
-            f"max_num_tokens={settings.max_num_tokens} must be at least max_num_sequences={settings.max_num_sequences}"
-        )
-    torch.set_num_threads(threads_per_rank(settings))
-    began = time.monotonic()
-    source = resolve_model(settings.model)
-    model = load_shard(settings, source, WHOLE if group is None else group.shard, group)
-    model.open_flashinfer(settings.attention_backend)
-    adapters = _adapters(settings, model, group)
-    limits = _scheduler_limits(settings, model)
-    num_blocks = num_kv_blocks(
-        _kv_budget(settings, model, limits, group),
-        settings.tokens_per_block,
-        model.kv_bytes_per_block(settings.tokens_per_block),
-    )
-    groups = choose_kv_groups(settings, model, limits, num_blocks)
-    if groups is None:
-        limits = _with_seats(settings, limits, num_blocks)
-    else:
-        num_blocks, limits = groups.num_blocks, _with_groups(settings, model, limits, groups)
-    limits = replace(limits, num_host_blocks=_num_host_blocks(settings, model, num_blocks, group))
-    model.allocate_kv(num_blocks, settings.tokens_per_block, None if groups is None else groups.num_window_blocks)
-    log.info(
-        "%s on %s (%s, weights %s, KV %s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats%s, "
-        "%s batching",
-        source.name,
-        model.device,
-        model.dtype_name,
-        model.weight_dtype_name,
-        model.kv_cache_dtype_name,
-        model.backend_name,
-        time.monotonic() - began,
-        num_blocks,
-        settings.tokens_per_block,
-        limits.max_num_sequences,
-        "" if settings.max_num_sequences else " (from the size of the KV cache)",
-        settings.batching,
-    )
-    if limits.num_host_blocks:
-        log.info("%d KV blocks of host memory for preempted sequences and evicted prefixes", limits.num_host_blocks)
-    return Loaded(source, model, num_blocks, limits, adapters, group)
-
-
-def _adapters(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup | None) -> AdapterStore | None:
-    """Makes the adapter slots, before the KV pool is sized, and reads the adapters."""
-    if settings.adapter_folder is None:
-        return None
-    what = f"adapter_folder={settings.adapter_folder}"
-    decoder = model.parallel or model.native or model.gpu_decoder
-    if decoder is None:
-        raise SettingError(
-            f"{what} needs a native forward pass, and this model runs with that of transformers on {model.device} "
-            f"({model.backend_name})"
-        )
-    if not settings.adapter_folder.is_dir():
-        raise SettingError(f"{what} is not a folder")
-    num_slots, max_rank = settings.max_adapters, settings.max_adapter_rank
-    num_bytes = num_slots * decoder.adapter_slot_bytes(max_rank)
-    free_bytes = _free_bytes_for_weights(model) if group is None else group.free_bytes_per_rank
-    if free_bytes is not None and num_bytes > free_bytes:
-        raise SettingError(
-            f"max_adapters={num_slots} of max_adapter_rank={max_rank} need {num_bytes} bytes and {free_bytes} are free"
-        )
-    decoder.reserve_adapters(num_slots, max_rank)
-    log.info("%d adapter slots for ranks up to %d take %d bytes", num_slots, max_rank, num_bytes)
-    folder = AdapterFolder(settings.adapter_folder, AdapterLimits(decoder.shape, max_rank))
-    if isinstance(decoder, ParallelDecoder):
-        return AdapterStore(folder, num_slots, decoder.load_adapter)
-    return AdapterStore(folder, num_slots, lambda slot, _, weights: decoder.load_adapter(slot, weights))
-
-
-def _free_bytes_for_weights(model: PagedModel) -> int | None:
-    """Returns the memory that is free on the model's device; None if that is unknown."""
-    if model.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(model.device)[0])
-    return num_available_memory_bytes()
-
-
-def _kv_budget(
-    settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, group: WorkerGroup | None
-) -> KvBudget:
-    if model.device.type == "cuda":
-
-        def free_beside_steps() -> int:
-            used = _working_bytes(settings, model, limits) + _staging_bytes(settings, model)
-            return int(torch.cuda.mem_get_info(model.device)[0]) - used
-
-        if model.gpu_ranks is None:
-            free_bytes = free_beside_steps()
-        else:
-            free_bytes = model.gpu_ranks.least_free_bytes(_runner_sizes(settings, limits), free_beside_steps)
-        fraction = settings.kv_cache_free_gpu_mem_fraction
-    else:
-        free_bytes = _free_bytes(group)
-        fraction = settings.kv_cache_free_host_mem_fraction
-    return KvBudget(settings.max_tokens_in_paged_kv_cache, free_bytes, fraction)
-
-
-def _free_bytes(group: WorkerGroup | None) -> int:
-    """Returns the memory that is free for each rank."""
-    return (num_available_memory_bytes() or 0) if group is None else group.free_bytes_per_rank
-
-
-def _num_host_blocks(settings: ExecutorSettings, model: PagedModel, num_blocks: int, group: WorkerGroup | None) -> int:
-    """Returns the number of host blocks. The pool's own memory counts as free until it is written to, so it is
-    subtracted."""
-    bytes_per_block = model.kv_bytes_per_block(settings.tokens_per_block)
-    free_bytes = _free_bytes(group)
-    if model.device.type == "cpu":
-        free_bytes -= num_blocks * bytes_per_block
-    return num_host_kv_blocks(settings.kv_cache_host_memory_bytes, bytes_per_block, free_bytes)
-
-
-def _staging_bytes(settings: ExecutorSettings, model: PagedModel) -> int:
-    """Returns the GPU memory of the host tier, if there is one."""
-    bytes_per_block = model.kv_bytes_per_block(settings.tokens_per_block)
-    return staging_bytes(bytes_per_block, settings.kv_cache_host_memory_bytes // bytes_per_block)
-
-
-def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits) -> int:
-    """Returns the GPU memory of steps besides the KV. A model computed by transformers uses what the fraction leaves
-    free."""
-    if model.gpu_decoder is None:
-        return 0
-    from inflight.executor.model.gpu_memory import working_bytes  # imports triton, which only this needs
-
-    return working_bytes(
-        model,
-        limits,
-        settings.tokens_per_block,
-        uses_graphs=settings.enable_cuda_graphs,
-        max_graph_tokens=settings.cuda_graph_max_tokens,
-    )
-
-
-def _runner_sizes(settings: ExecutorSettings, limits: SchedulerLimits) -> RunnerSizes:
-    """Returns what the runners of all ranks are made with."""
-    from inflight.executor.parallel.device_messages import RunnerSizes  # imports triton, which only this needs
-
-    return RunnerSizes.of(
-        limits,
-        settings.tokens_per_block,
-        uses_graphs=settings.enable_cuda_graphs,
-        max_graph_tokens=settings.cuda_graph_max_tokens,
-    )
-
-
-def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> SchedulerLimits:
-    """Returns the limits. If the seats are not set, they are the most there can be: the memory that steps take is
-    measured with them, before the KV pool is sized."""
-    max_num_sequences = settings.max_num_sequences or most_seats(model.device.type, settings.max_num_tokens)
-    return SchedulerLimits(
-        max_num_sequences=max_num_sequences,
-        num_standby_sequences=_num_standby(settings, max_num_sequences),
-        max_num_tokens=settings.max_num_tokens,
-        context_length=settings.max_sequence_length or model.description.context_length,
-        enable_chunked_context=settings.enable_chunked_context,
-        batching=Batching(settings.batching),
-        enable_prefix_cache=settings.enable_kv_cache_reuse,
-        policy=SchedulerPolicy(settings.batch_scheduler_policy),
-        max_drafts=0 if settings.speculation == "off" else settings.speculation_max_drafts,
-    )
-
-
-def _with_seats(settings: ExecutorSettings, limits: SchedulerLimits, num_blocks: int) -> SchedulerLimits:
-    """Returns the limits with the seats that the KV pool is likely to fill, unless the setting gives their number."""
-    if settings.max_num_sequences:
-        return limits
-    seats = num_seats(num_blocks, settings.tokens_per_block, limits.context_length, limits.max_num_sequences)
-    return replace(limits, max_num_sequences=seats, num_standby_sequences=_num_standby(settings, seats))
-
-
-def _with_groups(
-    settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, groups: KvGroups
-) -> SchedulerLimits:
-    num_tokens = max(window or 0 for window in model.sliding_windows)
-    return replace(
-        limits,
-        max_num_sequences=groups.num_seats,
-        num_standby_sequences=_num_standby(settings, groups.num_seats),
-        kv_window=KvWindow(num_tokens, groups.num_window_blocks, groups.max_sequences),
-    )
-
-
-def _num_standby(settings: ExecutorSettings, max_num_sequences: int) -> int:
-    """Returns the standby limit. A static batch is filled from a full batch that collected while the previous one
-    ran."""
-    return max_num_sequences if settings.batching == "static" else settings.num_standby_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,28 +229,8 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
     """Returns the runner of the model's steps. A GPU is driven from the engine's thread, a CPU model runs on its own
     thread."""
     model = loaded.model
-    if model.gpu_decoder is None:
-        return ModelRunner(model, loaded.limits, settings.tokens_per_block)
-    from inflight.executor.gpu.runner import GpuRunner  # imports triton, which only this needs
-
-    if model.gpu_ranks is not None:
-        model.gpu_ranks.start_runners(_runner_sizes(settings, loaded.limits))
-    runner = GpuRunner(
-        model.gpu_decoder,
-        model.kv,
-        loaded.limits,
-        settings.tokens_per_block,
-        uses_graphs=settings.enable_cuda_graphs,
-        max_graph_tokens=settings.cuda_graph_max_tokens,
-        flashinfer=model.flashinfer,
-        followers=model.gpu_ranks,
-    )
-    runner.prepare()
-    if runner.uses_flashinfer:
-        model.backend_name = FLASHINFER
-    else:
-        model.flashinfer = None
-    return runner
+    runner = model.forward.start_runner(model.kv, step_sizes(settings, loaded.limits))
+    return runner or ModelRunner(model, loaded.limits, settings.tokens_per_block)
 
 
 def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
@@ -512,10 +259,10 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         default_sampling=_default_sampling(model.defaults),
         batching=BATCHING_PROTO[settings.batching],
         scheduler_policy=policy_proto(limits),
-        backend=loaded.model.backend_name,
-        dtype=loaded.model.dtype_name,
-        weight_dtype=loaded.model.weight_dtype_name,
-        kv_cache_dtype=loaded.model.kv_cache_dtype_name,
+        backend=loaded.model.forward.backend_name,
+        dtype=model.dtype,
+        weight_dtype=model.weight_dtype,
+        kv_cache_dtype=model.kv_cache_dtype,
         device=str(loaded.model.device),
         host_blocks=limits.num_host_blocks,
         num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -17,7 +16,10 @@ from inflight.common.model_source import ModelSource, resolve_model
 from inflight.common.settings import ENV_PREFIX, SettingError
 from inflight.executor.attention.cpu import CpuAttention
 from inflight.executor.checkpoint.shards import Shard
-from inflight.executor.model.model import PagedModel, choose_device
+from inflight.executor.device import choose_device
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
+from inflight.executor.model.model import PagedModel
 from inflight.executor.parallel.cpu_shard import CpuShard
 from inflight.executor.parallel.leader import GroupSettings, WorkerGroup
 from inflight.executor.parallel.member import Executes, Member, Welcome
@@ -100,7 +102,7 @@ def open_group(settings: ExecutorSettings) -> WorkerGroup | None:
 
 def load_shard(settings: ExecutorSettings, source: ModelSource, shard: Shard, group: WorkerGroup | None) -> PagedModel:
     """Loads a rank's part of the model, or without other ranks all of it."""
-    return PagedModel.load(
+    return load_model(
         source,
         dtype_name=settings.dtype,
         backend_name=settings.attention_backend,
@@ -128,7 +130,7 @@ def run_worker(settings: ExecutorSettings) -> int:
     member = Member(Shard(rank, settings.tensor_parallel_size), settings.tensor_parallel_leader)
     try:
         model = load_shard(settings, resolve_model(settings.model), member.shard, None)
-        member.serve(model.hello(rank), lambda welcome: _start_shard(settings, model, member, welcome))
+        member.serve(model.description.hello(rank), lambda welcome: _start_shard(settings, model, member, welcome))
     except Exception as error:
         member.fail(error)
         raise
@@ -137,15 +139,17 @@ def run_worker(settings: ExecutorSettings) -> int:
 
 def _start_shard(settings: ExecutorSettings, model: PagedModel, member: Member, welcome: Welcome) -> Executes:
     """Connects a worker's part of the model with the other ranks."""
-    if model.gpu_decoder is not None:
-        from inflight.executor.model.gpu_memory import free_bytes_beside_steps  # imports triton, which only this needs
-        from inflight.executor.parallel.gpu_shard import GpuShard
+    forward = model.forward
+    if isinstance(forward, NativeForward):
+        assert isinstance(forward.layout.backend, CpuAttention)
+        exchange = member.open_exchange(welcome, forward.layout.backend.library)
+        return CpuShard(model, forward.decoder, exchange, settings.adapter_folder, member.reply)
+    from inflight.executor.forward.gpu import GpuForward  # imports triton, which only this needs
+    from inflight.executor.parallel.gpu_shard import GpuShard
 
-        ranks = member.open_device_exchange(welcome, model.device)
-        return GpuShard(model, model.gpu_decoder, ranks, partial(free_bytes_beside_steps, model))
-    assert model.native is not None and isinstance(model.backend, CpuAttention)
-    exchange = member.open_exchange(welcome, model.backend.library)
-    return CpuShard(model, model.native, exchange, settings.adapter_folder, member.reply)
+    assert isinstance(forward, GpuForward)
+    ranks = member.open_device_exchange(welcome, model.device)
+    return GpuShard(model, forward.decoder, ranks, lambda sizes: forward.free_device_bytes(sizes) or 0)
 
 
 def _environment(settings: ExecutorSettings) -> Mapping[str, str]:

@@ -10,6 +10,8 @@ import torch
 
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import resolve_model
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import Sampling, Stopping
 from inflight.executor.scheduler.sequence import Sequence as TokenSequence
@@ -45,14 +47,14 @@ def load_native_model(options: argparse.Namespace, weight_dtype: str) -> PagedMo
     """Loads the model that the flags of `cpu_parser` name, for every core. Prints why if it has no native forward
     pass."""
     torch.set_num_threads(num_usable_cores())
-    model = PagedModel.load(
+    model = load_model(
         resolve_model(options.model),
         dtype_name=options.dtype,
         weight_dtype=weight_dtype,
         instructions=options.cpu_isa,
         backend_name="cpu",
     )
-    if model.native is None:
+    if not isinstance(model.forward, NativeForward):
         print("this model has no forward pass of our own", file=sys.stderr)
         return None
     return model

@@ -23,6 +23,7 @@ from inflight.cli.doctor import processor
 from inflight.common.machine import num_usable_cores
 from inflight.executor.checkpoint.decoder_weights import DecoderShape
 from inflight.executor.cpu.decoder import PARTS, NativeDecoder
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import StepBatch, pack
@@ -147,8 +148,8 @@ def measure_steps(
     The median wall time, and under the name with `TASKS` the least processor time per thread.
     """
     for model in models:
-        assert model.native is not None
-        model.native.processor_seconds = np.zeros(len(PARTS))
+        assert isinstance(model.forward, NativeForward)
+        model.forward.decoder.processor_seconds = np.zeros(len(PARTS))
         model.allocate_kv(max(_all_blocks_of(shape) for shape in shapes), BLOCK_SIZE)
         for kv in model.kv:
             kv.keys.fill_(0.01)
@@ -163,8 +164,9 @@ def measure_steps(
 
 
 def _part_times(model: PagedModel, batch: StepBatch) -> Times:
-    native = model.native
-    assert native is not None and native.processor_seconds is not None
+    assert isinstance(model.forward, NativeForward)
+    native = model.forward.decoder
+    assert native.processor_seconds is not None
     before, began, cpu_began = native.part_seconds.copy(), time.perf_counter(), time.process_time()
     native.processor_seconds[:] = 0
     native.greedy(batch, model.kv)
@@ -237,16 +239,17 @@ def main(argv: Sequence[str]) -> int:
     loaded = [model for model in models if model is not None]
     if len(loaded) < len(models):
         return 1
-    native = loaded[0].native
-    assert native is not None
-    limits = measure_limits(native, loaded[0].dtype)
+    forward = loaded[0].forward
+    assert isinstance(forward, NativeForward)
+    native, dtype = forward.decoder, forward.layout.dtype
+    limits = measure_limits(native, dtype)
     measured = measure_steps(loaded, (*SHAPES, *CHUNKS), options.rounds)
-    print(f"- {processor().text}\n- {loaded[0].dtype_name}; {loaded[0].backend_reason}")
+    print(f"- {processor().text}\n- {loaded[0].description.dtype}; {loaded[0].description.backend_reason}")
     print(f"- reading memory: {limits.bytes_per_s / 1e9:.1f} GB/s, large matrix product: ", end="")
     print(f"{limits.operations_per_s / 1e12:.2f} TFLOP/s, in int8: {limits.int8_operations_per_s / 1e12:.2f}\n")
     for place, shape in enumerate((*SHAPES, *CHUNKS)):
         for weight_type, of_model in zip(weight_types, measured, strict=True):
-            works = part_works(native.form.shape, shape, loaded[0].dtype.itemsize, weight_type == "int8")
+            works = part_works(native.form.shape, shape, dtype.itemsize, weight_type == "int8")
             print(f"## {shape}, weights: {weight_type}\n\n{table_of(of_model[place], works, limits).markdown()}\n")
     return 0
 

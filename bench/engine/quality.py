@@ -35,6 +35,7 @@ from inflight.bench.report.table import Table, shown
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
 from inflight.executor.entry import SPIN_COUNT
+from inflight.executor.model.loader import load_model
 
 if TYPE_CHECKING:
     from inflight.bench.engine.teacher_forcing import Predictions
@@ -92,7 +93,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way of computing: what `PagedModel.load` is told beside the model."""
+    """A way of computing: what `load_model` is told beside the model."""
 
     name: str
     load_arguments: Mapping[str, Any]
@@ -222,9 +223,8 @@ def _tell(name: str, figures: Agreement) -> None:
 
 
 def _load(source: ModelSource, variant: Variant) -> PagedModel:
-    from inflight.executor.model.model import PagedModel
 
-    return PagedModel.load(source, **variant.load_arguments)
+    return load_model(source, **variant.load_arguments)
 
 
 def _long_prompts(

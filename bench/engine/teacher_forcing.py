@@ -86,7 +86,7 @@ def _steps(
         going = [(i, some) for i, some in enumerate(sequences) if start < some.num_tokens - 1]
         rows = [PlanRow(some, start, min(chunk_tokens, some.num_tokens - 1 - start), samples=True) for _, some in going]
         batch = pack(StepPlan.of(rows), BLOCK_SIZE)
-        logits = model.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)))
+        logits = model.logits(replace(batch, logit_rows=torch.arange(batch.num_tokens)))
         of_rows = logits.split([row.num_tokens for row in rows])
         for (i, _), row_logits in zip(going, of_rows, strict=True):
             yield i, start, row_logits

@@ -16,7 +16,7 @@ from inflight.cli.main import main as run_inflight
 
 if TYPE_CHECKING:  # a router, too, is started this way, and needs none of this
     from inflight.executor.engine.runner import PendingStep, StepRunner
-    from inflight.executor.main import Loaded
+    from inflight.executor.loader import Loaded
     from inflight.executor.scheduler.sequence import StepPlan
     from inflight.executor.settings import ExecutorSettings
 

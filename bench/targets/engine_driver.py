@@ -18,7 +18,8 @@ from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.gc import GarbageCollection
 from inflight.executor.engine.output import EngineOutput
 from inflight.executor.engine.prefill_budget import PrefillBudget
-from inflight.executor.main import Loaded, load_model, make_drafting, start_runner
+from inflight.executor.loader import Loaded, load_executor
+from inflight.executor.main import make_drafting, start_runner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
@@ -80,7 +81,7 @@ class OwnEngine:
 
     def __init__(self, setup: Setup) -> None:
         settings = _settings(setup)
-        loaded = load_model(settings)
+        loaded = load_executor(settings)
         self._outputs: queue.SimpleQueue[tuple[float, EngineOutput]] = queue.SimpleQueue()
         self._died: BaseException | None = None
         self._admission = _Admission(loaded, settings)
@@ -104,9 +105,9 @@ class OwnEngine:
         self._times = self._times_before = DeviceTimes(0, 0.0, 0.0)
         self._words = {
             "engine": "inflight, the executor's engine alone",
-            "backend": loaded.model.backend_name,
-            "dtype": loaded.model.dtype_name,
-            "weights": loaded.model.weight_dtype_name,
+            "backend": loaded.model.forward.backend_name,
+            "dtype": loaded.model.description.dtype,
+            "weights": loaded.model.description.weight_dtype,
         }
 
     def describe(self) -> dict[str, str]:

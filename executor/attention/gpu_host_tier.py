@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inflight.common.settings import SettingError
 from inflight.executor.attention.backend import LayerKv
+from inflight.executor.device import to_device
 from inflight.executor.native.memory import huge_zeros
 
 # Device memory for blocks in transit. Large enough for the link's full speed, small beside a pool.
@@ -70,9 +71,8 @@ class GpuHostTier:
             yield pairs[first : first + most]
 
     def _blocks_of(self, pairs: Pairs) -> Tensor:
-        """Returns the device blocks, on the device. A copy from memory that is not pinned would make the host wait."""
-        blocks = torch.tensor([block for _, block in pairs], pin_memory=self._device.type == "cuda")
-        return blocks.to(self._device, non_blocking=True)
+        """Returns the device blocks, on the device."""
+        return to_device(torch.tensor([block for _, block in pairs]), self._device)
 
 
 def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inflight.common.kv_size import numbers_of_ranks
+from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
+from inflight.common.layer_sizes import PART_COLUMNS, PART_INNER_COLUMNS, columns_of_rank
 from inflight.executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
 from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
-
-# `PART_COLUMNS` and `PART_INNER_COLUMNS` of decoder.h.
-PART_COLUMNS = 32
-PART_INNER_COLUMNS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class Shard:
         empty."""
         if self.num_ranks == 1:
             return slice(0, count)
-        part = -(-count // (self.num_ranks * multiple)) * multiple
+        part = columns_of_rank(count, self.num_ranks, multiple)
         first = min(count, self.rank * part)
         return slice(first, min(count, first + part))
 
@@ -55,7 +52,7 @@ class Shard:
 
     def num_kv_heads(self, of_all: int) -> int:
         """Returns the KV heads that a rank has, of a model with so many."""
-        return max(1, of_all // self.num_ranks)
+        return kv_heads_of_rank(of_all, self.num_ranks)
 
     def embedding(self, weights: DecoderWeights) -> Tensor:
         """Returns the columns of the embedding `[vocabulary, columns]`."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass
 from typing import Protocol
 
+from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
 # Returned by a device for a row without a usable logit. If it, or `ALL_EXCLUDED`, is carried into the next step, it
@@ -78,6 +80,17 @@ class FailedStep:
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         return NO_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a runner has to make room for, and which of its steps on a GPU have CUDA graphs: all of decodes alone, and
+    others up to `max_graph_tokens`."""
+
+    limits: SchedulerLimits
+    block_size: int
+    uses_graphs: bool
+    max_graph_tokens: int
 
 
 class StepRunner(Protocol):

@@ -12,11 +12,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from inflight.common.layer_sizes import LayerSizes, gpu_adapter_rank, gpu_adapter_slot_bytes
 from inflight.executor.adapters.weights import AdapterMatrix, AdapterWeights
 from inflight.executor.checkpoint.decoder_weights import DecoderShape
 from inflight.executor.gpu.row_groups import TILE_ROWS, RowGroups
 from inflight.executor.kernels.adapters import expand_kernel, shrink_kernel
-from inflight.executor.kernels.tiling import MIN_ROWS, power_of_two
 
 MAX_TILE_RANKS = 64
 TILE_INPUTS = 64
@@ -70,7 +70,7 @@ class AdapterSlots:
         self, shape: DecoderShape, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_slots = num_slots
-        self._max_rank, self._rank = max_rank, padded_rank(max_rank)
+        self._max_rank, self._rank = max_rank, gpu_adapter_rank(max_rank)
         self.sizes = _sizes(shape)
         self._a, self._b = (
             [[torch.zeros(num_slots, *of(size, self._rank), dtype=dtype, device=device) for size in self.sizes]
@@ -132,16 +132,11 @@ class AdapterSlots:
         )
 
 
-def padded_rank(max_rank: int) -> int:
-    """Returns the rank of a slot: a power of two, and as large as matrix instructions need."""
-    return max(MIN_ROWS, power_of_two(max_rank))
-
-
 def slot_bytes(shape: DecoderShape, max_rank: int, dtype: torch.dtype) -> int:
     """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
-    rank = padded_rank(max_rank)
-    numbers = sum(rank * (size.num_parts * size.num_inputs + size.num_outputs) for size in _sizes(shape))
-    return shape.num_layers * numbers * dtype.itemsize
+    attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = LayerSizes(shape.hidden_size, attention, kv, shape.intermediate_size)
+    return gpu_adapter_slot_bytes(shape.num_layers, sizes, max_rank, dtype.itemsize)
 
 
 def _sizes(shape: DecoderShape) -> tuple[ProductSize, ...]:

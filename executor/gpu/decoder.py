@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inflight.common.layer_sizes import PART_COLUMNS, PART_INNER_COLUMNS
 from inflight.common.model_source import ModelError
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.attention.backend import AttentionBackend, LayerKv, Scoring, StepAttention
@@ -31,7 +32,7 @@ from inflight.executor.checkpoint.decoder_weights import (
 )
 from inflight.executor.checkpoint.fp8_weight import Fp8Weight
 from inflight.executor.checkpoint.quantized_weight import Matrix
-from inflight.executor.checkpoint.shards import PART_COLUMNS, PART_INNER_COLUMNS, WHOLE, Shard
+from inflight.executor.checkpoint.shards import WHOLE, Shard
 from inflight.executor.gpu.adapters import AdapterSlots, Product, slot_bytes
 from inflight.executor.gpu.layers import (
     Fp8Rows,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from inflight.executor.device import StepTimer, host_zeros
 from inflight.executor.engine.runner import token_ids_of
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, TokenLogprobs
 from inflight.executor.step.logprobs import StepLogprobs
@@ -19,8 +19,7 @@ class ReadBack:
     """Host buffers for sampled ids. At most as many steps as buffers may be in flight."""
 
     def __init__(self, num_buffers: int, num_ids: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._free = deque(torch.zeros(num_ids, dtype=torch.int32, pin_memory=is_cuda) for _ in range(num_buffers))
+        self._free = deque(host_zeros(num_ids, device) for _ in range(num_buffers))
 
     def start(self, sampled_ids: Tensor) -> Tensor:
         """Starts the copy and returns its target."""
@@ -31,54 +30,6 @@ class ReadBack:
     def give_back(self, on_host: Tensor) -> None:
         """Returns a buffer whose content was read."""
         self._free.append(on_host)
-
-
-class StepTimer:
-    """Begin and end of a step on the GPU, by events in its stream; on a CPU by the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.began_s = time.perf_counter()
-        is_cuda = device.type == "cuda"
-        self._began = torch.cuda.Event(enable_timing=True) if is_cuda else None
-        # Blocking: a waiting thread sleeps and leaves the core to others.
-        self._ended = torch.cuda.Event(enable_timing=True, blocking=True) if is_cuda else None
-        self._copied: torch.cuda.Event | None = None
-        self._copied_s = self._ended_s = self.began_s
-        if self._began is not None:
-            self._began.record()
-
-    def copied(self) -> None:
-        """Marks the end of the copies between device and host memory."""
-        self._copied_s = time.perf_counter()
-        if self._began is not None:
-            self._copied = torch.cuda.Event(enable_timing=True)
-            self._copied.record()
-
-    def copies_took_s(self) -> float:
-        """Returns the seconds that the copies took, 0 without any. Must be called after `wait`."""
-        if self._began is None:
-            return self._copied_s - self.began_s
-        return 0.0 if self._copied is None else self._began.elapsed_time(self._copied) / 1000
-
-    def stop(self) -> None:
-        """Marks the end of the launch."""
-        self._ended_s = time.perf_counter()
-        if self._ended is not None:
-            self._ended.record()
-
-    def wait(self, not_before_s: float) -> float:
-        """Waits for the end and returns its time. The step cannot have begun before the previous one ended.
-
-        If the step is over already, its end is computed from its duration.
-        """
-        if self._began is None or self._ended is None:
-            return self._ended_s
-        was_over = self._ended.query()
-        self._ended.synchronize()
-        if not was_over:
-            return time.perf_counter()
-        took_s: float = self._began.elapsed_time(self._ended) / 1000
-        return min(time.perf_counter(), max(self.began_s, not_before_s) + took_s)
 
 
 class GpuStep:

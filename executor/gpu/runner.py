@@ -22,24 +22,25 @@ from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from inflight.executor.attention.backend import LayerKv, StepAttention
 from inflight.executor.attention.flashinfer import FlashInfer
 from inflight.executor.attention.gpu_host_tier import GpuHostTier
+from inflight.executor.device import StepTimer
 from inflight.executor.engine.runner import DeviceLostError, PendingStep
 from inflight.executor.gpu.decoder import GpuDecoder
 from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
 from inflight.executor.gpu.graph_check import AttentionCheck, GraphCheck
 from inflight.executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
 from inflight.executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
-from inflight.executor.gpu.pending import GpuStep, ReadBack, StepTimer
+from inflight.executor.gpu.pending import GpuStep, ReadBack
 from inflight.executor.gpu.processing import Processing, name_excluded
 from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout, Words
 from inflight.executor.gpu.table_entries import NO_ENTRIES, TableEntries, TableFollower
-from inflight.executor.logits.grammar import MaskFiller
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import StepPlan
-from inflight.executor.step.batch import StepBatch, StepPacker
+from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.inputs import StepInputs
 from inflight.executor.step.logprobs import StepLogprobs, step_logprobs
 from inflight.executor.step.sampling import UNRESTRICTED
-from inflight.executor.step.sampling_columns import SamplingBatch, SamplingColumns
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +101,8 @@ class GpuRunner:
         num_seats, max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
         self._device = decoder.head.device
         self._limits = limits
-        self._packer = StepPacker(num_seats, max_blocks, block_size)
         self._vocabulary_size = decoder.shape.vocabulary_size
-        self._columns = SamplingColumns(num_seats, self._vocabulary_size)
+        self._inputs = StepInputs(limits, block_size, self._vocabulary_size)
         self._follower = TableFollower(num_seats, max_blocks)
         most_logits = limits.max_num_yields
         if capture_graphs is None and self._device.type == "cuda":
@@ -123,7 +123,6 @@ class GpuRunner:
             self._step, limits.max_num_sequences, mixed_buckets(most_states, limits.max_num_sequences)
         )
         self._processing = Processing(self._device, self._vocabulary_size, limits.context_length, most_logits)
-        self._masks = MaskFiller(torch.get_num_threads())
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
         self._newest: GpuStep | None = None
@@ -164,14 +163,13 @@ class GpuRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         if self._newest is not None and not self._newest.allows_next:
             raise RuntimeError("a step was launched before tokens were read that its rows depend on")
-        batch = self._packer.pack(plan)
         entries = self._follower.follow(plan)
-        sampling = self._columns.select(plan, batch)
+        batch, sampling = self._inputs.pack(plan)
         form = self._graphed.form_of(batch, sampling.num_rows)
         timer = StepTimer(self._device)
         # The masks are filled while the device computes.
         constrained = sampling.constrained()
-        are_filled = self._masks.start(constrained) if constrained else None
+        are_filled = self._inputs.masks.start(constrained) if constrained else None
         try:
             with torch.inference_mode():
                 # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
@@ -221,7 +219,7 @@ class GpuRunner:
 
     def close(self) -> None:
         """Waits for the launched steps."""
-        self._masks.close()
+        self._inputs.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

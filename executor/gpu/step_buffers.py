@@ -13,6 +13,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from inflight.executor.device import host_zeros, mark
 from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.gpu.sampling import DrawRows
 from inflight.executor.gpu.step_layout import ALIGNMENT_WORDS, FLOAT_FIELDS, StepLayout, Words
@@ -34,8 +35,7 @@ class HostRing:
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         self._device = device
-        is_cuda = device.type == "cuda"
-        self._buffers = [torch.zeros(num_words, dtype=torch.int32, pin_memory=is_cuda) for _ in range(RING)]
+        self._buffers = [host_zeros(num_words, device) for _ in range(RING)]
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
 
@@ -50,10 +50,7 @@ class HostRing:
     def copy_to(self, target: Tensor, num_words: int) -> None:
         """Copies the first words of the buffer taken last."""
         target[:num_words].copy_(self._buffers[self._next][:num_words], non_blocking=True)
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-            self._copied[self._next] = event
+        self._copied[self._next] = mark(self._device)
         self._next = (self._next + 1) % RING
 
 

@@ -31,14 +31,15 @@ class DeviceExchange:
 
     def __init__(self, store: Store, shard: Shard, device: torch.device) -> None:
         self._num_ranks, self._device = shard.num_ranks, device
+        self._has_nccl = device.type == "cuda"
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if self._has_nccl else "gloo",
             store=store,
             rank=shard.rank,
             world_size=shard.num_ranks,
             timeout=timedelta(seconds=TIMEOUT_S),
             # Connects at once, not in the first exchange, which may be in a capture.
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if self._has_nccl else None,
         )
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -57,12 +58,12 @@ class DeviceExchange:
 
     def abandon(self) -> None:
         """Lets kernels that wait for other ranks end, from another thread. What they yield has no meaning."""
-        if self._device.type == "cuda":
+        if self._has_nccl:
             threading.Thread(target=_abort, name="abort", daemon=True).start()
 
     def close(self) -> None:
         """Ends the exchange, without waiting for the other ranks."""
-        if self._device.type == "cuda":
+        if self._has_nccl:
             _abort()
         else:
             dist.destroy_process_group()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Self
 
 import numpy as np
 
+from inflight.executor.engine.runner import StepSizes
 from inflight.executor.gpu.device_step import StepForm
 from inflight.executor.gpu.graphs import Bucket
 from inflight.executor.gpu.runner import FollowedStep
@@ -17,55 +16,31 @@ from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 NUM_UPLOAD_SIZES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerSizes:
-    """The sizes that a runner is made with, which must be those of the leader's."""
+# The limits that runners are made with, which must be those of the leader's. Only the leader schedules.
+LIMITS_OF_RUNNERS = ("max_num_sequences", "max_num_tokens", "context_length", "enable_chunked_context", "max_drafts")
 
-    max_num_sequences: int
-    max_num_tokens: int
-    context_length: int
-    enable_chunked_context: bool
-    max_drafts: int
-    block_size: int
-    uses_graphs: bool
-    max_graph_tokens: int
 
-    @classmethod
-    def of(cls, limits: SchedulerLimits, block_size: int, *, uses_graphs: bool, max_graph_tokens: int) -> Self:
-        """Returns those of the leader's runner."""
-        return cls(
-            max_num_sequences=limits.max_num_sequences,
-            max_num_tokens=limits.max_num_tokens,
-            context_length=limits.context_length,
-            enable_chunked_context=limits.enable_chunked_context,
-            max_drafts=limits.max_drafts,
-            block_size=block_size,
-            uses_graphs=uses_graphs,
-            max_graph_tokens=max_graph_tokens,
-        )
+def pack_sizes(sizes: StepSizes) -> bytes:
+    """Returns the sizes of runners as a message."""
+    content = {
+        **{name: getattr(sizes.limits, name) for name in LIMITS_OF_RUNNERS},
+        "block_size": sizes.block_size,
+        "uses_graphs": sizes.uses_graphs,
+        "max_graph_tokens": sizes.max_graph_tokens,
+    }
+    return json.dumps(content).encode()
 
-    @property
-    def limits(self) -> SchedulerLimits:
-        """Limits with these sizes. Only the leader schedules."""
-        return SchedulerLimits(
-            max_num_sequences=self.max_num_sequences,
-            num_standby_sequences=0,
-            max_num_tokens=self.max_num_tokens,
-            context_length=self.context_length,
-            enable_chunked_context=self.enable_chunked_context,
-            batching=Batching.INFLIGHT,
-            enable_prefix_cache=False,
-            max_drafts=self.max_drafts,
-        )
 
-    def pack(self) -> bytes:
-        """Returns the content of a message."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def parse(cls, content: bytes) -> Self:
-        """Reads the content of a message."""
-        return cls(**json.loads(content))
+def unpack_sizes(content: bytes) -> StepSizes:
+    """Returns the sizes of a message."""
+    values = json.loads(content)
+    limits = SchedulerLimits(
+        **{name: values.pop(name) for name in LIMITS_OF_RUNNERS},
+        num_standby_sequences=0,
+        batching=Batching.INFLIGHT,
+        enable_prefix_cache=False,
+    )
+    return StepSizes(limits, **values)
 
 
 def pack_upload(words: Words, first: int, count: int) -> bytes:

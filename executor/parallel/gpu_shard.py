@@ -9,10 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from inflight.executor.attention.backend import LayerKv
+from inflight.executor.engine.runner import StepSizes
 from inflight.executor.gpu.decoder import GpuDecoder
 from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.parallel.device_exchange import DeviceExchange
-from inflight.executor.parallel.device_messages import RunnerSizes, unpack_launch, unpack_upload
+from inflight.executor.parallel.device_messages import unpack_launch, unpack_sizes, unpack_upload
 from inflight.executor.parallel.messages import Kind, unpack_step
 from inflight.executor.step.batch import StepBatch
 
@@ -25,7 +26,7 @@ class GpuModel(Protocol):
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None: ...
 
-    def forward(self, batch: StepBatch) -> Tensor: ...
+    def logits(self, batch: StepBatch) -> Tensor: ...
 
 
 class GpuShard:
@@ -33,7 +34,7 @@ class GpuShard:
     beside steps of some sizes."""
 
     def __init__(
-        self, model: GpuModel, decoder: GpuDecoder, exchange: DeviceExchange, measure: Callable[[RunnerSizes], int]
+        self, model: GpuModel, decoder: GpuDecoder, exchange: DeviceExchange, measure: Callable[[StepSizes], int]
     ) -> None:
         decoder.ranks = exchange
         self._model, self._decoder, self._exchange, self._measure = model, decoder, exchange, measure
@@ -44,11 +45,11 @@ class GpuShard:
         if kind is Kind.ALLOCATE:
             self._model.allocate_kv(**json.loads(content))
         elif kind is Kind.STEP:
-            self._model.forward(unpack_step(content)[1])
+            self._model.logits(unpack_step(content)[1])
         elif kind is Kind.MEASURE:
-            self._exchange.least(self._measure(RunnerSizes.parse(content)))
+            self._exchange.least(self._measure(unpack_sizes(content)))
         elif kind is Kind.RUNNER:
-            self._runner = self._prepared(RunnerSizes.parse(content))
+            self._runner = self._prepared(unpack_sizes(content))
         elif kind is Kind.UPLOAD:
             assert self._runner is not None
             self._runner.receive(*unpack_upload(content))
@@ -56,7 +57,7 @@ class GpuShard:
             assert self._runner is not None
             self._runner.follow(unpack_launch(content))
 
-    def _prepared(self, sizes: RunnerSizes) -> GpuRunner:
+    def _prepared(self, sizes: StepSizes) -> GpuRunner:
         runner = GpuRunner(
             self._decoder,
             self._model.kv,

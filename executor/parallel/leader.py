@@ -145,7 +145,7 @@ class WorkerGroup:
         """Opens the exchange of ranks with a device each, once all have joined."""
         store = self._open_store()
         self._show_life()  # NCCL may take long to connect
-        self._is_connecting = device.type == "cuda"
+        self._is_connecting = self._has_gpus
         self._exchange = exchange = DeviceExchange(store, self.shard, device)
         self._is_connecting = False
         return exchange

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from inflight.executor.device import to_device, to_host
 from inflight.executor.scheduler.sequence import TokenLogprobs
 from inflight.executor.step.sampling import numbers_of
 
@@ -36,7 +37,7 @@ class StepLogprobs:
     def start_copy(self) -> StepLogprobs:
         """Starts the copy to the host. It is complete once the device has reached this point of its stream."""
         columns = (self.chosen, self.ranks, self.top, self.top_ids)
-        return StepLogprobs(self.rows, *(_start_copy(values) for values in columns))
+        return StepLogprobs(self.rows, *(to_host(values) for values in columns))
 
     def read(self) -> dict[int, TokenLogprobs]:
         """Returns the values by row of the logits. Call it on the host, after the copy has ended."""
@@ -55,7 +56,7 @@ def step_logprobs(
     pairs of a row and the number of likeliest tokens that it reports. `chosen_rows` are the rows on the device, if they
     are there already."""
     if chosen_rows is None:
-        chosen_rows = _on_device([row for row, _ in rows], logits.device)
+        chosen_rows = to_device(torch.tensor([row for row, _ in rows]), logits.device)
     some = numbers_of(logits.index_select(0, chosen_rows).float())
     total = _log_sums(some)
     # A row without a usable logit has no id; nothing is reported of it.
@@ -84,21 +85,6 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     return ids
 
 
-def _on_device(numbers: list[int], device: torch.device) -> Tensor:
-    """Copies without waiting for the device. A copy from memory that is not pinned would wait for the steps
-    launched."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers).pin_memory().to(device, non_blocking=True)
-
-
 def _bounded(logprobs: Tensor) -> Tensor:
     """Clamps to 0, since rounding must not make a probability larger than 1, and maps NaN to -inf."""
     return logprobs.nan_to_num(nan=float("-inf"), neginf=float("-inf")).clamp(max=0)
-
-
-def _start_copy(values: Tensor) -> Tensor:
-    if values.device.type != "cuda":
-        return values
-    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return on_host.copy_(values, non_blocking=True)

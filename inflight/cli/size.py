@@ -15,6 +15,7 @@ from inflight.cli.console import EXIT_USAGE, CommandError, open_console
 from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.common.kv_size import MOST_SEATS, most_seats
+from inflight.common.layer_sizes import BYTES_PER_NUMBER
 from inflight.common.model_source import ModelError
 from inflight.common.settings import SettingError
 from inflight.tools.sizing.arithmetic import (
@@ -32,7 +33,6 @@ from inflight.tools.sizing.arithmetic import (
     seats_at_max_utilization,
     seats_without_eviction,
 )
-from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import Row, Sizing, as_values, better_policy, rows, start_flags
 from inflight.tools.sizing.weights import KV_CACHE_DTYPES, WEIGHT_DTYPES

@@ -17,7 +17,7 @@ from tests.support.stack.braked import brake
 
 if TYPE_CHECKING:
     from inflight.executor.engine.runner import PendingStep, StepRunner
-    from inflight.executor.main import Loaded
+    from inflight.executor.loader import Loaded
     from inflight.executor.scheduler.sequence import StepPlan
     from inflight.executor.settings import ExecutorSettings
 

@@ -12,9 +12,10 @@ from inflight.common.model_source import resolve_model
 from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.quantized import MIN_FP8_CAPABILITY
 from inflight.executor.checkpoint.fp8_weight import round_rows
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.layers import linear, rounded_rows
 from inflight.executor.gpu.runner import GpuRunner
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 from tests.kernels.fp8_kv import (
     assert_attends_to_fp8,
     assert_fused_rounding_changes_nothing,
@@ -73,18 +74,18 @@ def test_product_is_that_of_the_rounded_numbers(gpu: torch.device) -> None:
 def test_model_is_loaded_and_its_tokens_do_not_depend_on_graphs(tmp_path: Path) -> None:
     # Loading compares its logits with those of transformers
     folder = save_model(LlamaConfig(**sizes()), tmp_path / "tiny")
-    model = PagedModel.load(
+    model = load_model(
         resolve_model(str(folder)),
         dtype_name="bfloat16",
         device_name="cuda",
         weight_dtype="fp8",
         kv_cache_dtype="fp8",
     )
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     runs = []
     for uses_graphs in (True, False):
-        runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
+        runner = GpuRunner(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
         runner.prepare()
         runs.append(outputs(runner, requests()))
         runner.close()

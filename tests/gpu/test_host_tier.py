@@ -11,7 +11,9 @@ from inflight.common.model_source import resolve_model
 from inflight.executor.attention.backend import KvShape
 from inflight.executor.attention.gpu_host_tier import GpuHostTier
 from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from tests.kernels.test_gpu_decoder import FAMILY
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 def load(folder: Path, backend_name: str) -> PagedModel:
     source = resolve_model(str(folder))
-    model = PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cuda")
+    model = load_model(source, dtype_name="float32", backend_name=backend_name, device_name="cuda")
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     return model
 
@@ -57,11 +59,11 @@ def test_blocks_come_back_elsewhere_bit_for_bit(gpu: torch.device) -> None:
 def test_sequence_goes_on_after_its_blocks_were_away(tmp_path: Path, uses_graphs: bool, num_ahead: int) -> None:
     folder = save_model(FAMILY["llama"], tmp_path / "llama")
     model = load(folder, "triton")
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
 
     def tokens(swap_after: int | None) -> list[int]:
-        assert model.gpu_decoder is not None
-        runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
+        assert isinstance(model.forward, GpuForward)
+        runner = GpuRunner(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
         runner.prepare()
         return greedy_tokens(runner, swap_after=swap_after, num_ahead=num_ahead)
 

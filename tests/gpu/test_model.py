@@ -12,10 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.engine.runner import StepSizes
+from inflight.executor.forward.gpu import GpuForward
+from inflight.executor.forward.gpu_memory import working_bytes
 from inflight.executor.gpu.graphs import Bucket, Graph, capture
 from inflight.executor.gpu.runner import GpuRunner
-from inflight.executor.main import load_model
-from inflight.executor.model.gpu_memory import working_bytes
+from inflight.executor.loader import load_executor
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.settings import ExecutorSettings
@@ -47,9 +50,11 @@ GRAPHS = pytest.mark.parametrize(
 )
 
 
-def load(folder: Path, backend_name: str) -> PagedModel:
-    source = resolve_model(str(folder))
-    model = PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cuda")
+def load(folder: Path, backend_name: str, forward_name: str = "auto") -> PagedModel:
+    source, dtype = resolve_model(str(folder)), "float32"
+    model = load_model(
+        source, dtype_name=dtype, backend_name=backend_name, device_name="cuda", forward_name=forward_name
+    )
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     return model
 
@@ -64,7 +69,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     folder = save_model(FAMILY[name], tmp_path / name)
     network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
     model = load(folder, "auto")
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
 
     together = generate_together(model, PROMPTS, num_tokens=20, chunk_tokens=6)
 
@@ -74,8 +79,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 def test_generic_path_runs_on_the_same_kernels(folder: Path) -> None:
     network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
-    model = load(folder, "triton")
-    model.gpu_decoder = None
+    model = load(folder, "triton", "transformers")
     together = generate_together(model, PROMPTS, num_tokens=10, chunk_tokens=6)
     for output_ids, prompt in zip(together, PROMPTS, strict=True):
         assert_same(output_ids, generate_alone(network, prompt, 10))
@@ -85,15 +89,15 @@ def test_generic_path_runs_on_the_same_kernels(folder: Path) -> None:
 def test_runner_gives_the_tokens_of_the_generic_runner(folder: Path, uses_graphs: bool, max_graph_tokens: int) -> None:
     expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), requests())
     model = load(folder, "triton")
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
     runner = graph_runner(model, uses_graphs, max_graph_tokens)
     runner.prepare()
     assert outputs(runner, requests()) == expected
 
 
 def graph_runner(model: PagedModel, uses_graphs: bool, max_graph_tokens: int) -> GpuRunner:
-    assert model.gpu_decoder is not None
-    sizes = (model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    assert isinstance(model.forward, GpuForward)
+    sizes = (model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE)
     return GpuRunner(*sizes, uses_graphs=uses_graphs, max_graph_tokens=max_graph_tokens)
 
 
@@ -102,7 +106,7 @@ def test_changed_rows_are_those_of_the_generic_runner(folder: Path, uses_graphs:
     expected, ours = changed_requests(), changed_requests()
     outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), expected)
     model = load(folder, "triton")
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
     runner = graph_runner(model, uses_graphs, max_graph_tokens)
     runner.prepare()
     outputs(runner, ours)
@@ -118,8 +122,8 @@ def test_tokens_do_not_depend_on_drafts(folders: Mapping[str, Path], kind: str) 
 def test_graph_of_freed_memory_is_refused(folder: Path) -> None:
     # Given graphs that were captured for the keys and values of another pool
     model = load(folder, "triton")
-    decoder, old_kv = model.gpu_decoder, model.kv
-    assert decoder is not None
+    assert isinstance(model.forward, GpuForward)
+    decoder, old_kv = model.forward.decoder, model.kv
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     runner = GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE)
     new_kv, runner._step.kv = runner._step.kv, old_kv
@@ -136,8 +140,8 @@ def test_graph_of_freed_memory_is_refused(folder: Path) -> None:
 
 def test_times_of_a_step_do_not_overlap_those_of_the_next(folder: Path) -> None:
     model = load(folder, "triton")
-    assert model.gpu_decoder is not None
-    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    assert isinstance(model.forward, GpuForward)
+    runner = GpuRunner(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE)
     runner.prepare()
     outputs(runner, requests()[:1])
     newest = runner._newest
@@ -147,16 +151,19 @@ def test_times_of_a_step_do_not_overlap_those_of_the_next(folder: Path) -> None:
 
 def test_pool_leaves_room_for_what_steps_take(folder: Path) -> None:
     settings = ExecutorSettings(model=str(folder), device="cuda", max_num_sequences=8, max_num_tokens=64)
-    loaded = load_model(settings)
+    loaded = load_executor(settings)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    assert loaded.num_blocks * loaded.model.kv_bytes_per_block(settings.tokens_per_block) > 0.5 * total_bytes * 0.9
+    assert (
+        loaded.num_blocks * loaded.model.forward.layout.bytes_per_block(settings.tokens_per_block)
+        > 0.5 * total_bytes * 0.9
+    )
     assert free_bytes > 0
     model = load(folder, "triton")
+    assert isinstance(model.forward, GpuForward)
     without, decodes, mixed = (
-        working_bytes(model, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs, max_graph_tokens=max_graph_tokens)
-        for uses_graphs, max_graph_tokens in ((False, MOST_TOKENS), (True, 0), (True, MOST_TOKENS))
+        working_bytes(model.forward.decoder, model.forward.layout, StepSizes(LIMITS, BLOCK_SIZE, *graphs))
+        for graphs in ((False, MOST_TOKENS), (True, 0), (True, MOST_TOKENS))
     )
     # A tiny model's steps fit into memory that torch has reserved before; a graph has a pool of its own.
     assert 0 <= without <= decodes <= mixed
     assert mixed > 0
-    assert model.kv == ()

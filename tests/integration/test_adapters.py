@@ -10,7 +10,8 @@ import pytest
 from transformers import LlamaConfig
 
 from inflight.common.settings import SettingError
-from inflight.executor.main import Parts, load_model
+from inflight.executor.loader import load_executor
+from inflight.executor.main import Parts
 from inflight.executor.serving.metrics import executor_metrics
 from inflight.executor.settings import ExecutorSettings
 from inflight.v1 import executor_pb2, types_pb2
@@ -152,4 +153,4 @@ async def test_executor_without_adapters_rejects_them(base: Path) -> None:
 def test_forward_pass_of_transformers_refuses_an_adapter_folder(base: Path, tmp_path: Path) -> None:
     settings = ExecutorSettings(model=str(base), device="cpu", forward="transformers", adapter_folder=tmp_path)
     with torch_threads(2), pytest.raises(SettingError, match="needs a native forward pass"):
-        load_model(settings)
+        load_executor(settings)

@@ -12,7 +12,8 @@ import pytest
 from inflight.common.process import EXIT_FAILED
 from inflight.executor import main
 from inflight.executor.engine.runner import PendingStep
-from inflight.executor.main import Loaded, run_executor
+from inflight.executor.loader import Loaded
+from inflight.executor.main import run_executor
 from inflight.executor.scheduler.sequence import StepPlan, TokenLogprobs
 from inflight.executor.serving.service import ExecutorService, Identity
 from inflight.executor.serving.submission import SubmissionLimits

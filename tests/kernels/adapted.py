@@ -14,9 +14,11 @@ from inflight.common.model_source import resolve_model
 from inflight.executor.adapters.peft_files import parse, read_files
 from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights
 from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.adapters import PARTS, AdapterSlots, Product
 from inflight.executor.gpu.decoder import GpuDecoder
 from inflight.executor.gpu.row_groups import RowGroups
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
 from inflight.executor.step.batch import StepBatch, pack
@@ -135,11 +137,11 @@ def load_adapters(decoder: Any, files: list[Path]) -> None:
 def load_adapted(base: Path, files: list[Path], device_name: str, num_blocks: int) -> tuple[PagedModel, GpuDecoder]:
     """A model with its GPU forward pass, three adapters and KV."""
     source = resolve_model(str(base))
-    model = PagedModel.load(source, dtype_name="float32", backend_name="triton", device_name=device_name)
-    assert model.gpu_decoder is not None
-    load_adapters(model.gpu_decoder, files)
+    model = load_model(source, dtype_name="float32", backend_name="triton", device_name=device_name)
+    assert isinstance(model.forward, GpuForward)
+    load_adapters(model.forward.decoder, files)
     model.allocate_kv(num_blocks, 16)
-    return model, model.gpu_decoder
+    return model, model.forward.decoder
 
 
 def adapted_requests(which: tuple[int, ...] = (0, 1, 2, 3, 4), num_tokens: int = NUM_TOKENS) -> list[Sequence]:

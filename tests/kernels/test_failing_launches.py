@@ -72,8 +72,8 @@ class FaultyRunner:
         self.runner = runner = GpuRunner(cast(Any, decoder), (), limits, BLOCK_SIZE)
         self.point: str | None = None
         self.num_launched = 0
-        self._fail_before(runner._packer, "pack", "pack")
-        self._fail_before(runner._columns, "select", "packed")
+        self._fail_before(runner._inputs._packer, "pack", "pack")
+        self._fail_before(runner._inputs._columns, "select", "packed")
         self._fail_before(runner._buffers, "upload", "upload")
         self._fail_before(runner._buffers._ring, "copy_to", "copy")
         runner._step.compute = self._compute  # type: ignore[method-assign, assignment]
@@ -146,15 +146,15 @@ class Ride:
     def check_device(self) -> None:
         """Asserts that the rows of those on a seat are theirs. Who boarded is told to the device with a launch."""
         runner = self.runner.runner
-        tables = runner._buffers._tables
+        tables, packer, columns = runner._buffers._tables, runner._inputs._packer, runner._inputs._columns
         for sequence in (*self.scheduler._queues.decodes, *self.scheduler._queues.prefills):
             seat, table = sequence.seat, sequence.block_table
             assert seat is not None
             assert tables[seat, : len(table)].tolist() == table, f"device table of {sequence.request_id}"
-            assert runner._packer._tables[seat, : len(table)].tolist() == table, "table of the host"
-            assert runner._columns._numbers["seed"][seat] == sequence.sampling.seed, "numbers of another request"
-            assert runner._columns._prompt_length[seat] == sequence.num_prompt_tokens
-            row = runner._columns._processed.get(seat)
+            assert packer._tables[seat, : len(table)].tolist() == table, "table of the host"
+            assert columns._numbers["seed"][seat] == sequence.sampling.seed, "numbers of another request"
+            assert columns._prompt_length[seat] == sequence.num_prompt_tokens
+            row = columns._processed.get(seat)
             assert (row is not None) == (sequence.processors != NO_PROCESSORS), "changes of another request"
             assert row is None or row.prompt_and_output.tolist() == sequence.token_ids, "tokens that its changes need"
 

@@ -11,8 +11,10 @@ from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.quantized import check_backend
 from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.layers import rope_write, rotation_table
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.arithmetic import Machine, MemoryOptions, pool_of
 from inflight.tools.sizing.model_shape import read_model_shape
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_seed_and_thread")
 
 
 def load(folder: Path, kv_cache_dtype: str = "fp8", skip_layers: tuple[int, ...] = ()) -> PagedModel:
-    return PagedModel.load(
+    return load_model(
         resolve_model(str(folder)),
         dtype_name="float32",
         backend_name="triton",
@@ -87,8 +89,8 @@ def test_head_with_a_number_that_is_none_spoils_its_own_sequence_only(broken: fl
 
 def test_tokens_are_the_same_alone_together_and_after_their_blocks_were_away(folder: Path) -> None:
     model = load(folder)
-    decoder = model.gpu_decoder
-    assert decoder is not None
+    assert isinstance(model.forward, GpuForward)
+    decoder = model.forward.decoder
     prompts = [[5, 9, 3, 77, 41, 8, 2, 30], [14]]
     together = generate_together(model, prompts, num_tokens=3, chunk_tokens=5)
     assert together == [generate_together(model, [prompt], 3, chunk_tokens=5)[0] for prompt in prompts]
@@ -104,9 +106,9 @@ def test_tokens_are_the_same_alone_together_and_after_their_blocks_were_away(fol
 def test_block_has_a_byte_for_each_number_and_a_float32_scale_for_each_token_and_head(two_layers: Path) -> None:
     fp8_bytes, plain_bytes = 2 * 2 * 16 * (16 + 4), 2 * 2 * 16 * 16 * 4
     model, mixed = load(two_layers), load(two_layers, skip_layers=(0,))
-    assert (model.kv_bytes_per_block(16), model.kv_cache_dtype_name) == (2 * fp8_bytes, "fp8")
-    assert mixed.kv_bytes_per_block(16) == fp8_bytes + plain_bytes
-    assert mixed.kv_cache_dtype_name == "fp8 except float32 in layers 0"
+    assert (model.forward.layout.bytes_per_block(16), model.description.kv_cache_dtype) == (2 * fp8_bytes, "fp8")
+    assert mixed.forward.layout.bytes_per_block(16) == fp8_bytes + plain_bytes
+    assert mixed.description.kv_cache_dtype == "fp8 except float32 in layers 0"
     predicted = pool_of(
         read_model_shape(str(two_layers)),
         Machine(1 << 30, True, 0.9, 0, MemoryOptions(kv_cache_dtype="fp8")),

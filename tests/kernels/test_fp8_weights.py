@@ -9,11 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
 
-from inflight.common.model_source import ModelError, resolve_model
+from inflight.common.model_source import ModelError, ModelSource, resolve_model
 from inflight.executor.checkpoint.fp8_weight import Fp8Weight, round_rows, stacked
+from inflight.executor.formats.loading import load_network
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.layers import linear, rounded_rows
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.step.batch import StepBatch
@@ -31,7 +34,7 @@ FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "strat
 
 def load(folder: Path, weight_dtype: str = "fp8", **changes: Any) -> PagedModel:
     options: dict[str, Any] = {"dtype_name": "float32", "backend_name": "triton", "device_name": "cpu"} | changes
-    return PagedModel.load(resolve_model(str(folder)), weight_dtype=weight_dtype, **options)
+    return load_model(resolve_model(str(folder)), weight_dtype=weight_dtype, **options)
 
 
 def widened(weight: Fp8Weight) -> Tensor:
@@ -87,7 +90,7 @@ def test_matrix_of_fp8_numbers_gets_the_same_numbers_again(dtype: torch.dtype) -
 
 def logits_of(model: PagedModel, batch: StepBatch) -> Tensor:
     model.allocate_kv(4, 16)
-    return model.forward(batch)
+    return model.logits(batch)
 
 
 def test_logits_are_near_those_of_the_unrounded_model(two_layers: Path) -> None:
@@ -101,18 +104,27 @@ def test_logits_are_near_those_of_the_unrounded_model(two_layers: Path) -> None:
     assert 0.005 < distance < 0.5
 
 
-def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(two_layers: Path) -> None:
+def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(
+    two_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    networks: list[PreTrainedModel] = []
+
+    def load_and_keep(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Path]:
+        network, folder = load_network(source, dtype, device)
+        networks.append(network)
+        return network, folder
+
+    monkeypatch.setattr("inflight.executor.model.loader.load_network", load_and_keep)
     model = load(two_layers)
-    assert model.weight_dtype_name == "fp8"
-    assert model._network is not None
-    assert model.gpu_decoder is not None
-    left = {name: weight for name, weight in model._network.named_parameters() if weight.numel()}
+    assert model.description.weight_dtype == "fp8"
+    assert isinstance(model.forward, GpuForward)
+    left = {name: weight for name, weight in networks[0].named_parameters() if weight.numel()}
     assert all(
         weight.ndim == 1 or name in ("model.embed_tokens.weight", "lm_head.weight") for name, weight in left.items()
     )
     matrices = [
         matrix
-        for layer in model.gpu_decoder._layers
+        for layer in model.forward.decoder._layers
         for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
         if isinstance(matrix, Fp8Weight)
     ]
@@ -123,7 +135,7 @@ def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(two_layers:
 
 def test_model_with_biases_is_loaded_and_passes_the_check_against_transformers(tmp_path: Path) -> None:
     config = Qwen2Config(**sizes(num_hidden_layers=1))
-    assert load(save_model(config, tmp_path / "qwen2", has_random_vectors=True)).gpu_decoder is not None
+    assert isinstance(load(save_model(config, tmp_path / "qwen2", has_random_vectors=True)).forward, GpuForward)
 
 
 def test_fp8_checkpoint_is_computed_with_its_own_numbers(tmp_path: Path) -> None:
@@ -134,9 +146,9 @@ def test_fp8_checkpoint_is_computed_with_its_own_numbers(tmp_path: Path) -> None
         compressed("float-quantized", **FP8),
     )
     stored = load_file(folder / "model.safetensors")
-    decoder = load(folder).gpu_decoder
-    assert decoder is not None
-    down = decoder._layers[0].down
+    model = load(folder)
+    assert isinstance(model.forward, GpuForward)
+    down = model.forward.decoder._layers[0].down
     assert isinstance(down, Fp8Weight)
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(down.numbers.float(), stored[name].float())

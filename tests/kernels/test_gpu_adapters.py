@@ -9,10 +9,11 @@ import torch
 from transformers import LlamaConfig
 
 from inflight.common.settings import load
+from inflight.executor.device import DTYPES
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.adapters import AdapterSlots, slot_bytes
 from inflight.executor.gpu.runner import GpuRunner
-from inflight.executor.main import load_model
-from inflight.executor.model.model import DTYPES
+from inflight.executor.loader import load_executor
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, pool_of
@@ -107,8 +108,8 @@ def test_executor_serves_adapters_with_the_gpu_forward_pass(base: Path, files: l
     flags = ["--model", str(base), "--device", "cpu", "--attention-backend", "triton", "--dtype", "float32"]
     flags += ["--adapter-folder", str(files[0].parent), "--max-adapters", "2", "--max-adapter-rank", "16"]
     flags += ["--max-tokens-in-paged-kv-cache", "256", "--max-num-sequences", "2", "--max-num-tokens", "16"]
-    loaded = load_model(load(ExecutorSettings, "inflight executor", flags))
-    assert loaded.model.gpu_decoder is not None
-    assert loaded.model.gpu_decoder.num_adapter_slots == 2
+    loaded = load_executor(load(ExecutorSettings, "inflight executor", flags))
+    assert isinstance(loaded.model.forward, GpuForward)
+    assert loaded.model.forward.decoder.num_adapter_slots == 2
     assert loaded.adapters is not None
     assert [one.rank for one in loaded.adapters.states()] == [4, 16, 3]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.sequence import Processors, Sequence
@@ -45,7 +46,7 @@ def requests() -> list[Sequence]:
 def test_constrained_rows_beside_others_are_those_of_the_generic_runner(folder: Path, num_ahead: int) -> None:
     expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), requests(), num_ahead=0)
     model = load(folder, "triton")
-    assert model.gpu_decoder is not None
-    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    assert isinstance(model.forward, GpuForward)
+    runner = GpuRunner(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE)
     assert outputs(runner, requests(), num_ahead=num_ahead) == expected
     assert all(expected)

@@ -26,6 +26,8 @@ from transformers import (
 )
 
 from inflight.common.model_source import resolve_model
+from inflight.executor.forward.gpu import GpuForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.greedy import assert_same, generate_alone, generate_together
@@ -57,7 +59,7 @@ PROMPTS = [[5, 9, 3, 77, 41, 8, 2, 30, 64, 12, 33, 90, 7], [14], [21, 22, 23, 24
 
 
 def load(folder: Path) -> PagedModel:
-    return PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu")
+    return load_model(resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu")
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -65,7 +67,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     folder = save_model(FAMILY[name], tmp_path / name)
     network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
     model = load(folder)
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
 
     together = generate_together(model, PROMPTS, num_tokens=4, chunk_tokens=6)
 
@@ -75,7 +77,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", LOADED)
 def test_logits_in_chunks_and_decodes_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    assert load(save_model(LOADED[name], tmp_path / name, has_random_vectors=True)).gpu_decoder is not None
+    assert isinstance(load(save_model(LOADED[name], tmp_path / name, has_random_vectors=True)).forward, GpuForward)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +92,5 @@ def test_other_forms_of_the_families_are_left_to_transformers_with_the_reason(
     tmp_path: Path, config: PretrainedConfig, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        assert load(save_model(config, tmp_path / "tiny")).gpu_decoder is None
+        assert not isinstance(load(save_model(config, tmp_path / "tiny")).forward, GpuForward)
     assert f"using the forward pass of transformers, because {reason}" in caplog.text

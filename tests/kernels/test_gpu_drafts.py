@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.graphs import Capture
 from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.model.model import PagedModel
@@ -68,8 +69,8 @@ def check_drafts(
         some.max_drafts = limits.max_drafts
         assert scheduler.offer(some) is None
     model = load_model(folder, "triton")
-    assert model.gpu_decoder is not None
-    sizes = (model.gpu_decoder, model.kv, limits, BLOCK_SIZE)
+    assert isinstance(model.forward, GpuForward)
+    sizes = (model.forward.decoder, model.kv, limits, BLOCK_SIZE)
     runner = GpuRunner(*sizes, max_graph_tokens=16, capture_graphs=capture_graphs)
     if captures_graphs:
         runner.prepare()

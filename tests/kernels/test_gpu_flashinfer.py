@@ -13,6 +13,8 @@ import torch
 from inflight.executor.attention.backend import KvShape
 from inflight.executor.attention.flashinfer import FlashInfer, Heads
 from inflight.executor.attention.triton import TritonAttention
+from inflight.executor.engine.runner import StepSizes
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu import graph_check
 from inflight.executor.gpu.graph_check import AttentionCheck, TrialRows
 from inflight.executor.gpu.runner import GpuRunner
@@ -56,15 +58,15 @@ def timed(monkeypatch: pytest.MonkeyPatch, with_it_s: float, without_s: float) -
 
 
 def flashinfer_of(model: PagedModel) -> FlashInfer:
-    assert model.gpu_decoder is not None
-    shape, scorings = model.gpu_decoder.shape, model.gpu_decoder.scorings
+    assert isinstance(model.forward, GpuForward)
+    shape, scorings = model.forward.decoder.shape, model.forward.decoder.scorings
     heads = Heads(shape.num_heads, KvShape(shape.num_kv_heads, shape.head_dim), scorings)
     return FlashInfer(StandIn, heads, torch.float32, model.device, TritonAttention())
 
 
 def runner_of(model: PagedModel) -> GpuRunner:
-    assert model.gpu_decoder is not None
-    return GpuRunner(model.gpu_decoder, model.kv, SMALL, BLOCK_SIZE, flashinfer=flashinfer_of(model))
+    assert isinstance(model.forward, GpuForward)
+    return GpuRunner(model.forward.decoder, model.kv, SMALL, BLOCK_SIZE, flashinfer=flashinfer_of(model))
 
 
 def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
@@ -82,6 +84,18 @@ def test_runner_with_it_yields_the_tokens_of_the_generic_runner(
     expected = _outputs(ModelRunner(load(folder, "reference"), SMALL, BLOCK_SIZE))
     assert _outputs(runner) == expected
     assert StandIn.num_runs > 0, "steps with chunks are computed by it"
+
+
+@pytest.mark.parametrize(("with_it_s", "name"), [(1.0, "flashinfer"), (3.0, "triton")])
+def test_forward_pass_is_named_after_it_only_if_its_runner_uses_it(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch, with_it_s: float, name: str
+) -> None:
+    timed(monkeypatch, with_it_s, 2.0)
+    assert isinstance(model.forward, GpuForward)
+    forward = GpuForward(model.forward.decoder, model.forward.layout, flashinfer_of(model))
+    assert forward.backend_name == "triton"
+    forward.start_runner(model.kv, StepSizes(SMALL, BLOCK_SIZE, uses_graphs=False, max_graph_tokens=0)).close()
+    assert forward.backend_name == name
 
 
 def _outputs(runner: ModelRunner | GpuRunner) -> list[list[int]]:

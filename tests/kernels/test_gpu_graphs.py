@@ -13,10 +13,12 @@ import torch
 
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.attention.backend import StepAttention
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
 from inflight.executor.gpu.graph_check import StepResult, TrialRows, difference
 from inflight.executor.gpu.graphs import Bucket, Graph, frozen_garbage
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from tests.kernels.test_gpu_drafts import check_drafts
@@ -68,9 +70,9 @@ def model(folder: Path) -> PagedModel:
 
 
 def runner_of(model: PagedModel, captured: Captured) -> GpuRunner:
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
     return GpuRunner(
-        model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, max_graph_tokens=MOST_TOKENS, capture_graphs=captured
+        model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE, max_graph_tokens=MOST_TOKENS, capture_graphs=captured
     )
 
 
@@ -104,7 +106,7 @@ def test_replayed_steps_yield_the_tokens_of_the_generic_runner(
 
 def test_replayed_steps_in_fp8_yield_the_tokens_of_launched_ones(folder: Path) -> None:
     """Padding tokens have no attention, so rows of zeros are rounded, and are written to the spare block."""
-    model = PagedModel.load(
+    model = load_model(
         resolve_model(str(folder)),
         dtype_name="float32",
         backend_name="triton",
@@ -112,12 +114,12 @@ def test_replayed_steps_in_fp8_yield_the_tokens_of_launched_ones(folder: Path) -
         weight_dtype="fp8",
         kv_cache_dtype="fp8",
     )
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
     found, replays = [], dict[Bucket, int]()
     for uses_graphs in (False, True):
         model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         runner = GpuRunner(
-            *(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE),
+            *(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE),
             uses_graphs=uses_graphs,
             max_graph_tokens=MOST_TOKENS,
             capture_graphs=Captured(replays),
@@ -136,16 +138,16 @@ def test_steps_with_drafts_are_replayed(folder: Path) -> None:
 
 
 def test_without_a_limit_only_decodes_have_graphs(model: PagedModel) -> None:
-    assert model.gpu_decoder is not None
-    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, capture_graphs=(captured := Captured({})))
+    assert isinstance(model.forward, GpuForward)
+    runner = GpuRunner(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE, capture_graphs=(captured := Captured({})))
     runner.prepare()
     assert list(captured.replays) == DECODES
 
 
 def test_without_graphs_none_is_captured_and_steps_have_no_padding(model: PagedModel) -> None:
-    assert model.gpu_decoder is not None
+    assert isinstance(model.forward, GpuForward)
     runner = GpuRunner(
-        *(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE),
+        *(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE),
         uses_graphs=False,
         max_graph_tokens=MOST_TOKENS,
         capture_graphs=(captured := Captured({})),
@@ -201,8 +203,8 @@ def test_graph_of_another_pool_is_refused(model: PagedModel, name: str) -> None:
     """As if the pool had been allocated again after the capture."""
     old_kv = model.kv
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    assert model.gpu_decoder is not None
-    decoder = model.gpu_decoder
+    assert isinstance(model.forward, GpuForward)
+    decoder = model.forward.decoder
     runner: GpuRunner
 
     def of_old_pool(compute: Compute) -> Compute:

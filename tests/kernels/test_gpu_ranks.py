@@ -24,11 +24,14 @@ from transformers import Gemma2Config, LlamaConfig, Olmo2Config, PretrainedConfi
 
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.shards import WHOLE, Shard
+from inflight.executor.engine.runner import StepSizes
+from inflight.executor.forward.gpu import GpuForward
+from inflight.executor.forward.gpu_ranks import GpuRanks
 from inflight.executor.gpu.graphs import Bucket
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
-from inflight.executor.parallel.device_messages import RunnerSizes
 from inflight.executor.parallel.gpu_shard import GpuShard
 from inflight.executor.parallel.messages import Kind
 from inflight.executor.scheduler.blocks import BlockPool
@@ -147,9 +150,9 @@ class Group:
         messages = self._messages[rank - 1]
         with self._turns.turn:
             model = load(folder, self.shard.of(rank))
-            assert model.gpu_decoder is not None
+            assert isinstance(model.forward, GpuForward)
             exchange: Any = OfRank(self._turns, rank)
-            shard = GpuShard(model, model.gpu_decoder, exchange, lambda sizes: 0)
+            shard = GpuShard(model, model.forward.decoder, exchange, lambda sizes: 0)
         while (message := messages.get()) is not None:
             with self._turns.turn:
                 try:
@@ -160,7 +163,7 @@ class Group:
 
 
 def load(folder: Path, shard: Shard = WHOLE, group: Group | None = None) -> PagedModel:
-    return PagedModel.load(
+    return load_model(
         resolve_model(str(folder)),
         dtype_name="float32",
         backend_name="triton",
@@ -177,7 +180,7 @@ def test_ranks_yield_the_logits_of_transformers(tmp_path: Path, name: str) -> No
     group = Group(folder, num_ranks)
     with group.leading():
         # Loading compares them.
-        assert load(folder, group.shard, group).gpu_ranks is not None
+        assert isinstance(load(folder, group.shard, group).forward, GpuRanks)
     group.raise_failures()
 
 
@@ -232,20 +235,18 @@ def scheduler() -> Scheduler:
 
 def leading_runner(folder: Path, group: Group, captured: Captured) -> GpuRunner:
     """The leader's runner, prepared together with those of the others."""
-    model = load(folder, group.shard, group)
-    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    assert model.gpu_decoder is not None
-    assert model.gpu_ranks is not None
-    sizes = RunnerSizes.of(LIMITS, BLOCK_SIZE, uses_graphs=True, max_graph_tokens=0)
-    model.gpu_ranks.start_runners(sizes)
+    forward = load(folder, group.shard, group).forward
+    assert isinstance(forward, GpuRanks)
+    kv = forward.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    forward.start_runners(StepSizes(LIMITS, BLOCK_SIZE, uses_graphs=True, max_graph_tokens=0))
     runner = GpuRunner(
-        model.gpu_decoder,
-        model.kv,
+        forward.own.decoder,
+        kv,
         LIMITS,
         BLOCK_SIZE,
         max_graph_tokens=0,
         capture_graphs=captured,
-        followers=model.gpu_ranks,
+        followers=forward,
     )
     runner.prepare()
     return runner

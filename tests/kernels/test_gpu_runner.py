@@ -12,8 +12,10 @@ import torch
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.runner import StepRunner
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.device_step import DeviceStep
 from inflight.executor.gpu.runner import MAX_IN_FLIGHT, GpuRunner
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -40,7 +42,7 @@ LIMITS = SchedulerLimits(
 def loaded(folder: Path, backend_name: str) -> PagedModel:
     """The model, loaded and checked once: its check takes as long as some steps."""
     source = resolve_model(str(folder))
-    return PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
+    return load_model(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:
@@ -52,8 +54,8 @@ def load(folder: Path, backend_name: str) -> PagedModel:
 
 def gpu_runner(folder: Path) -> GpuRunner:
     model = load(folder, "triton")
-    assert model.gpu_decoder is not None
-    return GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    assert isinstance(model.forward, GpuForward)
+    return GpuRunner(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE)
 
 
 def sequence(

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.runner import PendingStep, StepRunner
 from inflight.executor.formats import loading
+from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.runner import GpuRunner
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits
@@ -67,12 +68,12 @@ def runner_of(folder: Path, backend: str) -> StepRunner:
     with pytest.MonkeyPatch.context() as patch:
         # Loading refuses weights that are not numbers. Here one stands for an overflow that only some prompts cause.
         patch.setattr(loading, "_check_numbers", lambda network: None)
-        model = PagedModel.load(source, dtype_name="float32", backend_name=BACKENDS[backend], device_name="cpu")
+        model = load_model(source, dtype_name="float32", backend_name=BACKENDS[backend], device_name="cpu")
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     if backend != "triton":
         return ModelRunner(model, LIMITS, BLOCK_SIZE)
-    assert model.gpu_decoder is not None
-    return GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    assert isinstance(model.forward, GpuForward)
+    return GpuRunner(model.forward.decoder, model.kv, LIMITS, BLOCK_SIZE)
 
 
 def make_sequence(name: str, sampling: Sampling, *, is_broken: bool, num_top_logprobs: int | None) -> Sequence:

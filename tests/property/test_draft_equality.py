@@ -22,6 +22,8 @@ from inflight.common.model_source import resolve_model
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
 from inflight.executor.engine.runner import PendingStep
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -114,8 +116,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[PagedModel]:
     with torch_threads(1), pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":
-            patch.setattr("inflight.executor.model.model._native_sampler", lambda *_: None)
-        loaded = PagedModel.load(
+            patch.setattr("inflight.executor.model.loader._native_sampler", lambda *_: None)
+        loaded = load_model(
             resolve_model(str(folder)), dtype_name="float32", device_name="cpu", backend_name=request.param
         )
         loaded.allocate_kv(max(NUM_BLOCKS.values()), BLOCK_SIZE)
@@ -331,7 +333,7 @@ def check(
 
     assert tokens_of(found.answers) == tokens_of(expected)
     for name, answer in expected.items():
-        assert_same_logprobs(found.answers[name], answer, is_exact=model.native is not None)
+        assert_same_logprobs(found.answers[name], answer, is_exact=isinstance(model.forward, NativeForward))
     # A grammar forces what no other proposer drafts.
     if drafter in ("right", "wrong") and (not checks_grammar or all(one.constraint is None for one in requests)):
         # A draft ends where the text does, and what is behind it is not counted.

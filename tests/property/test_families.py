@@ -36,6 +36,8 @@ from transformers import Gemma3TextConfig as Gemma3Config
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.decoder_weights import FAMILIES
 from inflight.executor.checkpoint.support import check_configuration
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
@@ -135,7 +137,7 @@ def network(folder: Path) -> Any:
 
 def load(folder: Path, form: str, **options: Any) -> PagedModel:
     options = {"backend_name": "cpu", "device_name": "cpu"} | FORMS[form] | options
-    return PagedModel.load(resolve_model(str(folder)), **options)
+    return load_model(resolve_model(str(folder)), **options)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,7 @@ def model(case: tuple[str, str], folder: Path) -> PagedModel:
     _, form = case
     # Queries of Ministral 3 are not scaled up to this length.
     loaded = load(folder, form, max_sequence_length=64)
-    assert loaded.native is not None
+    assert isinstance(loaded.forward, NativeForward)
     return loaded
 
 
@@ -164,9 +166,9 @@ def test_logits_are_near_transformers_and_the_same_bits_alone_in_chunks_and_toge
     alone = [one_by_one(model, text, 1) for text in TEXTS]
     with torch.inference_mode():
         expected = [network(torch.tensor([text])).logits[0] for text in TEXTS]
-    assert model.native is not None
+    assert isinstance(model.forward, NativeForward)
     tolerance = TOLERANCE[form]
-    if model.native.form.shape.num_experts and form != "float32":
+    if model.forward.decoder.form.shape.num_experts and form != "float32":
         tolerance += OTHER_EXPERTS
     for found, wanted in zip(alone, expected, strict=True):
         assert relative_distance(found, wanted) < tolerance
@@ -181,17 +183,17 @@ def test_logits_are_near_transformers_and_the_same_bits_alone_in_chunks_and_toge
         [PlanRow(third, 16, 1, True)],
     ]
     for rows in steps:
-        logits = model.forward(pack(StepPlan.of(rows), BLOCK_SIZE))
+        logits = model.logits(pack(StepPlan.of(rows), BLOCK_SIZE))
         for row, found in zip(rows, logits, strict=True):
             assert torch.equal(found, alone[sequences.index(row.sequence)][row.start + row.num_tokens - 1])
 
 
 def test_greedy_ids_are_those_of_the_largest_logits(model: PagedModel) -> None:
-    assert model.native is not None
+    assert isinstance(model.forward, NativeForward)
     model.allocate_kv(16, BLOCK_SIZE)
     rows = [PlanRow(sequence_of(i, text, 1 + 4 * i), 0, len(text), True) for i, text in enumerate(TEXTS)]
     batch = pack(StepPlan.of(rows), BLOCK_SIZE)
-    assert model.native.greedy(batch, model.kv).tolist() == model.forward(batch).argmax(-1).tolist()
+    assert model.forward.decoder.greedy(batch, model.kv).tolist() == model.logits(batch).argmax(-1).tolist()
 
 
 def test_every_family_is_tested() -> None:
@@ -227,7 +229,7 @@ def test_longrope_uses_the_factors_of_the_longest_accepted_sequence(tmp_path: Pa
     short = load(folder, "float32", forward_name=forward, max_sequence_length=32)
     long = load(folder, "float32", forward_name=forward)
     for model in (short, long):
-        assert (model.native is None) == (forward == "transformers")
+        assert isinstance(model.forward, NativeForward) == (forward != "transformers")
         model.allocate_kv(16, BLOCK_SIZE)
 
     # transformers takes the short factors for 24 tokens, and the long ones for 40 and all tokens before.
@@ -270,7 +272,7 @@ def test_dynamic_rope_is_refused_by_name() -> None:
 def test_other_activations_are_named_and_left_to_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_model(Gemma2Config(**sizes(**GEMMA, hidden_activation="gelu")), tmp_path / "gelu")
     with caplog.at_level("INFO"):
-        assert load(folder, "float32").native is None
+        assert not isinstance(load(folder, "float32").forward, NativeForward)
     assert "using the forward pass of transformers, because its activation is gelu" in caplog.text
 
 
@@ -279,7 +281,7 @@ def test_layers_without_experts_beside_those_with_experts_are_left_to_transforme
 ) -> None:
     config = Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0]))
     with caplog.at_level("INFO"):
-        assert load(save_model(config, tmp_path / "mixed"), "float32").native is None
+        assert not isinstance(load(save_model(config, tmp_path / "mixed"), "float32").forward, NativeForward)
     assert "because some of its layers have experts and others have not" in caplog.text
 
 
@@ -290,7 +292,7 @@ def test_queries_that_are_scaled_by_position_are_left_to_transformers(
     folder = save_model(Ministral3Config(**sizes(**MINISTRAL)), tmp_path / "long")
     with caplog.at_level("INFO"):
         model = load(folder, "float32", max_sequence_length=length)
-    assert (model.native is None) == (length > 64)
+    assert isinstance(model.forward, NativeForward) == (length <= 64)
     assert ("because its queries are scaled by position beyond 64 tokens" in caplog.text) == (length > 64)
 
 
@@ -343,7 +345,7 @@ def test_other_families_run_through_transformers(name: str, tmp_path: Path) -> N
     folder = save_model(OTHERS[name], tmp_path / name, has_random_vectors=True)
     network = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
     model = load(folder, "float32")
-    assert model.native is None
+    assert not isinstance(model.forward, NativeForward)
     model.allocate_kv(16, BLOCK_SIZE)
     with torch.inference_mode():
         expected = network(torch.tensor([TEXTS[0]])).logits[0]

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.cpu.decoder import PARTS
 from inflight.executor.cpu.streams import STREAMS
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.step.batch import StepBatch
@@ -80,7 +82,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def load(folder: Path, **options: Any) -> PagedModel:
     options = {"dtype_name": "float32", "backend_name": "cpu", "device_name": "cpu"} | options
-    return PagedModel.load(resolve_model(str(folder)), **options)
+    return load_model(resolve_model(str(folder)), **options)
 
 
 def filled_case(block_size: int = 16, specs: list[Spec] = SPECS) -> PagedCase:
@@ -96,13 +98,13 @@ def logits_of(model: PagedModel, case: PagedCase) -> Tensor:
     model.allocate_kv(case.num_blocks, case.batch.block_size)
     for kv in model.kv:
         kv.values.fill_(float("nan"))
-    model.forward(case.history)
-    return model.forward(case.batch)
+    model.logits(case.history)
+    return model.logits(case.batch)
 
 
 def greedy_ids(model: PagedModel, batch: StepBatch) -> Tensor:
-    assert model.native is not None
-    return model.native.greedy(batch, model.kv)
+    assert isinstance(model.forward, NativeForward)
+    return model.forward.decoder.greedy(batch, model.kv)
 
 
 @pytest.mark.parametrize(("folder", "instructions"), FAMILIES_AND_BUILDS, indirect=["folder"])
@@ -112,9 +114,9 @@ def test_logits_are_those_of_transformers_modules(folder: Path, instructions: st
 
     model = load(folder, instructions=instructions)
 
-    assert model.native is not None
+    assert isinstance(model.forward, NativeForward)
     assert relative_distance(logits_of(model, case), expected) < TOLERANCE["float32"]
-    assert greedy_ids(model, case.batch).tolist() == model.forward(case.batch).argmax(-1).tolist()
+    assert greedy_ids(model, case.batch).tolist() == model.logits(case.batch).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(("folder", "instructions"), FAMILIES_AND_BUILDS, indirect=["folder"])
@@ -156,14 +158,14 @@ def test_logits_do_not_depend_on_which_rows_have_some(folder: Path, kind: str) -
     whole = replace(case, batch=replace(case.batch, logit_rows=torch.arange(num_rows)))
     expected = logits_of(model, whole)
     for rows in ([num_rows - 1, 3, 40, 3], [num_rows - 70], list(range(1, num_rows))):
-        logits = model.forward(replace(case.batch, logit_rows=torch.tensor(rows)))
+        logits = model.logits(replace(case.batch, logit_rows=torch.tensor(rows)))
         assert torch.equal(logits, expected[rows])
 
     for kv in model.kv:
         kv.keys.zero_()
         kv.values.zero_()
-    assert len(model.forward(replace(case.history, logit_rows=torch.zeros(0, dtype=torch.int64)))) == 0
-    assert torch.equal(model.forward(whole.batch), expected)
+    assert len(model.logits(replace(case.history, logit_rows=torch.zeros(0, dtype=torch.int64)))) == 0
+    assert torch.equal(model.logits(whole.batch), expected)
 
 
 @pytest.mark.parametrize("folder", ["llama", "llama-yarn-bias", "mistral-window"], indirect=True)
@@ -180,10 +182,10 @@ def test_tokens_are_those_of_transformers(folder: Path) -> None:
 
 def test_int8_weights_take_half_the_memory(tmp_path: Path) -> None:
     folder = save_model(DEEP, tmp_path / "tiny")
-    whole, narrow = (load(folder, dtype_name="bfloat16", weight_dtype=kind).native for kind in ("auto", "int8"))
-    assert whole is not None
-    assert narrow is not None
-    assert narrow.num_matrix_bytes * 1.8 < whole.num_matrix_bytes
+    whole, narrow = (load(folder, dtype_name="bfloat16", weight_dtype=kind).forward for kind in ("auto", "int8"))
+    assert isinstance(whole, NativeForward)
+    assert isinstance(narrow, NativeForward)
+    assert narrow.decoder.num_matrix_bytes * 1.8 < whole.decoder.num_matrix_bytes
 
 
 def test_int8_weights_of_another_model_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -194,8 +196,8 @@ def test_int8_weights_of_another_model_are_refused_with_the_reason(tmp_path: Pat
 
 def test_time_of_each_part_is_kept(tmp_path: Path) -> None:
     model = load(save_model(FAMILY["llama"], tmp_path / "tiny"))
-    assert model.native is not None
+    assert isinstance(model.forward, NativeForward)
     logits_of(model, filled_case())
-    assert len(model.native.part_seconds) == len(PARTS)
-    assert (model.native.part_seconds[: PARTS.index("exchange")] > 0).all()
-    assert model.native.part_seconds[PARTS.index("exchange")] == 0
+    assert len(model.forward.decoder.part_seconds) == len(PARTS)
+    assert (model.forward.decoder.part_seconds[: PARTS.index("exchange")] > 0).all()
+    assert model.forward.decoder.part_seconds[PARTS.index("exchange")] == 0

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.logits.row import LogitsRow
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
 from inflight.executor.step.batch import StepBatch
@@ -49,14 +51,14 @@ def model(
     folder = save_model(LlamaConfig(**sizes(vocab_size=SIZE)), tmp_path_factory.mktemp("model") / "tiny")
     with_twins(folder)
     with torch_threads(2):
-        loaded = PagedModel.load(
+        loaded = load_model(
             resolve_model(str(folder)),
             dtype_name=dtype_name,
             backend_name="cpu",
             device_name="cpu",
             instructions=request.param,
         )
-        assert loaded.native is not None
+        assert isinstance(loaded.forward, NativeForward)
         yield loaded
 
 
@@ -109,7 +111,7 @@ def test_tokens_are_those_of_whole_rows(model: PagedModel) -> None:
     num_changed = 0
     for num_rows in NUM_ROWS:
         batch = decodes(model, num_rows, some)
-        logits = model.forward(batch)
+        logits = model.logits(batch)
         for _ in range(5):
             rows = [random_row(of, some) for of in logits]
             sampling = SamplingBatch.of(rows)
@@ -133,7 +135,7 @@ def test_rows_without_a_token_say_why(model: PagedModel) -> None:
     batch = decodes(model, 2 * num_rows, random.Random(1))
     for kv in model.kv:
         kv.values[batch.block_tables[num_rows : 2 * num_rows, 0].long()] = math.nan
-    logits = model.forward(batch)
+    logits = model.logits(batch)
     assert logits[num_rows:].isnan().all()
     assert not logits[:num_rows].isnan().any()
 
@@ -147,7 +149,7 @@ def test_rows_without_a_token_say_why(model: PagedModel) -> None:
 def test_masked_and_sampled_rows_are_stored_whole(model: PagedModel) -> None:
     some = random.Random(2)
     batch = decodes(model, 3, some)
-    logits = model.forward(batch)
+    logits = model.logits(batch)
     changed = [random_row(of, some) for of in logits[:2]]
     masked = LogitsRow(Processors(allowed_ids=frozenset({9, 700})), [1], 1, 9, SIZE)
     for last in (SampleRow(GREEDY, 0, frozenset(), masked), SampleRow(Sampling(1.0, 0, 1.0, 4), 0, frozenset())):
@@ -157,8 +159,8 @@ def test_masked_and_sampled_rows_are_stored_whole(model: PagedModel) -> None:
 
 
 def test_changes_for_another_number_of_rows_are_refused(model: PagedModel) -> None:
-    assert model.native is not None
+    assert isinstance(model.forward, NativeForward)
     batch = decodes(model, 3, random.Random(3))
     sampling = SamplingBatch.of([SampleRow(GREEDY, 0, frozenset({1}))] * 2)
     with pytest.raises(ValueError, match="3 rows of logits for 2 rows that sample"):
-        model.native.greedy(batch, model.kv, sampling)
+        model.forward.decoder.greedy(batch, model.kv, sampling)

@@ -18,6 +18,7 @@ from inflight.executor.checkpoint.quantized_linear import QuantizedLinear, make_
 from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 from inflight.executor.checkpoint.rounding import round_linears
 from inflight.executor.formats.loading import load_network
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from tests.property.test_native_decoder import filled_case, load, logits_of
@@ -93,7 +94,7 @@ def dense_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets models be loaded with quantized layers, the same for every dtype."""
-    monkeypatch.setattr("inflight.executor.model.model.load_network", load_quantized)
+    monkeypatch.setattr("inflight.executor.model.loader.load_network", load_quantized)
 
 
 def load_quantized(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[Any, Path]:
@@ -126,10 +127,10 @@ def test_logits_are_those_of_the_dequantized_model(
     expected = logits_of(load(reference_folder, forward_name="transformers"), case)
 
     for model, (dtype, tolerance) in zip(models, TOLERANCE.items(), strict=True):
-        assert model.native is not None
+        assert isinstance(model.forward, NativeForward)
         logits = logits_of(model, case)
         assert relative_distance(logits, expected) < tolerance, dtype
-        assert model.native.greedy(case.batch, model.kv).tolist() == logits.argmax(-1).tolist()
+        assert model.forward.decoder.greedy(case.batch, model.kv).tolist() == logits.argmax(-1).tolist()
 
 
 def test_tokens_are_those_of_the_dequantized_model(dense_folder: Path, reference_folder: Path) -> None:
@@ -172,10 +173,12 @@ def test_adapters_are_added_to_quantized_matrices(dense_folder: Path, reference_
         wanted: Tensor = merged(torch.tensor([ids])).logits[0, -1]
 
     model: PagedModel = load(dense_folder)
-    assert model.native is not None
+    assert isinstance(model.forward, NativeForward)
     model.allocate_kv(4, 16)
-    model.native.reserve_adapters(2, 8)
-    model.native.load_adapter(1, parse(read_files(tmp_path / "adapter"), AdapterLimits(model.native.form.shape, 8)))
+    model.forward.decoder.reserve_adapters(2, 8)
+    model.forward.decoder.load_adapter(
+        1, parse(read_files(tmp_path / "adapter"), AdapterLimits(model.forward.decoder.form.shape, 8))
+    )
     logits = adapted_logits_of(model, ids)
 
     assert float((logits - wanted).norm() / wanted.norm()) < 1e-4
@@ -190,10 +193,10 @@ def test_int4_is_a_third_of_the_memory_and_the_network_rounded_at_load(dense_fol
     plain, rounded = (load(dense_folder, dtype_name="bfloat16", weight_dtype=kind) for kind in ("auto", "int4"))
     exact = load(dense_folder, weight_dtype="int4")
 
-    assert rounded.weight_dtype_name == "int4"
-    assert plain.native is not None
-    assert rounded.native is not None
-    assert rounded.native.num_matrix_bytes * 2.5 < plain.native.num_matrix_bytes
+    assert rounded.description.weight_dtype == "int4"
+    assert isinstance(plain.forward, NativeForward)
+    assert isinstance(rounded.forward, NativeForward)
+    assert rounded.forward.decoder.num_matrix_bytes * 2.5 < plain.forward.decoder.num_matrix_bytes
     assert relative_distance(logits_of(rounded, case), logits_of(exact, case)) < TOLERANCE["bfloat16"]
     assert relative_distance(logits_of(exact, case), logits_of(plain, case)) > TOLERANCE["bfloat16"]
 

@@ -16,6 +16,8 @@ from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PretrainedCon
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.adapters.peft_files import parse, read_files
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
 from inflight.executor.scheduler.sequence import Sequence as Request
@@ -58,10 +60,10 @@ LONG_CASES = [
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedModel]:
     folder = save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
     with torch_threads(2):
-        loaded = PagedModel.load(resolve_model(str(folder)), device_name="cpu", **FORMS[request.param])
-        assert loaded.native is not None
+        loaded = load_model(resolve_model(str(folder)), device_name="cpu", **FORMS[request.param])
+        assert isinstance(loaded.forward, NativeForward)
         loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-        loaded.native.reserve_adapters(NUM_ADAPTERS, MAX_RANK)
+        loaded.forward.decoder.reserve_adapters(NUM_ADAPTERS, MAX_RANK)
         for slot in range(NUM_ADAPTERS):
             # Of different ranks, and one without some of the matrices
             targets = TARGETS[: 5 + slot]
@@ -71,7 +73,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 weights=tensors(slot, 3 + 5 * slot, targets),
                 target_modules=list(targets),
             )
-            loaded.native.load_adapter(slot, parse(read_files(files), LIMITS))
+            loaded.forward.decoder.load_adapter(slot, parse(read_files(files), LIMITS))
         yield loaded
 
 
@@ -95,7 +97,7 @@ def sequence_of(number: int, token_ids: Sequence[int], first_block: int, adapter
 def one_by_one(model: PagedModel, ids: Sequence[int], first_block: int, adapter_slot: int | None = None) -> Tensor:
     """Logits `[len(ids), vocabulary]`, each position in a step of its own."""
     sequence = sequence_of(0, ids, first_block, adapter_slot)
-    return torch.cat([model.forward(pack(plan_of(sequence, i, 1), BLOCK_SIZE)) for i in range(len(ids))])
+    return torch.cat([model.logits(pack(plan_of(sequence, i, 1), BLOCK_SIZE)) for i in range(len(ids))])
 
 
 def plan_of(sequence: Request, start: int, num_tokens: int) -> StepPlan:
@@ -124,9 +126,9 @@ def test_row_has_the_same_logits_alone_with_drafts_and_in_a_batch(
         drafting.token_ids = ids[: first + 1]
         verifying.append(PlanRow(drafting, first, number + 1, True, drafts=tuple(ids[first + 1 :])))
     chunks = [PlanRow(sequence, 0, first, True) for sequence, first in known if first]
-    chunk_logits = model.forward(pack(StepPlan.of(chunks), BLOCK_SIZE)) if chunks else torch.empty(0)
+    chunk_logits = model.logits(pack(StepPlan.of(chunks), BLOCK_SIZE)) if chunks else torch.empty(0)
     verifying.sort(key=lambda row: len(row.drafts) > 0)
-    logits = model.forward(pack(StepPlan.of(verifying), BLOCK_SIZE))
+    logits = model.logits(pack(StepPlan.of(verifying), BLOCK_SIZE))
 
     # Then each position has the bits that it has alone
     for row, chunk in zip(chunks, chunk_logits, strict=True):
@@ -143,8 +145,8 @@ def test_logits_do_not_depend_on_the_size_of_chunks(tmp_path: Path, name: str, f
     ids = torch.randint(VOCABULARY_SIZE, (330,), generator=torch.Generator().manual_seed(5)).tolist()
     folder = save_model(LONG_MODELS[name], tmp_path / "tiny")
     with torch_threads(2):
-        model = PagedModel.load(resolve_model(str(folder)), device_name="cpu", **FORMS[form])
-        assert model.native is not None
+        model = load_model(resolve_model(str(folder)), device_name="cpu", **FORMS[form])
+        assert isinstance(model.forward, NativeForward)
         model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         alone = one_by_one(model, ids, 1)
         for size in (2, 7, 8, 17, 32, 33, 100, 150, len(ids)):
@@ -158,4 +160,4 @@ def all_logits(model: PagedModel, ids: Sequence[int], start: int, size: int) -> 
     sequence = sequence_of(0, ids, 1)
     sequence.token_ids = list(ids[: start + 1])
     row = PlanRow(sequence, start, end - start, True, drafts=tuple(ids[start + 1 : end]))
-    return model.forward(pack(StepPlan.of([row]), BLOCK_SIZE))
+    return model.logits(pack(StepPlan.of([row]), BLOCK_SIZE))

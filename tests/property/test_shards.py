@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from inflight.common.kv_size import numbers_of_ranks
+from inflight.common.layer_sizes import LayerSizes
 from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights, module_name
 from inflight.executor.attention.backend import KvShape, LayerKv
 from inflight.executor.attention.cpu import CpuAttention
@@ -40,8 +41,7 @@ from inflight.executor.cpu.streams import DEFAULT_STREAM
 from inflight.executor.native.library import NativeLibrary, load_native
 from inflight.executor.native.pool import NativePool
 from inflight.executor.step.batch import StepBatch
-from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, outputs_of_rank
-from inflight.tools.sizing.layer_sizes import LayerSizes
+from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes
 from tests.support.checkpoints.adapter_files import SHAPE
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.paged_cases import PagedCase, Spec, make_case
@@ -230,7 +230,7 @@ def test_adapter_slots_of_a_rank_take_the_predicted_memory(tmp_path: Path, famil
     )
     for num_ranks in (1, 2, 4):
         decoder = Ranks(weights, torch.bfloat16, num_ranks).decoders[0]
-        outputs = outputs_of_rank(sizes, decoder.shard.num_kv_heads(shape.num_kv_heads) * dim, num_ranks)
+        outputs = sizes.of_rank(num_ranks, decoder.shard.num_kv_heads(shape.num_kv_heads) * dim)
         expected = cpu_adapter_slot_bytes(
             shape.num_layers, sizes, outputs, 20, "bfloat16", has_experts=shape.num_experts > 0
         )

@@ -15,7 +15,10 @@ from transformers import Gemma3TextConfig as Gemma3Config
 
 from inflight.common.kv_size import WindowSize
 from inflight.common.model_source import resolve_model
-from inflight.executor.main import identity, load_model
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.loader import load_executor
+from inflight.executor.main import identity
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -90,7 +93,7 @@ def models(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
     folder = save_model(CONFIGS[name], tmp_path_factory.mktemp("models") / name, has_random_vectors=True)
     with torch_threads(1):
         options = {"dtype_name": "float32", "device_name": "cpu"} | FORMS[form]
-        one, two = (PagedModel.load(resolve_model(str(folder)), **options) for _ in range(2))
+        one, two = (load_model(resolve_model(str(folder)), **options) for _ in range(2))
         one.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         two.allocate_kv(NUM_BLOCKS, BLOCK_SIZE, KV_WINDOW.num_blocks)
         yield one, two
@@ -156,7 +159,7 @@ def test_tokens_and_logprobs_are_those_of_one_pool(models: tuple[PagedModel, Pag
     found = run(two, with_window(limits), [requests(7, 40), requests(4, 20)], NUM_BLOCKS)
 
     assert tokens_of(found) == tokens_of(expected)
-    assert_same_logprobs(found, expected, is_exact=one.native is not None)
+    assert_same_logprobs(found, expected, is_exact=isinstance(one.forward, NativeForward))
     # Prefixes are found in both: that of other requests and, in the second crowd, that of the same request before.
     assert found.num_hit_tokens > 64
     assert expected.num_hit_tokens >= found.num_hit_tokens
@@ -213,9 +216,9 @@ SETTINGS: dict[str, Any] = {
 def test_an_executor_holds_more_tokens_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["gemma3"]
     folder = save_model(config, tmp_path / "gemma3", has_random_vectors=True)
-    monkeypatch.setattr("inflight.executor.main.num_available_memory_bytes", lambda: 10_000_000_000)
+    monkeypatch.setattr("inflight.executor.loader.num_available_memory_bytes", lambda: 10_000_000_000)
     one, two, host = (
-        load_model(ExecutorSettings(model=str(folder), **SETTINGS, **changes))
+        load_executor(ExecutorSettings(model=str(folder), **SETTINGS, **changes))
         for changes in ({"kv_window_groups": "off"}, {}, {"kv_cache_host_memory_bytes": 1_000_000})
     )
     assert one.limits.kv_window is None

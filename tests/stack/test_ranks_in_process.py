@@ -20,7 +20,7 @@ from inflight.common.guard import guarded
 from inflight.common.model_source import ModelError
 from inflight.executor.adapters.peft_files import AdapterError
 from inflight.executor.adapters.store import AdapterStore
-from inflight.executor.main import Loaded, load_model
+from inflight.executor.loader import Loaded, load_executor
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
@@ -275,9 +275,9 @@ def test_adapter_that_one_rank_cannot_load_is_refused_until_it_can(tmp_path: Pat
 
 def test_size_that_does_not_divide_the_heads_is_refused_with_sizes_that_work() -> None:
     with pytest.raises(ModelError, match="9 heads and 3 KV heads cannot be divided by 2; sizes that work: 1, 3, 9"):
-        load_model(ExecutorSettings(**SETTINGS, tensor_parallel_size=2))
+        load_executor(ExecutorSettings(**SETTINGS, tensor_parallel_size=2))
 
 
 def test_forward_pass_without_ranks_is_refused() -> None:
     with pytest.raises(ModelError, match="needs the native forward pass"):
-        load_model(ExecutorSettings(**SETTINGS, tensor_parallel_size=3, forward="transformers"))
+        load_executor(ExecutorSettings(**SETTINGS, tensor_parallel_size=3, forward="transformers"))

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from inflight.common.model_source import resolve_model
 from inflight.executor.adapters.peft_files import parse, read_files
 from inflight.executor.adapters.weights import AdapterLimits
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
@@ -76,7 +78,7 @@ def logits_of(model: PagedModel, ids: list[int]) -> Tensor:
     """Logits of the last token, with the adapter in slot 1."""
     sequence = make_sequence("a", ids)
     sequence.adapter_slot, sequence.block_table = 1, [1, 2]
-    return model.forward(pack(StepPlan.of([PlanRow(sequence, 0, len(ids), True)]), BLOCK_SIZE))[0]
+    return model.logits(pack(StepPlan.of([PlanRow(sequence, 0, len(ids), True)]), BLOCK_SIZE))[0]
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -93,11 +95,13 @@ def test_logits_are_those_of_the_merged_model(family: str, name: str, forms: lis
             ids.append(int(expected[-1].argmax()))
 
     for form, tolerance in (FORMS[form] for form in forms):
-        model = PagedModel.load(resolve_model(str(base)), device_name="cpu", **form)
-        assert model.native is not None
+        model = load_model(resolve_model(str(base)), device_name="cpu", **form)
+        assert isinstance(model.forward, NativeForward)
         model.allocate_kv(4, BLOCK_SIZE)
-        model.native.reserve_adapters(2, 16)
-        model.native.load_adapter(1, parse(read_files(folder), AdapterLimits(model.native.form.shape, 16)))
+        model.forward.decoder.reserve_adapters(2, 16)
+        model.forward.decoder.load_adapter(
+            1, parse(read_files(folder), AdapterLimits(model.forward.decoder.form.shape, 16))
+        )
         for number, wanted in enumerate(expected):
             known = ids[: len(PROMPT) + number]
             logits = logits_of(model, known)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -94,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedModel]:
     config = LlamaConfig(**sizes(vocab_size=VOCABULARY_SIZE, eos_token_id=[EOS_ID, OTHER_EOS_ID]))
     folder = save_model(config, tmp_path_factory.mktemp("model") / "tiny")
     with torch_threads(1):
-        loaded = PagedModel.load(resolve_model(str(folder)), dtype_name="float32", device_name="cpu")
+        loaded = load_model(resolve_model(str(folder)), dtype_name="float32", device_name="cpu")
         loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         yield loaded
 

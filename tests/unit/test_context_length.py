@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from inflight.common.model_files.context_length import context_length_of
 from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.support.checkpoints.quantized_checkpoints import save_gguf
@@ -24,7 +25,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 
 def load(folder: Path, **options: Any) -> PagedModel:
     options = {"dtype_name": "float32", "backend_name": "reference", "device_name": "cpu"} | options
-    return PagedModel.load(resolve_model(str(folder)), **options)
+    return load_model(resolve_model(str(folder)), **options)
 
 
 @pytest.mark.parametrize(

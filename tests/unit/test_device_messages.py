@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inflight.executor.engine.runner import StepSizes
 from inflight.executor.gpu.device_step import StepForm
 from inflight.executor.gpu.graphs import Bucket
 from inflight.executor.gpu.runner import FollowedStep, needs_logits
 from inflight.executor.gpu.step_layout import StepLayout
 from inflight.executor.parallel.device_messages import (
-    RunnerSizes,
     pack_launch,
+    pack_sizes,
     pack_upload,
     unpack_launch,
+    unpack_sizes,
     unpack_upload,
 )
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits
@@ -51,7 +53,7 @@ def test_words_arrive_as_they_were_sent() -> None:
 def test_runners_of_all_ranks_have_the_same_limits() -> None:
     limits = SchedulerLimits(3, 8, 64, 100, enable_chunked_context=False, batching=Batching.STATIC,
                              enable_prefix_cache=True)  # fmt: skip
-    sizes = RunnerSizes.parse(RunnerSizes.of(limits, 16, uses_graphs=True, max_graph_tokens=32).pack())
+    sizes = unpack_sizes(pack_sizes(StepSizes(limits, 16, uses_graphs=True, max_graph_tokens=32)))
     assert (sizes.block_size, sizes.uses_graphs, sizes.max_graph_tokens) == (16, True, 32)
     for name in ("num_seat_rows", "max_step_tokens", "max_num_yields", "max_num_tokens", "context_length"):
         assert getattr(sizes.limits, name) == getattr(limits, name), name

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import inflight.common.model_source as model_source
 from inflight.common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
 from inflight.executor.checkpoint.gguf import import_gguf
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 from tests.support.checkpoints.quantized_checkpoints import NUM_TOKENS, add_vocabulary
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_LAYERS = 64, 96, 4, 1
@@ -136,7 +136,7 @@ def test_model_imported_by_an_older_version_is_imported_again(source: ModelSourc
 
 @pytest.mark.slow
 def test_model_runs_and_knows_its_stop_tokens(source: ModelSource) -> None:
-    model = PagedModel.load(source, dtype_name="float32", backend_name="reference", device_name="cpu")
+    model = load_model(source, dtype_name="float32", backend_name="reference", device_name="cpu")
     description = model.description
     assert (description.eos_token_ids, description.context_length) == ((1, 2), 128)
     sampling = description.defaults.sampling

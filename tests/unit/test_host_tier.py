@@ -18,7 +18,10 @@ from inflight.executor.attention.gpu_host_tier import GpuHostTier, lock, runs, s
 from inflight.executor.attention.host_tier import CpuHostTier, open_host_tier
 from inflight.executor.attention.reference import ReferenceAttention
 from inflight.executor.attention.triton import TritonAttention
-from inflight.executor.main import identity, load_model
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.loader import load_executor
+from inflight.executor.main import identity
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.native.pool import NativePool
@@ -220,9 +223,9 @@ def test_the_conversations_of_the_test_before_notice_when_nothing_is_copied(
 
 
 def test_setting_becomes_blocks_that_the_scheduler_and_the_routers_hear_of(folder: Path) -> None:
-    bytes_per_block = load(folder, PATHS["reference-float32"]).kv_bytes_per_block(16)
+    bytes_per_block = load(folder, PATHS["reference-float32"]).forward.layout.bytes_per_block(16)
     settings = ExecutorSettings(**PROCESS, model=str(folder), kv_cache_host_memory_bytes=3 * bytes_per_block + 1)
-    loaded = load_model(settings)
+    loaded = load_executor(settings)
     assert loaded.limits.num_host_blocks == 3
     assert identity(settings, loaded).description.host_blocks == 3
 
@@ -230,12 +233,14 @@ def test_setting_becomes_blocks_that_the_scheduler_and_the_routers_hear_of(folde
 def test_host_memory_that_the_machine_has_not_is_refused_at_the_start(folder: Path) -> None:
     settings = ExecutorSettings(**PROCESS, model=str(folder), kv_cache_host_memory_bytes=2**60)
     with pytest.raises(SettingError, match="kv_cache_host_memory_bytes"):
-        load_model(settings)
+        load_executor(settings)
 
 
 def load(folder: Path, options: dict[str, Any]) -> PagedModel:
-    model = PagedModel.load(resolve_model(str(folder)), device_name="cpu", **options)
-    assert (model.native is not None) == (options["backend_name"] == "cpu" and "forward_name" not in options)
+    model = load_model(resolve_model(str(folder)), device_name="cpu", **options)
+    assert isinstance(model.forward, NativeForward) == (
+        options["backend_name"] == "cpu" and "forward_name" not in options
+    )
     return model
 
 

@@ -14,7 +14,10 @@ from transformers import LlamaConfig, MistralConfig
 
 from inflight.common.kv_size import KvBudget, num_kv_blocks
 from inflight.common.model_source import ModelError, resolve_model
-from inflight.executor.main import identity, load_model
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.loader import load_executor
+from inflight.executor.main import identity
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
@@ -55,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **options: Any) -> PagedModel:
-    return PagedModel.load(resolve_model(str(folder)), device_name="cpu", **{"kv_cache_dtype": "int8"} | options)
+    return load_model(resolve_model(str(folder)), device_name="cpu", **{"kv_cache_dtype": "int8"} | options)
 
 
 def prompt_ids(num_tokens: int = NUM_TOKENS) -> list[int]:
@@ -79,7 +82,7 @@ def logits_in_chunks(model: PagedModel, chunk_tokens: int, num_neighbours: int) 
         rows = [PlanRow(neighbour, step % BLOCK, 1, True) for neighbour in neighbours]
         rows.append(PlanRow(sequence, start, length, True))
         batch = pack(StepPlan.of(rows), BLOCK)
-        found.append(model.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)[-length:])))
+        found.append(model.logits(replace(batch, logit_rows=torch.arange(batch.num_tokens)[-length:])))
     return torch.cat(found)
 
 
@@ -88,7 +91,7 @@ def logits_in_chunks(model: PagedModel, chunk_tokens: int, num_neighbours: int) 
 def test_logits_do_not_depend_on_chunks_and_batch(folder: Path, path: str, instructions: str) -> None:
     """Bit by bit: a token's own keys and values are rounded before they are read, in the step that wrote them too."""
     model = load(folder, instructions=instructions, kv_cache_skip_layers=[1], **PATHS[path])
-    assert model.native is not None
+    assert isinstance(model.forward, NativeForward)
     whole = logits_in_chunks(model, NUM_TOKENS, 0)
     assert whole.isfinite().all()
     for chunk_tokens, num_neighbours in ((1, 9), (7, 3), (129, 0)):
@@ -128,7 +131,9 @@ def test_block_has_a_byte_for_each_number_and_a_float32_scale_for_each_token_and
     plain_bytes = 2 * KV_HEADS * BLOCK * HEAD_DIM * number_bytes
 
     def bytes_of(**options: Any) -> int:
-        return load(folder, dtype_name=dtype_name, backend_name=backend_name, **options).kv_bytes_per_block(BLOCK)
+        return load(folder, dtype_name=dtype_name, backend_name=backend_name, **options).forward.layout.bytes_per_block(
+            BLOCK
+        )
 
     assert bytes_of() == NUM_LAYERS * int8_bytes
     assert bytes_of(kv_cache_skip_layers=[0, 2]) == int8_bytes + 2 * plain_bytes
@@ -158,7 +163,7 @@ PROCESS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1
 )
 def test_routers_are_told_the_type(folder: Path, settings: dict[str, Any], described: str) -> None:
     process = ExecutorSettings(**PROCESS, model=str(folder), **settings)
-    description = identity(process, load_model(process)).description
+    description = identity(process, load_executor(process)).description
     assert (description.dtype, description.kv_cache_dtype) == ("float32", described)
     assert description.weight_dtype == settings.get("weight_dtype", "float32")
 

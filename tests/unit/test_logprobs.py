@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.runner import NO_TOKEN
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -115,9 +116,7 @@ def run(model: PagedModel, offered: list[Sequence]) -> None:
 def test_values_of_a_model_are_those_of_transformers(folder: Path, backend: str) -> None:
     offered = sequences()
     with torch_threads(1):
-        model = PagedModel.load(
-            resolve_model(str(folder)), dtype_name="float32", backend_name=backend, device_name="cpu"
-        )
+        model = load_model(resolve_model(str(folder)), dtype_name="float32", backend_name=backend, device_name="cpu")
         model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         run(model, offered)
         network = AutoModelForCausalLM.from_pretrained(str(folder))
@@ -138,7 +137,7 @@ def test_values_of_a_model_are_those_of_transformers(folder: Path, backend: str)
 
 def test_reporting_changes_no_token(folder: Path) -> None:
     with torch_threads(1):
-        model = PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="cpu", device_name="cpu")
+        model = load_model(resolve_model(str(folder)), dtype_name="float32", backend_name="cpu", device_name="cpu")
         model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         silent, reporting = sequences(), sequences()
         for sequence in silent:

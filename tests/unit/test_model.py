@@ -27,9 +27,12 @@ from transformers import (
 )
 
 from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.attention.backend import KvShape
 from inflight.executor.attention.choice import choose_backend
 from inflight.executor.checkpoint.packed_linear import PackedLinear, pack_linears
-from inflight.executor.model import model as model_module
+from inflight.executor.device import choose_device
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import TOLERANCE_OF_HALF, relative_distance
 from inflight.executor.native.build import BuildFailure
@@ -79,7 +82,7 @@ def _one_thread() -> Iterator[None]:
 
 def load(folder: Path, **options: Any) -> PagedModel:
     options = {"dtype_name": "float32", "backend_name": "reference", "device_name": "cpu"} | options
-    return PagedModel.load(resolve_model(str(folder)), **options)
+    return load_model(resolve_model(str(folder)), **options)
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
@@ -112,7 +115,7 @@ def test_logits_are_float32_and_only_of_the_rows_asked_for(tmp_path: Path) -> No
     model = load(save_model(SUPPORTED["llama"], tmp_path / "tiny"), dtype_name="bfloat16", backend_name="cpu")
     together = generate_together(model, random_prompts(30), num_tokens=2, chunk_tokens=16)
     assert len(together[0]) == 2, "the first chunk asked for no logits at all"
-    assert model.dtype_name == "bfloat16"
+    assert model.description.dtype == "bfloat16"
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
@@ -123,7 +126,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         model = load(folder, dtype_name=dtype_name, backend_name="cpu")
         model.allocate_kv(4, 16)
         row = PlanRow(make_sequence(prompt, [4, 2, 1, 3]), 0, 50, True)
-        logits.append(model.forward(pack(StepPlan.of([row]), 16)))
+        logits.append(model.logits(pack(StepPlan.of([row]), 16)))
     assert logits[0].dtype == logits[1].dtype == torch.float32
     assert logits[0].shape == (1, VOCABULARY_SIZE)
     assert 0 < relative_distance(logits[1], logits[0]) < 0.05
@@ -134,12 +137,12 @@ def test_description_says_what_the_model_is(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "top_p": 0.9}))
     model = load(folder)
     description = model.description
-    assert (description.architecture, description.num_layers, description.num_kv_heads) == ("llama", 2, 2)
-    assert (description.head_dim, description.vocabulary_size, description.context_length) == (16, VOCABULARY_SIZE, 256)
+    assert [layer.shape for layer in model.forward.layout.layers] == [KvShape(num_kv_heads=2, head_dim=16)] * 2
+    assert (description.vocabulary_size, description.context_length) == (VOCABULARY_SIZE, 256)
     assert description.eos_token_ids == (2, 5)
     assert description.defaults.sampling == {"top_p": 0.9}
     # Keys and values of 2 layers, 2 heads of 16 numbers of 4 bytes, 16 tokens.
-    assert model.kv_bytes_per_block(16) == 2 * 2 * 2 * 16 * 4 * 16
+    assert model.forward.layout.bytes_per_block(16) == 2 * 2 * 2 * 16 * 4 * 16
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ def test_model_that_transformers_rounds_more_than_we_do_is_served_in_bfloat16(tm
     assert relative_distance(rounded, exact) > TOLERANCE_OF_HALF
     for forward_name in ("auto", "transformers"):
         model = load(tmp_path, dtype_name="bfloat16", backend_name="auto", forward_name=forward_name)
-        assert (model.native is None) == (forward_name == "transformers")
+        assert isinstance(model.forward, NativeForward) == (forward_name != "transformers")
 
 
 def test_without_a_compiler_the_reference_runs_and_says_why(
@@ -272,8 +275,8 @@ def test_without_a_compiler_the_reference_runs_and_says_why(
 
     model = load(folder, backend_name="auto")
 
-    assert model.backend_name == "reference"
-    assert "there is no C++ compiler" in model.backend_reason
+    assert model.forward.backend_name == "reference"
+    assert "there is no C++ compiler" in model.description.backend_reason
     assert "there is no C++ compiler" in caplog.text
     with pytest.raises(ModelError, match="attention backend 'cpu' cannot run: there is no C"):
         load(folder, backend_name="cpu")
@@ -301,9 +304,9 @@ def test_wrong_options_are_named(tmp_path: Path, option: dict[str, str], words: 
 
 def test_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert model_module.choose_device("auto") == CPU
+    assert choose_device("auto") == CPU
     with pytest.raises(ModelError, match="torch finds no GPU"):
-        model_module.choose_device("cuda")
+        choose_device("cuda")
 
 
 def test_packed_linears_compute_the_same() -> None:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -39,7 +40,7 @@ Ends = dict[str, tuple[list[int], FinishReason]]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedModel]:
     folder = save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
     with torch_threads(1):
-        loaded = PagedModel.load(resolve_model(str(folder)), dtype_name="float32", device_name="cpu")
+        loaded = load_model(resolve_model(str(folder)), dtype_name="float32", device_name="cpu")
         loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         yield loaded
 

@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from inflight.common.model_source import resolve_model
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.forward.transformers import TransformersForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -81,8 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[PagedModel]:
     with torch_threads(1), pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":
-            patch.setattr("inflight.executor.model.model._native_sampler", lambda *_: None)
-        loaded = PagedModel.load(
+            patch.setattr("inflight.executor.model.loader._native_sampler", lambda *_: None)
+        loaded = load_model(
             resolve_model(str(folder)), dtype_name="float32", device_name="cpu", backend_name=request.param
         )
         block_size = BLOCK_SIZES[request.param]
@@ -91,7 +94,7 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[PagedModel]:
 
 
 def block_size_of(model: PagedModel) -> int:
-    return BLOCK_SIZES["reference" if model.native is None else "cpu"]
+    return BLOCK_SIZES["cpu" if isinstance(model.forward, NativeForward) else "reference"]
 
 
 def request_of(name: str, prompt: list[int], output: Sequence[int] = (), **fields: Any) -> Request:
@@ -288,8 +291,8 @@ def test_request_that_excludes_every_token_ends_with_an_error_and_the_others_do_
 def test_logits_without_a_number_are_not_taken_for_an_exclusion(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda batch: torch.full_like(forward(batch), float("nan")))
+    logits = TransformersForward.logits if isinstance(model.forward, TransformersForward) else NativeForward.logits
+    monkeypatch.setattr(type(model.forward), "logits", lambda *step: torch.full_like(logits(*step), float("nan")))
     # Logits that are sampled from are stored; test_native_greedy has those of greedy rows.
     found = ride(
         model, [request_of("r", [5, 9], sampling=Sampling(1.0, 0, 1.0, 3), processors=Processors(bad_words=((3,),)))]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from inflight.common.model_source import resolve_model
 from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
+from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -160,7 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["reference", "cpu"])
 def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[PagedModel]:
     with torch_threads(1):
-        model = PagedModel.load(
+        model = load_model(
             resolve_model(str(folder)), dtype_name="float32", backend_name=request.param, device_name="cpu"
         )
         model.allocate_kv(60, 16)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import inflight.common.model_source as model_source
-import inflight.executor.model.model as model_module
+import inflight.executor.model.loader as model_module
 from inflight.cli import doctor
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.gguf import import_gguf
@@ -32,7 +32,7 @@ from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_
 from inflight.executor.formats.folder import format_of
 from inflight.executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
 from inflight.executor.formats.loading import describe_weights, load_network
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 from inflight.tools.sizing.model_shape import read_model_shape
 from tests.support.checkpoints.quantized_checkpoints import (
     AUTO_ROUND,
@@ -226,7 +226,7 @@ def assert_runs_like(path: Path, dense: Path) -> None:
     network: Any = AutoModelForCausalLM.from_pretrained(str(dense), dtype=torch.float32)
     prompts = [[5, 9, 33, 7, 8, 21, 60], [40, 3]]
     for backend in ("cpu", "reference"):
-        model = PagedModel.load(resolve_model(str(path)), dtype_name="float32", backend_name=backend, device_name="cpu")
+        model = load_model(resolve_model(str(path)), dtype_name="float32", backend_name=backend, device_name="cpu")
         for prompt, output in zip(prompts, generate_together(model, prompts, 8, 4), strict=True):
             assert_same(output, generate_alone(network, prompt, 8))
     with torch.inference_mode():
@@ -433,6 +433,6 @@ def test_numbers_of_a_checkpoint_leave_memory_when_they_are_packed(
         return network, folder
 
     monkeypatch.setattr(model_module, "load_network", load)
-    PagedModel.load(resolve_model(str(path)), dtype_name="float32", device_name="cpu")
+    load_model(resolve_model(str(path)), dtype_name="float32", device_name="cpu")
     assert len(read) >= 14
     assert [weight.codes.untyped_storage().nbytes() for weight in read] == [0] * len(read)

@@ -9,7 +9,8 @@ import pytest
 from transformers import LlamaConfig
 
 from inflight.common.kv_size import most_seats, num_seats
-from inflight.executor.main import identity, load_model
+from inflight.executor.loader import load_executor
+from inflight.executor.main import identity
 from inflight.executor.settings import ExecutorSettings
 from tests.support.checkpoints.tiny_models import save_model, sizes
 
@@ -62,7 +63,7 @@ def test_executor_logs_and_announces_its_seats(
     )
     # When the model is loaded
     with caplog.at_level(logging.INFO):
-        loaded = load_model(settings)
+        loaded = load_executor(settings)
     # Then the chosen number is in the log and in what routers are told
     described = identity(settings, loaded).description
     assert (described.max_num_sequences, described.num_standby_sequences) == (seats, standby)

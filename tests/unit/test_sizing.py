@@ -12,9 +12,10 @@ from transformers import Gemma3TextConfig
 
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.cli.main import main
+from inflight.common.layer_sizes import LayerSizes
 from inflight.common.model_source import ModelError
 from inflight.common.settings import SettingError, load
-from inflight.executor import main as executor_main
+from inflight.executor import loader as executor_loader
 from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import (
     GIBIBYTE,
@@ -27,7 +28,6 @@ from inflight.tools.sizing.arithmetic import (
     seats_at_max_utilization,
     seats_without_eviction,
 )
-from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import better_policy
 from inflight.v1 import inference_pb2
@@ -199,15 +199,15 @@ def test_its_blocks_are_those_of_a_real_executor(
     """Memory is said to be 300 MB for both: an executor sees it after its weights are loaded, the calculator before."""
     model = str(write_tiny_model(tmp_path)) if name else ""
     free_bytes = 300_000_000
-    monkeypatch.setattr(executor_main, "num_available_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr(executor_loader, "num_available_memory_bytes", lambda: free_bytes)
     flags = ["--model", model, "--dtype", dtype, "--device", "cpu", "--listen", "127.0.0.1:0", "--num-threads", "1"]
     with torch_threads(1):
-        loaded = executor_main.load_model(load(ExecutorSettings, "inflight executor", flags))
+        loaded = executor_loader.load_executor(load(ExecutorSettings, "inflight executor", flags))
 
     shape = read_model_shape(model)
     weight_bytes = pool_of(shape, Machine(GIBIBYTE, False, 0.2, 0), dtype, 16).weight_bytes
     pool = pool_of(shape, Machine(free_bytes + weight_bytes, False, 0.2, 0), dtype, 16)
-    assert pool.bytes_per_block == loaded.model.kv_bytes_per_block(16)
+    assert pool.bytes_per_block == loaded.model.forward.layout.bytes_per_block(16)
     assert pool.num_blocks == loaded.num_blocks
 
 
@@ -217,11 +217,11 @@ def test_its_window_groups_are_those_of_a_real_executor(
 ) -> None:
     config = Gemma3TextConfig(**sizes(num_hidden_layers=7, sliding_window=32, max_position_embeddings=2048))
     model = str(save_model(config, tmp_path / "gemma"))
-    monkeypatch.setattr(executor_main, "num_available_memory_bytes", lambda: 500_000_000)
+    monkeypatch.setattr(executor_loader, "num_available_memory_bytes", lambda: 500_000_000)
     flags = ["--model", model, "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
     flags += ["--max-num-sequences", "12", "--max-num-tokens", "256", "--max-tokens-in-paged-kv-cache", str(max_tokens)]
     with torch_threads(1):
-        loaded = executor_main.load_model(load(ExecutorSettings, "inflight executor", flags))
+        loaded = executor_loader.load_executor(load(ExecutorSettings, "inflight executor", flags))
 
     shape = read_model_shape(model)
     assert (shape.num_window_layers, shape.sliding_window) == (6, 32)

@@ -13,16 +13,17 @@ import pytest
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from inflight.cli.main import main
+from inflight.common.layer_sizes import BYTES_PER_NUMBER
 from inflight.common.model_source import resolve_model
 from inflight.common.settings import SettingError, load
-from inflight.executor import main as executor_main
+from inflight.executor import loader as executor_loader
 from inflight.executor.checkpoint.shards import WHOLE, Shard
 from inflight.executor.cpu.decoder import NativeDecoder
 from inflight.executor.formats.gguf_blocks import BLOCK_TYPES
-from inflight.executor.model.model import PagedModel
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.model.loader import load_model
 from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, Pool, pool_of
-from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
 from inflight.tools.sizing.model_shape import read_model_shape
 from inflight.tools.sizing.weights import GGUF_CODES, Role, cpu_weight_bytes
 from tests.support.checkpoints.quantized_checkpoints import (
@@ -106,11 +107,11 @@ def head_padding(model: str, dtype: str, weight_dtype: str, num_ranks: int = 1) 
 def load_native(model: str, dtype: str, weight_dtype: str, shard: Shard = WHOLE) -> NativeDecoder:
     """Returns the forward pass of an executor, or of a rank."""
     with torch_threads(1):
-        loaded = PagedModel.load(
+        loaded = load_model(
             resolve_model(model), dtype_name=dtype, device_name="cpu", weight_dtype=weight_dtype, shard=shard
         )
-    assert loaded.native is not None
-    return loaded.native
+    assert isinstance(loaded.forward, NativeForward)
+    return loaded.forward.decoder
 
 
 def loaded_bytes(native: NativeDecoder) -> int:
@@ -176,14 +177,14 @@ def test_adapters_and_the_host_tier_take_the_predicted_memory(
     dtype: str, checkpoints: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, free_bytes, host_bytes = checkpoints("dense"), 300_000_000, 3_000_000
-    monkeypatch.setattr(executor_main, "num_available_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr(executor_loader, "num_available_memory_bytes", lambda: free_bytes)
     flags = ["--model", model, "--dtype", dtype, "--device", "cpu", "--adapter-folder", str(tmp_path)]
     flags += ["--max-adapters", "3", "--max-adapter-rank", "20", "--kv-cache-host-memory-bytes", str(host_bytes)]
     with torch_threads(1):
-        loaded = executor_main.load_model(load(ExecutorSettings, "inflight executor", flags))
-    assert loaded.model.native is not None
+        loaded = executor_loader.load_executor(load(ExecutorSettings, "inflight executor", flags))
+    assert isinstance(loaded.model.forward, NativeForward)
     pool = predicted(model, dtype, max_adapters=3, max_adapter_rank=20, kv_cache_host_memory_bytes=host_bytes)
-    assert pool.adapter_bytes == 3 * loaded.model.native.adapter_slot_bytes(20)
+    assert pool.adapter_bytes == 3 * loaded.model.forward.decoder.adapter_slot_bytes(20)
     assert pool.num_host_blocks == loaded.limits.num_host_blocks > 0
 
 
@@ -248,8 +249,8 @@ def test_each_gpu_has_a_part_of_the_weights_and_of_the_kv(checkpoints: Callable[
 def test_int8_kv_takes_the_predicted_memory(checkpoints: Callable[[str], str]) -> None:
     model = checkpoints("dense")
     with torch_threads(1):
-        loaded = PagedModel.load(resolve_model(model), device_name="cpu", kv_cache_dtype="int8")
-    assert predicted(model, "float32", kv_cache_dtype="int8").bytes_per_block == loaded.kv_bytes_per_block(16)
+        layout = load_model(resolve_model(model), device_name="cpu", kv_cache_dtype="int8").forward.layout
+    assert predicted(model, "float32", kv_cache_dtype="int8").bytes_per_block == layout.bytes_per_block(16)
 
 
 def test_fp8_of_llama_3_8b_is_counted_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inflight.common.model_source import load_tokenizer, resolve_model
+from inflight.executor.attention.backend import KvShape
 from inflight.executor.checkpoint.gguf import import_gguf
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 from tests.support.device.greedy import Reference, assert_same, generate_alone, generate_together
 from tests.support.device.torch_threads import torch_threads
 
@@ -49,16 +50,16 @@ def references(prompts: list[list[int]]) -> list[Reference]:
 def test_greedy_tokens_are_those_of_transformers(
     backend: str, prompts: list[list[int]], references: list[Reference]
 ) -> None:
-    model = PagedModel.load(resolve_model(""), dtype_name="float32", backend_name=backend, device_name="cpu")
+    model = load_model(resolve_model(""), dtype_name="float32", backend_name=backend, device_name="cpu")
     together = generate_together(model, prompts, NUM_TOKENS, chunk_tokens=32)
     for output_ids, reference in zip(together, references, strict=True):
         assert_same(output_ids, reference)
 
 
 def test_bfloat16_knows_the_capital_of_france(prompts: list[list[int]]) -> None:
-    model = PagedModel.load(resolve_model(""), dtype_name="bfloat16", device_name="cpu")
+    model = load_model(resolve_model(""), dtype_name="bfloat16", device_name="cpu")
     description = model.description
-    assert (description.num_layers, description.num_kv_heads, description.head_dim) == (30, 3, 64)
+    assert [layer.shape for layer in model.forward.layout.layers] == [KvShape(num_kv_heads=3, head_dim=64)] * 30
     assert (description.vocabulary_size, description.context_length) == (49152, 8192)
     assert description.eos_token_ids == (2, 0), "<|im_end|>, and <|endoftext|> by its text"
     assert description.defaults.sampling == {"temperature": 0.2, "top_p": 0.9}

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from inflight.bench.engine.teacher_forcing import MAX_TOKENS_OF_STEP, paged_predictions, transformers_predictions
 from inflight.common.model_source import ModelSource, resolve_model
-from inflight.executor.model.model import PagedModel
+from inflight.executor.model.loader import load_model
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 
@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelSource]:
 @pytest.mark.parametrize("chunk_tokens", [1, 5, MAX_TOKENS_OF_STEP], ids=["one by one", "chunks", "whole"])
 def test_paged_forward_predicts_what_transformers_does(source: ModelSource, chunk_tokens: int) -> None:
     expected = transformers_predictions(source, PROMPTS)
-    model = PagedModel.load(source, dtype_name="float32", device_name="cpu")
+    model = load_model(source, dtype_name="float32", device_name="cpu")
 
     found = paged_predictions(model, PROMPTS, chunk_tokens)
 

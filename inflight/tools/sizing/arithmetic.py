@@ -17,9 +17,9 @@ from inflight.common.kv_size import (
     num_host_kv_blocks,
     num_kv_blocks,
 )
+from inflight.common.layer_sizes import BYTES_PER_NUMBER, gpu_adapter_slot_bytes
 from inflight.common.settings import SettingError
-from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes, gpu_adapter_slot_bytes, outputs_of_rank
-from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER
+from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes
 from inflight.tools.sizing.model_shape import ModelShape
 from inflight.tools.sizing.weights import Role, cpu_weight_bytes
 
@@ -301,9 +301,9 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
     if machine.is_gpu:
         if shape.has_experts:
             raise SettingError("adapters of models with experts need a CPU: give --memory-gib")
-        return options.max_adapters * gpu_adapter_slot_bytes(num_layers, shape.sizes, max_rank, dtype)
+        return options.max_adapters * gpu_adapter_slot_bytes(num_layers, shape.sizes, max_rank, BYTES_PER_NUMBER[dtype])
     kv = shape.kv_heads_of_rank(num_ranks) * shape.head_dim
-    outputs = outputs_of_rank(shape.sizes, kv, num_ranks)
+    outputs = shape.sizes.of_rank(num_ranks, kv)
     slot_bytes = cpu_adapter_slot_bytes(
         num_layers, shape.sizes, outputs, max_rank, dtype, has_experts=shape.has_experts
     )

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inflight.common.kv_size import numbers_of_ranks
+from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
+from inflight.common.layer_sizes import LayerSizes
 from inflight.common.model_files.context_length import context_length_of
 from inflight.common.model_files.gguf_header import GgufHeader, parts_of
 from inflight.common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
-from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.weights import Role, Weights, computed_weights, weights_of_folder, weights_of_gguf
 
 
@@ -48,7 +48,7 @@ class ModelShape:
 
     def kv_heads_of_rank(self, num_ranks: int) -> int:
         """Returns the KV heads that each rank has."""
-        return max(1, self.num_kv_heads // num_ranks)
+        return kv_heads_of_rank(self.num_kv_heads, num_ranks)
 
 
 def read_model_shape(model: str) -> ModelShape:

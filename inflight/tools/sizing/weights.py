@@ -17,10 +17,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from inflight.common.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 from inflight.common.model_files.gguf_header import GgufHeader
 from inflight.common.model_source import ModelError, read_json
 from inflight.common.settings import SettingError
-from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 
 WEIGHT_DTYPES = ("auto", "dense", "int8", "int4", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")

@@ -43,7 +43,7 @@ def generate_together(
         for row in rows:
             while len(row.sequence.block_table) * block_size < row.start + row.num_tokens:
                 row.sequence.block_table.append(free.pop())
-        token_ids = model.forward(pack(StepPlan.of(rows), block_size)).argmax(-1).tolist()
+        token_ids = model.logits(pack(StepPlan.of(rows), block_size)).argmax(-1).tolist()
         for row in rows:
             row.sequence.num_computed += row.num_tokens
             if row.samples:

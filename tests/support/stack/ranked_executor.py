@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from inflight.executor.engine.runner import StepRunner
-from inflight.executor.main import Loaded, load_model, start_runner
+from inflight.executor.loader import Loaded, load_executor
+from inflight.executor.main import start_runner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.settings import ExecutorSettings
@@ -23,7 +24,7 @@ def load_ranks(settings: ExecutorSettings) -> Iterator[Loaded]:
     """
     group = None
     try:
-        loaded = load_model(settings)
+        loaded = load_executor(settings)
         group = loaded.group
         yield loaded
     finally:

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from inflight.executor.engine.gc import GarbageCollection
-from inflight.executor.main import Parts, build_executor, load_model
+from inflight.executor.loader import load_executor
+from inflight.executor.main import Parts, build_executor
 from inflight.executor.settings import ExecutorSettings
 from tests.support.device.torch_threads import torch_threads
 
@@ -16,7 +17,7 @@ from tests.support.device.torch_threads import torch_threads
 async def run_real_executor(settings: ExecutorSettings) -> AsyncIterator[tuple[Parts, str]]:
     """Yields the executor's parts and the address where it serves."""
     with torch_threads(settings.num_threads):
-        parts = build_executor(settings, load_model(settings), None, GarbageCollection())
+        parts = build_executor(settings, load_executor(settings), None, GarbageCollection())
     address = await parts.server.start(settings.listen)
     parts.engine.start()
     reports = asyncio.create_task(parts.service.run())

@@ -1,4 +1,5 @@
-"""The decoder of a leader: a step is sent to the workers, computed by all ranks, and their results are joined."""
+"""Forward pass on several CPUs, as the leader sees it: a step is sent to the workers, computed by all ranks, and their
+results are joined."""
 
 from __future__ import annotations
 
@@ -10,48 +11,50 @@ from torch import Tensor
 from inflight.executor.adapters.folder import KnownAdapter
 from inflight.executor.adapters.peft_files import AdapterError
 from inflight.executor.adapters.weights import AdapterWeights
-from inflight.executor.attention.backend import LayerKv
+from inflight.executor.attention.cpu import CpuAttention
 from inflight.executor.attention.gpu_host_tier import Pairs
-from inflight.executor.attention.host_tier import HostTier, open_host_tier
-from inflight.executor.checkpoint.decoder_weights import DecoderShape
-from inflight.executor.cpu.decoder import DecoderForm, ExchangeError, NativeDecoder
+from inflight.executor.attention.host_tier import HostTier
+from inflight.executor.cpu.decoder import ExchangeError
 from inflight.executor.engine.runner import NO_TOKEN, DeviceLostError
-from inflight.executor.parallel.exchange import Exchange
+from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.parallel.leader import WorkerGroup
 from inflight.executor.parallel.messages import Kind, Want, pack_step, pack_swaps
 from inflight.executor.parallel.results import gather_results
 from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.sampling_columns import SamplingBatch
 
 
-class ParallelDecoder:
-    """Computes like a `NativeDecoder` that has all weights: every logit has the same bits."""
+class NativeRanks(Forward):
+    """`Forward` of all ranks. It computes like a `NativeForward` that has all weights: every logit has the same bits.
+    The ranks have joined `group`."""
 
-    def __init__(self, own: NativeDecoder, group: WorkerGroup, exchange: Exchange) -> None:
-        exchange.connect(own)
-        self._own, self._group, self._exchange = own, group, exchange
+    def __init__(self, own: NativeForward, group: WorkerGroup) -> None:
+        self.own, self.layout, self._group = own, own.layout, group
+        backend = own.layout.backend
+        assert isinstance(backend, CpuAttention)
+        self._exchange = group.open_exchange(own.decoder, backend.library)
+        self._exchange.connect(own.decoder)
         shards = [group.shard.of(rank) for rank in range(group.shard.num_ranks)]
-        self._first_ids = torch.tensor([[shard.columns(own.form.shape.vocabulary_size).start] for shard in shards])
+        self._vocabulary_size = own.decoder.shape.vocabulary_size
+        self._first_ids = torch.tensor([[shard.columns(self._vocabulary_size).start] for shard in shards])
 
     @property
-    def form(self) -> DecoderForm:
-        """The form of the whole model."""
-        return self._own.form
+    def routes_by_itself(self) -> bool:
+        return self.own.routes_by_itself
 
     @property
-    def shape(self) -> DecoderShape:
-        """The shape of the whole model."""
-        return self._own.form.shape
-
-    def adapter_slot_bytes(self, max_rank: int) -> int:
-        """Returns the memory that a slot for adapters takes on each rank. The leader's part is the largest."""
-        return self._own.adapter_slot_bytes(max_rank)
+    def adapters(self) -> AdapterMemory:
+        # The leader's part is the largest.
+        decoder = self.own.decoder
+        return AdapterMemory(decoder.shape, decoder.adapter_slot_bytes, self.reserve_adapters, self.load_adapter)
 
     def reserve_adapters(self, num_slots: int, max_rank: int) -> None:
         """Makes the adapter slots of every rank, once."""
         sizes = {"num_slots": num_slots, "max_rank": max_rank}
         self._group.send(Kind.RESERVE_ADAPTERS, json.dumps(sizes).encode())
-        self._own.reserve_adapters(num_slots, max_rank)
-        self._group.reserved_bytes += num_slots * self.adapter_slot_bytes(max_rank)
+        self.own.decoder.reserve_adapters(num_slots, max_rank)
+        self._group.reserved_bytes += num_slots * self.own.decoder.adapter_slot_bytes(max_rank)
 
     def load_adapter(self, slot: int, adapter: KnownAdapter, weights: AdapterWeights) -> None:
         """Loads an adapter into a slot of every rank, from the rank's own folder. Steps may run meanwhile, as in
@@ -60,40 +63,37 @@ class ParallelDecoder:
         asked = {"slot": slot, "name": adapter.name, "hash": adapter.hash}
         self._group.send(Kind.LOAD_ADAPTER, json.dumps(asked).encode())
         try:
-            self._own.load_adapter(slot, weights)
+            self.own.decoder.load_adapter(slot, weights)
         finally:
             reasons = self._group.wait_for_adapter()
         if reasons:
             raise AdapterError("; ".join(reasons))
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None) -> None:
-        """Lets the workers allocate their KV."""
+    def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> Kv:
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_window_blocks": num_window_blocks}
         self._group.send(Kind.ALLOCATE, json.dumps(sizes).encode())
+        return self.own.allocate_kv(num_blocks, block_size, num_window_blocks)
 
-    def open_host_tier(self, kv: tuple[LayerKv, ...], num_host_blocks: int) -> HostTier:
-        """Opens a host tier on every rank."""
+    def open_host_tier(self, kv: Kv, num_host_blocks: int) -> HostTier:
         self._group.send(Kind.HOST_TIER, json.dumps({"num_host_blocks": num_host_blocks}).encode())
-        return _HostTiers(self._group, open_host_tier(kv, num_host_blocks))
+        return _HostTiers(self._group, self.own.open_host_tier(kv, num_host_blocks))
 
-    def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
-        """Computes the logits `[R, vocabulary]` float32 of the rows that yield a token."""
-        parts = self._compute(Want.LOGITS, batch, kv)
-        return torch.cat(parts, 1)[:, : self.form.shape.vocabulary_size]
+    def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
+        return torch.cat(self._compute(Want.LOGITS, batch, kv), 1)[:, : self._vocabulary_size]
 
-    def greedy(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
-        """Computes the ids `[R]` int64 of the largest logits, the lowest among equals. A row without one has
-        `NO_TOKEN`."""
+    def greedy(self, batch: StepBatch, kv: Kv, sampling: SamplingBatch) -> Tensor | None:
+        if not sampling.is_greedy:
+            return None
         values, ids = torch.stack(self._compute(Want.LARGEST, batch, kv)).unbind(1)
         # The first rank of equals, which has the lowest ids.
         best = values.argmax(0, keepdim=True)
         chosen = (ids.long() + self._first_ids).gather(0, best)[0]
         return chosen.masked_fill(values.gather(0, best)[0] == float("-inf"), NO_TOKEN)
 
-    def _compute(self, want: Want, batch: StepBatch, kv: tuple[LayerKv, ...]) -> list[Tensor]:
+    def _compute(self, want: Want, batch: StepBatch, kv: Kv) -> list[Tensor]:
         self._group.send(Kind.STEP, pack_step(batch, want))
         try:
-            return gather_results(want, batch, self._own, kv, self._exchange)
+            return gather_results(want, batch, self.own.decoder, kv, self._exchange)
         except ExchangeError as error:
             raise DeviceLostError(self._group.cause(str(error))) from error
 

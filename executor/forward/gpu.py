@@ -1,0 +1,72 @@
+"""Forward pass of the decoder families on a GPU, by Triton kernels and CUDA graphs; importing it needs triton.
+
+Its runner samples on the device and replays graphs. FlashInfer takes the place of the kernels in some of its steps,
+where the trial steps of the runner show that it is right and faster.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight.executor.attention.flashinfer import NAME as FLASHINFER
+from inflight.executor.attention.flashinfer import FlashInfer
+from inflight.executor.attention.kv_layout import KvLayout
+from inflight.executor.device import free_device_bytes
+from inflight.executor.engine.runner import StepSizes
+from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
+from inflight.executor.forward.gpu_memory import working_bytes
+from inflight.executor.gpu.decoder import GpuDecoder
+from inflight.executor.gpu.runner import Followers, GpuRunner
+from inflight.executor.step.batch import StepBatch
+
+
+class GpuForward(Forward):
+    """`Forward` of a `GpuDecoder`, or the part of a rank in `GpuRanks`."""
+
+    has_window_pools = False
+
+    def __init__(self, decoder: GpuDecoder, layout: KvLayout, flashinfer: FlashInfer | None = None) -> None:
+        self.decoder, self.layout = decoder, layout
+        # Its buffers are freed if the runner does not use it.
+        self._flashinfer = flashinfer
+        self._uses_flashinfer = False
+
+    @property
+    def backend_name(self) -> str:
+        return FLASHINFER if self._uses_flashinfer else self.layout.backend.name
+
+    @property
+    def adapters(self) -> AdapterMemory:
+        return AdapterMemory.of(self.decoder)
+
+    def free_device_bytes(self, sizes: StepSizes) -> int | None:
+        if free_device_bytes(self.layout.device) is None:
+            return None  # as in the tests, without a GPU
+        used = working_bytes(self.decoder, self.layout, sizes)
+        return (free_device_bytes(self.layout.device) or 0) - used
+
+    def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
+        with torch.inference_mode():
+            return self.decoder.forward(batch.to(self.layout.device), kv).float()
+
+    def start_runner(self, kv: Kv, sizes: StepSizes, followers: Followers | None = None) -> GpuRunner:
+        runner = GpuRunner(
+            self.decoder,
+            kv,
+            sizes.limits,
+            sizes.block_size,
+            uses_graphs=sizes.uses_graphs,
+            max_graph_tokens=sizes.max_graph_tokens,
+            flashinfer=self._flashinfer,
+            followers=followers,
+        )
+        runner.prepare()
+        self._uses_flashinfer = runner.uses_flashinfer
+        if not self._uses_flashinfer:
+            self._flashinfer = None
+        return runner
+
+    def separate_layers(self, inputs: Tensor, batch: StepBatch, kv: Kv) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            return self.decoder.separate_layers(inputs, batch.to(self.layout.device), kv)

@@ -1,0 +1,38 @@
+"""Measurement of the GPU memory that steps take besides weights and KV, before the KV pool is sized.
+
+The largest steps are computed and the graphs are captured with a pool of one block, and the peak is kept free. The
+graphs are captured again later, because a captured step contains the addresses of its pool.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from inflight.executor.attention.kv_layout import KvLayout
+from inflight.executor.engine.runner import StepSizes
+from inflight.executor.gpu.decoder import GpuDecoder
+from inflight.executor.gpu.runner import GpuRunner
+
+
+def working_bytes(decoder: GpuDecoder, layout: KvLayout, sizes: StepSizes) -> int:
+    """Returns the bytes of a CUDA device that steps of these sizes take."""
+    torch.cuda.empty_cache()
+    free_before, _ = torch.cuda.mem_get_info(layout.device)
+    runner = GpuRunner(
+        decoder,
+        layout.allocate(1, sizes.block_size),
+        sizes.limits,
+        sizes.block_size,
+        uses_graphs=sizes.uses_graphs,
+        max_graph_tokens=sizes.max_graph_tokens,
+    )
+    runner.prepare()
+    runner.close()
+    # torch's reserve counts: it is the peak, because nothing was freed in between.
+    free_at_peak, _ = torch.cuda.mem_get_info(layout.device)
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(0, free_before - free_at_peak)

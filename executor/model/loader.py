@@ -1,0 +1,360 @@
+"""Loading of a model: its weights, the forward pass that computes it, and the checks before it is served.
+
+It loads any decoder whose code calls attention through transformers' attention interface. A model that cannot run
+correctly is refused with the reason (`checkpoint.support`, `attention.transformers_hook`, `self_check`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inflight.common.machine import return_free_memory
+from inflight.common.model_source import ModelError, ModelSource, model_errors
+from inflight.executor.attention.backend import AttentionBackend, KvShape
+from inflight.executor.attention.choice import BackendChoice, choose_backend
+from inflight.executor.attention.cpu import CpuAttention
+from inflight.executor.attention.flashinfer import FlashInfer, Heads, open_flashinfer
+from inflight.executor.attention.kv_layout import KvLayout
+from inflight.executor.attention.quantized import check_backend, check_fp8_device, kv_dtypes
+from inflight.executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, register_attention
+from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from inflight.executor.checkpoint.longrope import fix_longrope
+from inflight.executor.checkpoint.packed_linear import pack_linears
+from inflight.executor.checkpoint.quantized_linear import is_quantized, make_dense
+from inflight.executor.checkpoint.quiet import quiet_transformers
+from inflight.executor.checkpoint.rounding import round_linears
+from inflight.executor.checkpoint.shards import WHOLE, Shard, digest_of, divide, indivisible_reason
+from inflight.executor.cpu.decoder import NativeDecoder, form_of, unsupported_reason
+from inflight.executor.cpu.sampler import NativeSampler, choose_sampler
+from inflight.executor.cpu.streams import WeightStream
+from inflight.executor.device import choose_device, choose_dtype
+from inflight.executor.device import device_name as name_of
+from inflight.executor.formats.loading import load_network
+from inflight.executor.forward.forward import Forward, SeparatesLayers
+from inflight.executor.forward.native import NativeForward
+from inflight.executor.forward.native_ranks import NativeRanks
+from inflight.executor.forward.transformers import TransformersForward
+from inflight.executor.model.description import (
+    ModelDescription,
+    describe,
+    read_context_length,
+    read_defaults,
+    read_vocabulary_size,
+)
+from inflight.executor.model.end_tokens import find_end_tokens
+from inflight.executor.model.layer_check import compare_layers
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, SelfCheckError, compare, expect
+from inflight.executor.parallel.leader import WorkerGroup
+from inflight.executor.step.batch import StepBatch
+
+if TYPE_CHECKING:
+    from inflight.executor.gpu.decoder import GpuDecoder
+
+log = logging.getLogger(__name__)
+
+# The attention backends whose forward pass multiplies weights of these types.
+NEEDED_BACKENDS = {"int8": "cpu", "int4": "cpu", "fp8": "triton"}
+FORWARD_IS_SET = "forward=transformers is set"
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype_name: str = "auto",
+    backend_name: str = "auto",
+    device_name: str = "auto",
+    weight_dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    kv_cache_skip_layers: Sequence[int] = (),
+    forward_name: str = "auto",
+    instructions: str = "auto",
+    weight_stream: WeightStream | None = None,
+    max_sequence_length: int = 0,
+    eos_token_ids: Sequence[int] = (),
+    shard: Shard = WHOLE,
+    group: WorkerGroup | None = None,
+) -> PagedModel:
+    """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
+
+    `weight_dtype` is `auto` (that of the checkpoint), `dense`, which expands a quantized checkpoint to the dtype,
+    `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
+    `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
+    `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `instructions` names
+    the build of the C++ code, and `weight_stream` how it reads the weights; without it the fastest way is measured.
+    `max_sequence_length`, or with 0 the context length, decides between the factors of longrope. `eos_token_ids`
+    replace those of the model's files. Of several ranks, this is the one of `shard`; the leader has the `group` of the
+    others, which must join before the model is checked.
+    """
+    device = choose_device(device_name)
+    dtype = choose_dtype(dtype_name, device)
+    # The whole model need not fit in the memory of one rank's GPU.
+    network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
+    length, weight_dtype = _sequence_length(network, max_sequence_length), _with_weights_of(network, weight_dtype)
+    with _unsupported(network.config):
+        _choose_rope(network, length)
+        vocabulary_size, has_fp8 = read_vocabulary_size(network), "fp8" in (weight_dtype, kv_cache_dtype)
+        expectation = expect(network, vocabulary_size, has_states=has_fp8) if shard.rank == 0 else None
+        layers = _probe_layers(network)
+    layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
+    choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
+    _check_choice(choice, layer_kv_dtypes, device)
+    sampler = _native_sampler(choice.backend, device, instructions)
+    end_ids = find_end_tokens(source, folder, vocabulary_size, eos_token_ids) if shard.rank == 0 else ()
+    layout = KvLayout(choice.backend, device, dtype, _layers_of(layers, shard), layer_kv_dtypes)
+    with model_errors(f"model {source.name!r} cannot be prepared"):
+        defaults = read_defaults(folder, vocabulary_size, end_ids)
+        weights = _Weights(network, layers, layout, weight_dtype, length, shard)
+        chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
+        forward = chosen.forward
+        description = describe(source, network, layout, defaults, weight_dtype, choice.reason, chosen.same_on_all_ranks)
+        if group is not None:
+            group.join(description.hello(0))
+            forward = _lead(forward, group)
+    if expectation is not None:
+        with _unsupported(network.config):
+            _check(forward, expectation, description)
+    del network, weights, chosen
+    return_free_memory()
+    return PagedModel(description, forward, sampler)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Weights:
+    """Weights for which a forward pass is chosen. `layers` are those of the whole model, and `layout` is that of the
+    `shard`. `length` is that of the longest sequence."""
+
+    network: PreTrainedModel
+    layers: tuple[Layer, ...]
+    layout: KvLayout
+    weight_dtype: str
+    length: int
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A forward pass, and the properties, by name, in which its ranks must agree."""
+
+    forward: Forward
+    same_on_all_ranks: Mapping[str, str]
+
+
+def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, stream: WeightStream | None) -> _Chosen:
+    """Packs the weights for a native forward pass where the model has one, else for transformers'."""
+    network, backend, weight_dtype = weights.network, weights.layout.backend, weights.weight_dtype
+    needed = "the native forward pass on a " + ("GPU" if weight_dtype == "fp8" else "CPU")
+    if weight_dtype in NEEDED_BACKENDS and backend.name != NEEDED_BACKENDS[weight_dtype]:
+        raise ModelError(f"{weight_dtype} weights need {needed}, and the attention backend is {backend.name}")
+    if weight_dtype == "fp8":
+        _check_fp8_weights(network)
+    if backend.name == "triton":
+        make_dense(network, network.dtype)
+    decoder = read_decoder(network, weights.layers, weights.length) if forward_name == "auto" else FORWARD_IS_SET
+    chosen: _Chosen | str | None = None
+    if isinstance(decoder, str):
+        chosen = decoder
+    elif backend.name == "triton":
+        chosen = _gpu_forward(weights, decoder, backend_name)
+    elif isinstance(backend, CpuAttention):
+        chosen = _native_forward(weights, decoder, backend, stream)
+    if isinstance(chosen, _Chosen):
+        return chosen
+    if chosen is not None:
+        log.info("using the forward pass of transformers, because %s", chosen)
+    if weight_dtype in NEEDED_BACKENDS:
+        raise ModelError(f"{weight_dtype} weights need {needed}, and {chosen}")
+    if weights.shard.num_ranks > 1:
+        why = chosen or f"the attention backend is {backend.name}"
+        raise ModelError(f"tensor parallelism needs the native forward pass on a CPU or GPU, and {why}")
+    _open_flashinfer(weights, None, backend_name)
+    pack_linears(network)
+    return _Chosen(TransformersForward(network, weights.layout), {})
+
+
+def _gpu_forward(weights: _Weights, decoder: DecoderWeights, backend_name: str) -> _Chosen | str:
+    """Returns the forward pass, or the reason why there is none for this model."""
+    # They import triton, which only this backend needs.
+    from inflight.executor.forward.gpu import GpuForward
+    from inflight.executor.gpu.decoder import GpuDecoder, undivided_reason, unsupported_reason
+
+    layout, shard = weights.layout, weights.shard
+    if obstacle := unsupported_reason(decoder.shape):
+        return obstacle
+    of_shard = decoder
+    if shard.num_ranks > 1:
+        if obstacle := undivided_reason(decoder):
+            return obstacle
+        _check_divisible(decoder, shard)
+        of_shard = divide(decoder, shard, layout.device)
+    gpu = GpuDecoder(
+        of_shard,
+        layout.backend,
+        read_context_length(weights.network),
+        has_fp8_weights=weights.weight_dtype == "fp8",
+        shard=shard,
+    )
+    same_on_all_ranks = _same_on_all_ranks(decoder, name_of(layout.device), shard)
+    return _Chosen(GpuForward(gpu, layout, _open_flashinfer(weights, gpu, backend_name)), same_on_all_ranks)
+
+
+def _open_flashinfer(weights: _Weights, decoder: GpuDecoder | None, backend_name: str) -> FlashInfer | None:
+    """Opens FlashInfer where the setting asks for it. Raises `ModelError` if it is named and cannot run."""
+    if weights.shard.num_ranks > 1:
+        return None  # ranks would choose by measurements of their own
+    heads, layout = None, weights.layout
+    if decoder is not None:
+        shape = decoder.shape
+        heads = Heads(shape.num_heads, KvShape(shape.num_kv_heads, shape.head_dim), decoder.scorings)
+    return open_flashinfer(backend_name, heads, layout.dtype, layout.layer_dtypes, layout.device, layout.backend)
+
+
+def _native_forward(
+    weights: _Weights, decoder: DecoderWeights, backend: CpuAttention, stream: WeightStream | None
+) -> _Chosen | str:
+    """Packs the model, or a shard of it, for the C++ code. The network cannot compute with quantized weights then.
+    Returns the reason if there is no such forward pass for this model."""
+    layout, shard = weights.layout, weights.shard
+    if obstacle := unsupported_reason(decoder.shape):
+        return obstacle
+    _check_divisible(decoder, shard)
+    same_on_all_ranks = _same_on_all_ranks(decoder, backend.library.instructions, shard)
+    form = form_of(decoder, layout.dtype, weights.weight_dtype == "int8")
+    native = NativeDecoder(backend.library, backend.pool, form, stream, shard)
+    log.info("weights are read with %s", native.stream)
+    native.pack(decoder, frees_quantized=True)
+    return _Chosen(NativeForward(native, layout), same_on_all_ranks)
+
+
+def _lead(forward: Forward, group: WorkerGroup) -> Forward:
+    """Connects a shard with those of the other ranks, which have joined."""
+    if isinstance(forward, NativeForward):
+        return NativeRanks(forward, group)
+    from inflight.executor.forward.gpu import GpuForward  # imports triton, which only this needs
+    from inflight.executor.forward.gpu_ranks import GpuRanks
+
+    assert isinstance(forward, GpuForward)
+    return GpuRanks(forward, group)
+
+
+def _check(forward: Forward, expectation: Expectation, description: ModelDescription) -> None:
+    """Raises `ModelError` if a model yields other logits than transformers."""
+    layout, kv = forward.layout, forward.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+
+    def logits(batch: StepBatch) -> Tensor:
+        return forward.logits(batch, kv)
+
+    if expectation.states is not None and isinstance(forward, SeparatesLayers):
+        compare_layers(expectation, partial(forward.separate_layers, kv=kv), logits)
+        return
+    compare(
+        expectation,
+        logits,
+        layout.dtype,
+        has_rounded_products=description.weight_dtype == "int8",
+        quantized_kv=next((kv_dtype for kv_dtype in layout.layer_dtypes if kv_dtype != layout.dtype), None),
+        routes_by_itself=forward.routes_by_itself,
+    )
+
+
+def _check_choice(choice: BackendChoice, kv_dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    check_backend(kv_dtypes, choice.backend, device)
+    if choice.is_fallback:
+        log.warning("attention backend %s", choice.reason)
+
+
+def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
+    """Expands or rounds the weights as `weight_dtype` asks for. Returns the type that they have then."""
+    if weight_dtype == "dense":
+        make_dense(network, network.dtype)
+    if weight_dtype == "int4":
+        log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
+    return "quantized" if weight_dtype == "auto" and is_quantized(network) else weight_dtype
+
+
+def _check_fp8_weights(network: PreTrainedModel) -> None:
+    """Raises `ModelError` if the GPU of a network cannot multiply its dtype's rows in FP8."""
+    check_fp8_device("weight_dtype", network.device)
+    if network.device.type == "cuda" and network.dtype != torch.bfloat16:
+        raise ModelError("weight_dtype fp8 needs dtype bfloat16 on a GPU")
+
+
+def _check_divisible(weights: DecoderWeights, shard: Shard) -> None:
+    if reason := indivisible_reason(weights.shape, shard.num_ranks):
+        raise ModelError(f"tensor_parallel_size={shard.num_ranks}: {reason}")
+
+
+def _same_on_all_ranks(weights: DecoderWeights, processor: str, shard: Shard) -> Mapping[str, str]:
+    """`processor` determines how numbers are rounded: an instruction set, or the name of a GPU."""
+    if shard.num_ranks == 1:
+        return {}
+    return {
+        "number of ranks": str(shard.num_ranks),
+        "model": digest_of(weights),
+        "instruction set": processor,
+    }
+
+
+def _layers_of(layers: tuple[Layer, ...], shard: Shard) -> tuple[Layer, ...]:
+    """Returns the layers with the KV heads of a shard."""
+    return tuple(
+        replace(layer, shape=replace(layer.shape, num_kv_heads=shard.num_kv_heads(layer.shape.num_kv_heads)))
+        for layer in layers
+    )
+
+
+def _native_sampler(backend: AttentionBackend, device: torch.device, instructions: str) -> NativeSampler | None:
+    if isinstance(backend, CpuAttention):
+        return NativeSampler(backend.library, backend.pool)
+    return choose_sampler(device, instructions)
+
+
+@contextmanager
+def _unsupported(config: PretrainedConfig) -> Iterator[None]:
+    """Adds the architecture to the errors raised in the context, except those of the self-check."""
+    what = f"model architecture {config.model_type!r} is not supported"
+    try:
+        with model_errors("it fails under paged attention"):
+            yield
+    except SelfCheckError:
+        raise
+    except ModelError as error:
+        raise ModelError(f"{what}: {error}") from error
+
+
+def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
+    register_attention()
+    with quiet_transformers():
+        network.set_attn_implementation(ATTENTION_NAME)
+    probe = LayerProbe()
+    token_ids = torch.zeros((1, 2), dtype=torch.long, device=network.device)
+    with torch.inference_mode():
+        network(input_ids=token_ids, use_cache=False, inflight_step=probe)
+    return probe.layers(network.config.get_text_config(decoder=True))
+
+
+def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:
+    choice = fix_longrope(network, max_sequence_length)
+    if choice is not None:
+        log.info("longrope uses its %s", choice)
+
+
+def _sequence_length(network: PreTrainedModel, max_sequence_length: int) -> int:
+    """Returns the longest sequence that is accepted. Raises `ModelError` if the setting is above the context length."""
+    with _unsupported(network.config):
+        context_length = read_context_length(network)
+    if max_sequence_length > context_length:
+        raise ModelError(
+            f"max_sequence_length={max_sequence_length} is above {context_length}, the context length that the model's "
+            "configuration gives; 0 takes that"
+        )
+    return max_sequence_length or context_length

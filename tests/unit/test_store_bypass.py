@@ -91,18 +91,6 @@ async def test_lower_classes_are_asked_to_give_way_the_newest_first(store_pool: 
     assert await a.told() == [Placement("urgent", 1, "x", 1)]
 
 
-async def test_others_give_way_where_every_seat_is_taken(store_pool: StorePool) -> None:
-    store_pool.settings = PREEMPTING
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("running")
-    await a.queue(Demand("urgent", 1, blocks=1))
-
-    await a.store.reap()
-
-    assert await a.told() == [PreemptRequested("running", 1)]
-
-
 async def test_no_request_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_on(store_pool: StorePool) -> None:
     store_pool.settings = PREEMPTING
     a = store_pool.router("a")
@@ -124,24 +112,6 @@ async def test_no_request_gives_way_where_the_room_is_kept_for_another(store_poo
     await a.store.reap()
 
     assert await a.told() == []
-
-
-async def test_who_asked_waits_before_it_asks_again(store_pool: StorePool) -> None:
-    store_pool.settings = PREEMPTING
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(sequences=2))
-    await a.place("first", priority_class=3)
-    await a.place("second", priority_class=3)
-    await a.queue(Demand("urgent", 1, blocks=1))
-    await a.store.reap()
-    assert await a.told() == [PreemptRequested("second", 1)]
-
-    await store_pool.wait(1999)
-    await a.store.reap()
-    assert await a.told() == []
-    await store_pool.wait(1)
-    await a.store.reap()
-    assert PreemptRequested("first", 1) in await a.told()
 
 
 async def test_who_asked_and_was_dropped_asks_no_more(store_pool: StorePool) -> None:

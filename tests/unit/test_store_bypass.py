@@ -10,7 +10,6 @@ from inflight.router.store.types import (
     Demand,
     Dropped,
     DropReason,
-    HeldSequence,
     Placement,
     PreemptRequested,
     Queued,
@@ -35,16 +34,6 @@ async def pass_twice(pool: StorePool, settings: StoreSettings = TWO_PASS, class_
     return a
 
 
-async def test_request_that_fits_passes_one_that_does_not(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(blocks=10))
-    await a.place("running", 6)
-
-    await a.queue(Demand("large", 2, blocks=5))
-
-    assert await a.store.submit(Demand("small", 2, blocks=4)) == Placement("small", 1, "x", 1)
-
-
 async def test_executor_is_kept_for_who_was_passed_as_often_as_may_be(store_pool: StorePool) -> None:
     a = await pass_twice(store_pool)
 
@@ -54,20 +43,6 @@ async def test_executor_is_kept_for_who_was_passed_as_often_as_may_be(store_pool
     assert await a.placed() == ["large", "third"]
 
 
-async def test_others_go_on_passing_on_other_executors(store_pool: StorePool) -> None:
-    a = await pass_twice(store_pool)
-    await a.store.report(store_pool.next_report("y", blocks=7))
-
-    assert await a.told() == [Placement("third", 1, "y", 1)]
-    assert (await a.place("elsewhere", 4)).executor_id == "y"
-
-
-async def test_higher_class_uses_an_executor_that_is_kept(store_pool: StorePool) -> None:
-    a = await pass_twice(store_pool)
-
-    assert (await a.place("urgent", 2, priority_class=1)).executor_id == "x"
-
-
 async def test_higher_class_uses_an_executor_that_is_kept_only_where_no_other_has_room(store_pool: StorePool) -> None:
     a = await pass_twice(store_pool)
     await a.store.report(store_pool.next_report("y", blocks=7))
@@ -75,34 +50,6 @@ async def test_higher_class_uses_an_executor_that_is_kept_only_where_no_other_ha
 
     assert (await a.place("urgent", 2, priority_class=1)).executor_id == "y"
     assert (await a.place("more urgent", 3, priority_class=1)).executor_id == "x"
-
-
-async def test_no_request_is_passed_more_often_than_allowed_in_one_call(store_pool: StorePool) -> None:
-    store_pool.settings = TWO_PASS
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", blocks=16))
-    await a.place("running", 6)
-    await a.store.report(store_pool.next_report("x", blocks=16, accepting=False))
-    await a.queue(Demand("large", 2, blocks=12))
-    for number in range(4):
-        await a.queue(Demand(f"small{number}", 2, blocks=1))
-
-    await a.store.report(store_pool.next_report("x", blocks=16))
-
-    assert await a.placed() == ["small0", "small1"]
-
-
-async def test_line_holds_where_no_executor_can_be_kept(store_pool: StorePool) -> None:
-    store_pool.settings = NO_BYPASS
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", blocks=10, accepting=False))
-    await a.store.report(store_pool.next_report("y", blocks=4))
-    await a.queue(Demand("large", 2, blocks=10))
-
-    await a.queue(Demand("small", 2, blocks=1))
-    await a.store.cancel("large")
-
-    assert await a.told() == [Placement("small", 1, "y", 1)]
 
 
 async def test_no_more_than_four_are_passed_at_a_time(store_pool: StorePool) -> None:
@@ -116,33 +63,6 @@ async def test_no_more_than_four_are_passed_at_a_time(store_pool: StorePool) -> 
     await a.store.cancel("large0")
 
     assert await a.placed() == ["small"]
-
-
-async def test_executor_that_shrank_is_kept_no_longer_and_another_is(store_pool: StorePool) -> None:
-    a = await pass_twice(store_pool)
-    await a.store.report(store_pool.next_report("y", blocks=4))
-    assert await a.placed() == ["third"]
-    await a.store.report(store_pool.next_report("y", blocks=14))
-
-    await a.store.report(store_pool.next_report("x", blocks=8))
-
-    assert await a.store.submit(Demand("fourth", 2, blocks=1)) == Queued(1)
-    await a.store.settle([Attempt("third", 1)])
-    assert await a.told() == [Placement("large", 1, "y", 1), Placement("fourth", 1, "y", 1)]
-
-
-async def test_executor_that_was_gone_is_kept_anew(store_pool: StorePool) -> None:
-    a = await pass_twice(store_pool)
-    for _ in range(8):
-        await store_pool.wait(1000)
-        await a.store.reap()
-    assert (await a.store.snapshot()).executors == ()
-    await a.told()
-
-    await a.store.report(store_pool.next_report("x", blocks=16, held=(HeldSequence("other", 1, 5),)))
-
-    assert await a.told() == []
-    assert await store_pool.num_waiting() == 2
 
 
 async def test_claim_moves_up_with_its_request(store_pool: StorePool) -> None:
@@ -171,18 +91,6 @@ async def test_lower_classes_are_asked_to_give_way_the_newest_first(store_pool: 
     assert await a.told() == [Placement("urgent", 1, "x", 1)]
 
 
-async def test_others_give_way_where_every_seat_is_taken(store_pool: StorePool) -> None:
-    store_pool.settings = PREEMPTING
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("running")
-    await a.queue(Demand("urgent", 1, blocks=1))
-
-    await a.store.reap()
-
-    assert await a.told() == [PreemptRequested("running", 1)]
-
-
 async def test_no_request_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_on(store_pool: StorePool) -> None:
     store_pool.settings = PREEMPTING
     a = store_pool.router("a")
@@ -204,24 +112,6 @@ async def test_no_request_gives_way_where_the_room_is_kept_for_another(store_poo
     await a.store.reap()
 
     assert await a.told() == []
-
-
-async def test_who_asked_waits_before_it_asks_again(store_pool: StorePool) -> None:
-    store_pool.settings = PREEMPTING
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(sequences=2))
-    await a.place("first", priority_class=3)
-    await a.place("second", priority_class=3)
-    await a.queue(Demand("urgent", 1, blocks=1))
-    await a.store.reap()
-    assert await a.told() == [PreemptRequested("second", 1)]
-
-    await store_pool.wait(1999)
-    await a.store.reap()
-    assert await a.told() == []
-    await store_pool.wait(1)
-    await a.store.reap()
-    assert PreemptRequested("first", 1) in await a.told()
 
 
 async def test_who_asked_and_was_dropped_asks_no_more(store_pool: StorePool) -> None:

@@ -100,15 +100,3 @@ async def test_old_lengths_count_less_and_less(store_pool: StorePool) -> None:
     await complete(a, "new", 512, 60)
 
     assert (await a.place_demand(asked("r"))).blocks == 1 + 32 + 1
-
-
-async def test_more_fit_at_once_where_outputs_are_likely_to_be_short(store_pool: StorePool) -> None:
-    a = await overcommitting(store_pool)
-    await complete(a, "short", 128, 40)
-    await a.store.report(store_pool.next_report(blocks=100, sequences=100, reserve_quantile=MEDIAN))
-
-    for number in range(10):
-        await a.place_demand(asked(f"r{number}"))
-
-    await a.queue(asked("one too many"))
-    assert await store_pool.reserved_blocks() == {"x": 100}

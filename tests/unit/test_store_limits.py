@@ -119,19 +119,6 @@ async def test_unused_tokens_return_to_the_rate(store_pool: StorePool) -> None:
     await a.place_demand(asked("next", limits, tokens=40))
 
 
-async def test_request_cancelled_in_line_returns_its_tokens_and_one_refused_took_none(store_pool: StorePool) -> None:
-    a = await full_pool(store_pool)
-    limits = dataclasses.replace(HUNDRED_TOKENS_PER_SECOND, max_queue_requests=1)
-    await a.queue(asked("waiting", limits, tokens=60))
-    assert await a.store.submit(asked("too many", limits, tokens=40)) == Refused(
-        Reason.QUEUE_FULL, "tenant max_queue_requests"
-    )
-
-    await a.store.cancel("waiting")
-
-    await a.queue(asked("next", limits, tokens=100))
-
-
 async def test_tenant_without_limits_is_refused_nothing(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(blocks=1000, sequences=1000))

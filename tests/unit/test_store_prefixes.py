@@ -101,31 +101,6 @@ async def test_prompt_stays_with_its_prefix_until_prompts_there_take_longer_than
     assert await executor_of(a, prompt_of("third", 512, ("p", "pr"))) == "y"
 
 
-async def test_fuller_holder_must_have_more_of_the_prompt(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", blocks=110, sequences=80, prefill_tokens_per_s=1000))
-    await a.store.report(store_pool.next_report("y", blocks=100, sequences=80, prefill_tokens_per_s=1000))
-    holder = Demand("holder", 2, 44, prompt_tokens=1024, prefix_hashes=("p",), block_size=1)
-    assert await executor_of(a, holder) == "x"
-    await store_pool.wait(1024)
-    # x is 40 % full, y empty: a price of 80 % of the prompt.
-    assert await executor_of(a, prompt_of("shares 85 %", 1200, ("p", "pq"))) == "x"
-    assert await executor_of(a, prompt_of("shares two thirds", 1536, ("p", "pr"))) == "y"
-
-
-async def test_next_turn_of_a_chat_finds_all_of_its_last_prompt(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", blocks=200, sequences=2, prefill_tokens_per_s=1000))
-    assert await executor_of(a, prompt_of("turn 1", 1500, ("1024", "1500"))) == "x"
-    await store_pool.wait(1500)
-    assert await executor_of(a, prompt_of("turn 2", 1600, ("1024", "1600"))) == "x"
-    await a.queue(prompt_of("turn 3", 1700, ("1024", "1700")))
-    found = await a.store.explain("turn 3")
-    assert found is not None
-    # Of the second turn 100 tokens were left to compute, although the longest name that it shares is one of 1,024.
-    assert found.prefix_holder == PrefixHolder("x", prefill_ms=100, tolerated_ms=1700)
-
-
 async def test_prefix_that_several_prompts_share_is_found_on_every_executor_that_was_given_it(
     store_pool: StorePool,
 ) -> None:
@@ -136,15 +111,6 @@ async def test_prefix_that_several_prompts_share_is_found_on_every_executor_that
     # Now both hold it, so each prompt goes where less is in front. The price of y rises faster: it has fewer seats.
     after = [await executor_of(a, prompt_of(f"later {one}", 1100, ("p", f"q{one}"))) for one in range(8)]
     assert min(after.count("x"), after.count("y")) >= 3
-
-
-async def test_prompts_that_were_given_are_computed_as_time_passes(store_pool: StorePool) -> None:
-    a = await two_fast_executors(store_pool)
-    assert await executor_of(a, prompt_of("holder", 256, ("p",))) == "x"
-    await store_pool.wait(100)
-    assert await executor_of(a, prompt_of("second", 512, ("p", "pq"))) == "x"
-    await store_pool.wait(300)
-    assert await executor_of(a, prompt_of("third", 512, ("p", "pr"))) == "x"
 
 
 async def test_prompt_does_not_wait_for_its_prefix_longer_than_is_tolerated(store_pool: StorePool) -> None:

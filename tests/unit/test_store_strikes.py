@@ -32,17 +32,6 @@ async def test_links_that_break_again_and_again_do_not_count(store_pool: StorePo
         await a.store.report(store_pool.next_report())
 
 
-async def test_executors_seen_again_have_not_died(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x"))
-    await a.place("r")
-    for attempt, (lost, other) in enumerate([("x", "y"), ("y", "x"), ("x", "y"), ("y", "x")], 1):
-        assert await lose(a, attempt) is not HandBackRefusal.EXHAUSTED
-        await a.store.report(store_pool.next_report(other))
-        await store_pool.wait(RELAY_MS + 1)
-        await a.store.report(store_pool.next_report(lost))
-
-
 async def test_report_from_before_the_death_does_not_excuse_it(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report("x", blocks=10))
@@ -116,27 +105,6 @@ async def test_engines_that_stall_until_the_next_one_does_end_the_request(store_
     assert await stall(store_pool, a, 2, "y") is HandBackRefusal.STALLED
 
 
-async def test_stall_is_no_death(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x"))
-    await a.place("r")
-    assert await stall(store_pool, a, 1, "x") == Queued(0)
-    await a.store.report(store_pool.next_report("y"))
-    assert await lose(a, 2) == Queued(0)
-    await a.store.report(store_pool.next_report("y", generation=2))
-    assert (await a.told())[-1] == Placement("r", 3, "y", 2)
-
-
-async def test_executor_that_stalls_and_starts_anew_has_died(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(generation=1))
-    await a.place("r")
-    for attempt in (1, 2):
-        assert await stall(store_pool, a, attempt, "x") == Queued(0)
-        await a.store.report(store_pool.next_report(generation=attempt + 1))
-    assert await stall(store_pool, a, 3, "x") is HandBackRefusal.EXHAUSTED
-
-
 @pytest.mark.parametrize("num_deaths", [1, 2])
 async def test_confirmed_deaths_add_up_past_a_broken_link(store_pool: StorePool, num_deaths: int) -> None:
     a = store_pool.router("a")
@@ -167,34 +135,6 @@ async def test_adopted_request_keeps_what_counts_against_it(store_pool: StorePoo
     assert await lose(b, 2) is HandBackRefusal.UNDECIDED
     await b.store.report(store_pool.next_report(generation=3))
     assert await lose(b, 2) is HandBackRefusal.EXHAUSTED
-
-
-async def test_links_to_two_executors_that_break_at_once_convict_no_request(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x"))
-    await a.place("r")
-    await a.store.report(store_pool.next_report("y"))
-    assert await lose(a, 1) == Placement("r", 2, "y", 1)
-    assert await lose(a, 2) is HandBackRefusal.UNDECIDED
-
-    await store_pool.wait(RELAY_MS + 1)
-    await a.store.report(store_pool.next_report("y"))
-    await a.store.report(store_pool.next_report("x"))
-    assert await lose(a, 2) == Placement("r", 3, "x", 1)
-
-
-async def test_one_death_and_one_broken_link_convict_no_request(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x"))
-    await a.place("r")
-    await a.store.report(store_pool.next_report("y"))
-    assert await lose(a, 1) == Placement("r", 2, "y", 1)
-    await a.store.report(store_pool.next_report("x", generation=2))
-    assert await lose(a, 2) is HandBackRefusal.UNDECIDED
-
-    await store_pool.wait(RELAY_MS + 1)
-    await a.store.report(store_pool.next_report("y"))
-    assert isinstance(await lose(a, 2), Placement)
 
 
 async def test_undecided_request_can_be_cancelled(store_pool: StorePool) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.common.gguf_header import GgufHeader
-from inflight.common.layer_sizes import BYTES_PER_NUMBER, LayerSizes
+from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 from inflight.common.model_source import ModelError, read_json
 from inflight.common.settings import SettingError
 

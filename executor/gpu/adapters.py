@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from inflight.common.layer_sizes import LayerSizes, gpu_adapter_rank, gpu_adapter_slot_bytes
+from inflight.common.model_files.layer_sizes import LayerSizes, gpu_adapter_rank, gpu_adapter_slot_bytes
 from inflight.executor.adapters.weights import AdapterMatrix, AdapterWeights
 from inflight.executor.checkpoint.decoder_weights import DecoderShape
 from inflight.executor.gpu.row_groups import TILE_ROWS, RowGroups

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inflight.common.layer_sizes import PART_COLUMNS, PART_INNER_COLUMNS
+from inflight.common.model_files.layer_sizes import PART_COLUMNS, PART_INNER_COLUMNS
 from inflight.common.model_source import ModelError
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.attention.backend import AttentionBackend, LayerKv, Scoring, StepAttention

@@ -15,7 +15,7 @@ from inflight.cli.console import EXIT_USAGE, CommandError, open_console
 from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.common.kv_size import MOST_SEATS, most_seats
-from inflight.common.layer_sizes import BYTES_PER_NUMBER
+from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER
 from inflight.common.model_source import ModelError
 from inflight.common.settings import SettingError
 from inflight.tools.sizing.arithmetic import (

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from inflight.common.kv_size import numbers_of_ranks
-from inflight.common.layer_sizes import LayerSizes
+from inflight.common.model_files.layer_sizes import LayerSizes
 from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights, module_name
 from inflight.executor.attention.backend import KvShape, LayerKv
 from inflight.executor.attention.cpu import CpuAttention

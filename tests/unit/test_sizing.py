@@ -12,7 +12,7 @@ from transformers import Gemma3TextConfig
 
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.cli.main import main
-from inflight.common.layer_sizes import LayerSizes
+from inflight.common.model_files.layer_sizes import LayerSizes
 from inflight.common.model_source import ModelError
 from inflight.common.settings import SettingError, load
 from inflight.executor import loader as executor_loader

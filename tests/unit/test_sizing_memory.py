@@ -13,7 +13,7 @@ import pytest
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from inflight.cli.main import main
-from inflight.common.layer_sizes import BYTES_PER_NUMBER
+from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER
 from inflight.common.model_source import resolve_model
 from inflight.common.settings import SettingError, load
 from inflight.executor import loader as executor_loader

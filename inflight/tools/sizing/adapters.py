@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.common.kv_size import blocks_for
-from inflight.common.layer_sizes import BYTES_PER_NUMBER, LayerSizes
+from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 
 LANES, ALIGNMENT = 16, 64
 # The first of `LayerSizes.products`.

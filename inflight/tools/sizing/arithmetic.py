@@ -17,7 +17,7 @@ from inflight.common.kv_size import (
     num_host_kv_blocks,
     num_kv_blocks,
 )
-from inflight.common.layer_sizes import BYTES_PER_NUMBER, gpu_adapter_slot_bytes
+from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, gpu_adapter_slot_bytes
 from inflight.common.settings import SettingError
 from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes
 from inflight.tools.sizing.model_shape import ModelShape

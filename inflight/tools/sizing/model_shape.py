@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
-from inflight.common.layer_sizes import LayerSizes
 from inflight.common.model_files.context_length import context_length_of
 from inflight.common.model_files.gguf_header import GgufHeader, parts_of
+from inflight.common.model_files.layer_sizes import LayerSizes
 from inflight.common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
 from inflight.tools.sizing.weights import Role, Weights, computed_weights, weights_of_folder, weights_of_gguf
 

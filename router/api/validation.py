@@ -36,8 +36,8 @@ from inflight.router.request.sampling import (
     stopping_violations,
 )
 from inflight.router.request.submit import ModelLimits
+from inflight.router.text.chat_checks import chat_violations
 from inflight.router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
-from inflight.router.text.tokenizer import chat_violations
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 # Fields of the protocol whose functions were never built, and the functions.

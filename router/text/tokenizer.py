@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +18,8 @@ from google.protobuf import struct_pb2
 from transformers import PreTrainedTokenizerBase
 
 from inflight.common.errors import FieldViolation, invalid
-from inflight.router.constraint.json_text import JsonTextError, parse_json, read_json
-from inflight.router.text.chat_counts import count_violations
+from inflight.router.constraint.json_text import read_json
+from inflight.router.text.chat_checks import chat_violations
 from inflight.router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
 from inflight.router.text.count_limits import MAX_VIOLATIONS
 from inflight.router.text.detokenizer import (
@@ -53,34 +52,6 @@ MAX_COMPLAINT_CHARACTERS = 300
 NUM_END_TOKENS = 16
 # Where most templates take the reasoning of a message.
 REASONING_KEY = "reasoning_content"
-_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-# Characters of a name in the path of a violation.
-MAX_NAME_CHARACTERS = 100
-
-# Parameters of `apply_chat_template` and of the functions that it calls. As template variables they would change how
-# the template is run, or which one.
-RESERVED_VARIABLES = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "compiled_template",
-        "continue_final_message",
-        "conversation",
-        "conversations",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
 
 
 class TextModel:
@@ -355,54 +326,6 @@ def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 # Conversations --------------------------------------------------------------------------------------------------------
 
 
-def chat_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViolation]:
-    """Yields everything that is wrong with a conversation; `field` is its path in the request. If it has too many
-    entries, only that is reported."""
-    if too_much := tuple(count_violations(chat, field)):
-        yield from too_much
-        return
-    if not chat.messages:
-        yield FieldViolation(f"{field}.messages", "is empty; at least one message is needed")
-    for i, message in enumerate(chat.messages):
-        yield from _message_violations(message, f"{field}.messages[{i}]")
-    for i, tool in enumerate(chat.tools):
-        yield from _struct_violations(tool, f"{field}.tools[{i}]")
-        if not tool.fields:
-            yield FieldViolation(f"{field}.tools[{i}]", "is empty; must be a JSON schema of a function")
-    yield from _function_violations(chat, field)
-    if chat.thinking_token_budget < -1:
-        text = f"is {chat.thinking_token_budget}; must be a number of tokens, or -1 for no limit"
-        yield FieldViolation(f"{field}.thinking_token_budget", text)
-    yield from _struct_violations(chat.template_kwargs, f"{field}.template_kwargs")
-    for name in sorted(RESERVED_VARIABLES & set(chat.template_kwargs.fields)):
-        yield FieldViolation(f"{field}.template_kwargs.{name}", "is reserved; the router sets it by itself")
-
-
-def _function_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViolation]:
-    if chat.functions and chat.tools:
-        yield FieldViolation(f"{field}.tools", f"is given together with {field}.functions; give one of them")
-    names: set[str] = set()
-    for i, function in enumerate(chat.functions):
-        path = f"{field}.functions[{i}]"
-        if not _FUNCTION_NAME.fullmatch(function.name):
-            yield FieldViolation(f"{path}.name", "must be 1 to 128 characters of [A-Za-z0-9_.-]")
-        elif function.name in names:
-            yield FieldViolation(f"{path}.name", f"is {function.name}, the name of an earlier one")
-        names.add(function.name)
-        if function.parameters:
-            yield from _parameter_violations(function.parameters, f"{path}.parameters")
-
-
-def _parameter_violations(parameters: str, field: str) -> Iterator[FieldViolation]:
-    try:
-        schema = parse_json(parameters)
-    except JsonTextError as error:
-        yield FieldViolation(field, str(error))
-        return
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        yield FieldViolation(field, "must be the JSON schema of an object")
-
-
 def template_messages(chat: inference_pb2.Chat) -> list[dict[str, Any]]:
     """Returns the messages in the form that chat templates take. The conversation must have no violations."""
     return [_template_message(message) for message in chat.messages]
@@ -433,34 +356,6 @@ def _plain(value: struct_pb2.Value) -> Any:
             return value.bool_value
         case _:
             return None
-
-
-def _message_violations(message: inference_pb2.ChatMessage, field: str) -> Iterator[FieldViolation]:
-    if not message.role:
-        yield FieldViolation(f"{field}.role", 'is empty; must be the role of the author, such as "user"')
-    for i, part in enumerate(message.content):
-        if part.WhichOneof("part") is None:
-            yield FieldViolation(f"{field}.content[{i}]", "is empty; exactly one kind of part must be set")
-    for i, call in enumerate(message.tool_calls):
-        if not call.name:
-            yield FieldViolation(f"{field}.tool_calls[{i}].name", "is empty; must be the function's name")
-
-
-def _struct_violations(struct: struct_pb2.Struct, field: str) -> Iterator[FieldViolation]:
-    """Yields numbers that JSON does not have: NaN and infinities."""
-    for name, value in struct.fields.items():
-        yield from _value_violations(value, f"{field}.{name[:MAX_NAME_CHARACTERS]}")
-
-
-def _value_violations(value: struct_pb2.Value, field: str) -> Iterator[FieldViolation]:
-    kind = value.WhichOneof("kind")
-    if kind == "struct_value":
-        yield from _struct_violations(value.struct_value, field)
-    elif kind == "list_value":
-        for i, element in enumerate(value.list_value.values):
-            yield from _value_violations(element, f"{field}[{i}]")
-    elif kind == "number_value" and not -float("inf") < value.number_value < float("inf"):
-        yield FieldViolation(field, "must be a finite number")
 
 
 def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:

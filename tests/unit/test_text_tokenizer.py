@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.text.tokenizer import RESERVED_VARIABLES, TextModel
+from inflight.router.text.chat_checks import RESERVED_VARIABLES
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2
 from tests.support.text import text_models
 from tests.support.text.text_models import smollm2, text_model

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.common.disk_cache import build_once, cache_folder
-from inflight.common.gguf_header import MAGIC, PART_NAME, GgufError, GgufHeader, parts_of, read_gguf_header
+from inflight.common.model_files.gguf_header import MAGIC, PART_NAME, GgufError, GgufHeader, parts_of, read_gguf_header
 from inflight.common.model_files.gguf_pre_tokenizer import set_pre_tokenizer
 
 if TYPE_CHECKING:

@@ -539,15 +539,8 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
 
 
 def _default_sampling(defaults: GenerationDefaults) -> types_pb2.SamplingParams:
-    return types_pb2.SamplingParams(
-        temperature=defaults.temperature,
-        top_k=defaults.top_k,
-        top_p=defaults.top_p,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        no_repeat_ngram_size=defaults.no_repeat_ngram_size,
-        bad_word_ids=[types_pb2.TokenSequence(ids=ids) for ids in defaults.bad_word_ids],
-    )
+    bad_word_ids = [types_pb2.TokenSequence(ids=ids) for ids in defaults.bad_word_ids]
+    return types_pb2.SamplingParams(bad_word_ids=bad_word_ids, **defaults.sampling)
 
 
 def _default_executor_id(listen: str) -> str:

@@ -26,7 +26,13 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, from_json
 
-from inflight.common.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_DRAFTS, MAX_INTER_TOKEN_TARGET_MS
+from inflight.common.parameters import MAX_STREAM_INTERVAL
+from inflight.common.protocol import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_DRAFTS,
+    MAX_INTER_TOKEN_TARGET_MS,
+    MAX_TOP_LOGPROBS,
+)
 from inflight.common.rpc.json_counts import has_more_values, nests_deeper
 from inflight.gateway.errors import ApiError, refused, unsupported
 
@@ -185,8 +191,8 @@ class Common(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[Integer, Field(ge=1, le=MAX_INT32)] | None = None
-    prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
-    stream_interval: Annotated[Integer, Field(ge=1, le=1024)] | None = None
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream_interval: Annotated[Integer, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
     priority: Literal["interactive", "standard", "batch"] | PriorityNumber | None = None
     inter_token_target_ms: Annotated[Integer, Field(ge=1, le=MAX_INTER_TOKEN_TARGET_MS)] | None = None
     max_drafts: Annotated[Integer, Field(ge=0, le=MAX_DRAFTS)] | None = None
@@ -329,7 +335,7 @@ class ChatBody(Common):
 
     messages: list[Message]
     logprobs: bool | None = None
-    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_completion_tokens: Tokens | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     safety_identifier: Text | None = None

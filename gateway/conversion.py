@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from inflight.common.parameters import SAMPLING_NUMBERS
 from inflight.common.rpc.json_counts import nests_deeper
 from inflight.functions.wire import function_of, set_tool_choice
 from inflight.gateway.bodies import ChatBody, Common, CompletionBody, Message
@@ -30,10 +31,6 @@ ReasoningField = Literal["reasoning_content", "reasoning"]
 # DeepSeek's name; the other one is that of newer versions of vLLM.
 DEFAULT_REASONING_FIELDS: tuple[ReasoningField, ...] = ("reasoning_content",)
 
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size"),
-)
 _TIERS: Mapping[str | None, Priority] = {"priority": "interactive", "flex": "batch"}
 
 
@@ -205,10 +202,10 @@ def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> infere
 
 
 def _set_sampling(sampling: types_pb2.SamplingParams, body: Common) -> None:
-    for name in _SAMPLING:
-        value = getattr(body, name)
+    for parameter in SAMPLING_NUMBERS:
+        value = getattr(body, parameter.name)
         if value is not None:
-            setattr(sampling, name, value)
+            setattr(sampling, parameter.name, value)
     if body.top_k == -1:  # vLLM's value for all tokens
         sampling.top_k = 0
     if body.top_p == 0:  # as OpenAI defines it: the likeliest token alone

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
 from google.protobuf.message import Message
 
+from inflight.common.parameters import PARAMETERS
 from inflight.functions.wire import Tool, ToolChoice, function_of, set_tool_choice
 from inflight.v1 import inference_pb2, types_pb2
 
@@ -47,7 +48,6 @@ class GenerateOptions(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
-    typical_p: float
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
@@ -84,7 +84,6 @@ class GenerateOptions(TypedDict, total=False):
     want_prompt_logprobs: bool
     top_prompt_logprobs: int
     want_queue_events: bool
-    coalesce_ms: int
     stream_interval: int
     echo: bool
     adapter_id: str
@@ -120,73 +119,6 @@ class BeamOptions(TypedDict, total=False):
 
 # Keywords that need a chat.
 OF_CHATS = ("tools", "reasoning_effort", "thinking_token_budget")
-
-# Keyword → path of the field in GenerateRequest.
-_PATHS: dict[str, tuple[str, ...]] = {
-    "model": ("model",),
-    "request_id": ("request_id",),
-    "temperature": ("sampling", "temperature"),
-    "top_k": ("sampling", "top_k"),
-    "top_p": ("sampling", "top_p"),
-    "min_p": ("sampling", "min_p"),
-    "typical_p": ("sampling", "typical_p"),
-    "presence_penalty": ("sampling", "presence_penalty"),
-    "frequency_penalty": ("sampling", "frequency_penalty"),
-    "repetition_penalty": ("sampling", "repetition_penalty"),
-    "seed": ("sampling", "seed"),
-    "logit_bias": ("sampling", "logit_bias"),
-    "allowed_token_ids": ("sampling", "allowed_token_ids"),
-    "bad_words": ("sampling", "bad_words"),
-    "bad_word_ids": ("sampling", "bad_word_ids"),
-    "no_repeat_ngram_size": ("sampling", "no_repeat_ngram_size"),
-    "max_tokens": ("stopping", "max_tokens"),
-    "min_tokens": ("stopping", "min_tokens"),
-    "stop": ("stopping", "stop"),
-    "stop_token_ids": ("stopping", "stop_token_ids"),
-    "include_stop": ("stopping", "include_stop"),
-    "ignore_eos": ("stopping", "ignore_eos"),
-    "json_schema": ("constraint", "json_schema"),
-    "json_object": ("constraint", "json_object"),
-    "regex": ("constraint", "regex"),
-    "grammar": ("constraint", "grammar"),
-    "choice": ("constraint", "choice", "choices"),
-    "max_whitespace": ("constraint", "max_whitespace"),
-    "tools": ("chat", "functions"),
-    "tool_choice": ("tool_choice",),
-    "parallel_tool_calls": ("tool_choice", "parallel"),
-    "reasoning_effort": ("chat", "reasoning_effort"),
-    "thinking_token_budget": ("chat", "thinking_token_budget"),
-    "want_parts": ("output", "parts"),
-    "n": ("n",),
-    "best_of": ("best_of",),
-    "want_text": ("output", "text"),
-    "want_token_ids": ("output", "token_ids"),
-    "want_logprobs": ("output", "logprobs"),
-    "top_logprobs": ("output", "top_logprobs"),
-    "want_prompt_logprobs": ("output", "prompt_logprobs"),
-    "top_prompt_logprobs": ("output", "top_prompt_logprobs"),
-    "want_queue_events": ("want_queue_events",),
-    "coalesce_ms": ("output", "coalesce_ms"),
-    "stream_interval": ("output", "stream_interval"),
-    "echo": ("output", "echo"),
-    "adapter_id": ("adapter_id",),
-    "priority": ("priority",),
-    "inter_token_target_ms": ("inter_token_target_ms",),
-    "max_drafts": ("max_drafts",),
-    "tenant": ("tenant",),
-    "first_token_deadline_s": ("deadlines", "first_token"),
-    "deadline_s": ("deadlines", "total"),
-    "session_id": ("session_id",),
-    "cache_salt": ("cache", "salt"),
-    "cache_bypass": ("cache", "bypass"),
-    "idempotency_key": ("idempotency_key",),
-    "detach": ("detach",),
-    "resume_ttl_s": ("resume_ttl",),
-    "truncate_prompt_tokens": ("truncate_prompt_tokens",),
-    "prior_output_ids": ("prior_output", "output_ids"),
-    "prior_text_bytes": ("prior_output", "text_bytes"),
-    "metadata": ("metadata",),
-}
 
 # A request has at most one of these.
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -302,32 +234,24 @@ def resume_request(
 
 
 def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any) -> None:
-    if keyword not in _PATHS:
+    parameter = PARAMETERS.get(keyword)
+    if parameter is None:
         raise TypeError(f"unknown keyword {keyword!r}")
     if _is_left_out(keyword, value):
         return
-    *parents, field = _PATHS[keyword]
-    owner: Message = request
-    for parent in parents:
-        owner = getattr(owner, parent)
     if keyword in ("tools", "tool_choice"):
         _set_tools(request, keyword, value)
         return
-    if keyword == "priority":
-        if value not in PRIORITIES:
-            raise ValueError(f"priority: {value!r} is not one of {', '.join(PRIORITIES)}")
-        value = PRIORITIES[value]
-    elif keyword in ("stop", "bad_words") and isinstance(value, str):
-        value = (value,)
-    elif keyword == "json_schema":
-        value = _schema_text(value)
-    elif keyword == "thinking_token_budget":
+    if keyword == "thinking_token_budget":
         request.output.parts = True
     elif keyword == "choice":
-        if isinstance(value, str):
-            raise ValueError("choice: must be several texts, not one text")
+        # Also without any text, which the server refuses.
         request.constraint.choice.SetInParent()
-    _assign(owner, field, value, keyword=keyword)
+    *parents, field = parameter.field.split(".")
+    owner: Message = request
+    for parent in parents:
+        owner = getattr(owner, parent)
+    _assign(owner, field, _CONVERSIONS.get(keyword, _unchanged)(value), keyword=keyword)
 
 
 def _set_tools(request: inference_pb2.GenerateRequest, keyword: str, value: Any) -> None:
@@ -362,6 +286,36 @@ def _schema_of(model: SchemaModel) -> Mapping[str, Any]:
     if not hasattr(model, "model_json_schema"):
         raise ValueError(f"json_schema: {model!r:.80} is no mapping, text, path or class with model_json_schema")
     return model.model_json_schema()
+
+
+def _priority(name: Any) -> types_pb2.PriorityClass:
+    if name not in PRIORITIES:
+        raise ValueError(f"priority: {name!r} is not one of {', '.join(PRIORITIES)}")
+    return PRIORITIES[name]
+
+
+def _several(texts: Any) -> Any:
+    return (texts,) if isinstance(texts, str) else texts
+
+
+def _choices(texts: Any) -> Any:
+    if isinstance(texts, str):
+        raise ValueError("choice: must be several texts, not one text")
+    return texts
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+# Keyword → what its field has for a value. The others are assigned as they are.
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    "priority": _priority,
+    "json_schema": _schema_text,
+    "stop": _several,
+    "bad_words": _several,
+    "choice": _choices,
+}
 
 
 def _assign(owner: Message, field: str, value: Any, *, keyword: str) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from inflight.common.model_source import ModelError, read_json
+from inflight.common.parameters import LARGEST_INTEGERS, SAMPLING_NUMBERS, Parameter
 from inflight.common.protocol import MAX_BAD_WORD_IDS, MAX_BAD_WORD_SEQUENCES
 
 log = logging.getLogger(__name__)
@@ -25,28 +25,13 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Tokens that end an output, and content of `generation_config.json`; None for fields that it lacks."""
+    """Tokens that end an output, and content of `generation_config.json`: `sampling` has the numbers that it sets."""
 
     eos_token_ids: tuple[int, ...]
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
-# Values that `generation_config.json` may have, and the rule in words.
-_ALLOWED: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value < math.inf, "at least 0"),
-    "top_k": (lambda value: 0 <= value < 2**31, "at least 0"),
-    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "above 0"),
-    "no_repeat_ngram_size": (lambda value: 0 <= value < 2**32, "at least 0"),
-}
-_INTEGERS = frozenset({"top_k", "no_repeat_ngram_size"})
 # Fields that change the output of transformers and are not implemented, with the values that change nothing.
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
@@ -90,19 +75,21 @@ def read_generation_defaults(folder: Path, eos_token_ids: tuple[int, ...]) -> Ge
     return GenerationDefaults(
         eos_token_ids=eos_token_ids,
         bad_word_ids=_bad_word_ids(generation.get("bad_words_ids"), eos_token_ids),
-        **{name: _number(name, generation.get(name)) for name in _ALLOWED},
+        sampling={
+            one.name: _number(one, generation[one.name])
+            for one in SAMPLING_NUMBERS
+            if one.in_generation_config and generation.get(one.name) is not None
+        },
     )
 
 
-def _number(name: str, value: Any) -> Any:
-    """Returns a value of `generation_config.json`, or None."""
-    if value is None:
-        return None
-    holds, rule = _ALLOWED[name]
+def _number(parameter: Parameter, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not holds(value) or (name in _INTEGERS and value != int(value)):
-        raise ModelError(f"generation_config.json: {name} is {value!r}; must be {rule}")
-    return int(value) if name in _INTEGERS else float(value)
+    largest = LARGEST_INTEGERS.get(parameter.kind)
+    is_right = is_number and parameter.allows(value) and (largest is None or (value == int(value) and value <= largest))
+    if not is_right:
+        raise ModelError(f"generation_config.json: {parameter.name} is {value!r}; must be {parameter.rule}")
+    return float(value) if largest is None else int(value)
 
 
 def _bad_word_ids(sequences: Any, eos_token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

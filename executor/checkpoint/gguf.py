@@ -23,7 +23,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from inflight.common.disk_cache import build_once
-from inflight.common.gguf_header import GgufHeader, join_parts, parts_of
+from inflight.common.model_files.gguf_header import GgufHeader, join_parts, parts_of
 from inflight.common.model_source import ModelError, ModelSource, import_tokenizer, model_errors, read_gguf
 from inflight.executor.checkpoint.gguf_metadata import ROPE_TENSORS, apply_metadata
 from inflight.executor.checkpoint.quiet import quiet_transformers

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PretrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from inflight.common.gguf_header import GgufHeader, GgufTensor, Value
+from inflight.common.model_files.gguf_header import GgufHeader, GgufTensor, Value
 from inflight.common.model_source import ModelError
 
 # Tensors that divide the frequencies of the rotary embedding (Llama 3.1 and later; Phi-3 and Phi-4-mini).

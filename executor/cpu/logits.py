@@ -74,7 +74,7 @@ def addresses_of(processed: Mapping[int, LogitsRow], num_rows: int) -> ctypes.Ar
     return addresses
 
 
-def address(column: npt.NDArray[np.generic], dtype: type[np.generic]) -> int:
+def address(column: npt.NDArray[np.generic], dtype: npt.DTypeLike) -> int:
     """Returns the address of an array. The C++ code gets only that, so the type is checked here."""
     if column.dtype != dtype or not column.flags.c_contiguous:
         raise ValueError(f"a column is {column.dtype}, not {np.dtype(dtype)}, or not contiguous")

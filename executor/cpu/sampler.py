@@ -20,7 +20,7 @@ from inflight.executor.native.build import BuildFailure
 from inflight.executor.native.library import NativeLibrary, load_native
 from inflight.executor.native.pool import NativePool
 from inflight.executor.step.sampling import min_p_logs
-from inflight.executor.step.sampling_columns import SamplingBatch
+from inflight.executor.step.sampling_columns import NUMBERS, SamplingBatch
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +54,12 @@ class NativeSampler:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         token_ids = torch.empty(num_rows, dtype=torch.int64)
-        least = min_p_logs(sampling.min_p) if sampling.min_p.any() else None
+        min_p = sampling.numbers["min_p"]
+        least = min_p_logs(min_p) if min_p.any() else None
         processed = addresses_of(sampling.processed, num_rows)
         call = _SampleCall(
             logits=logits.data_ptr(),
-            temperatures=address(sampling.temperature, np.float32),
-            top_ks=address(sampling.top_k, np.int32),
-            top_ps=address(sampling.top_p, np.float64),
-            seeds=address(sampling.seed, np.uint64),
+            numbers=address(sampling.numbers, NUMBERS),
             output_indices=address(sampling.output_index, np.int64),
             banned_ids=address(sampling.banned_ids, np.int32),
             banned_starts=address(sampling.banned_starts, np.int32),
@@ -96,8 +94,8 @@ class _SampleCall(ctypes.Structure):
     """`SampleCall` of sampler.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "temperatures", "top_ks", "top_ps", "seeds")),
-        *((name, c_void_p) for name in ("output_indices", "banned_ids", "banned_starts", "min_p_logs", "processed")),
+        *((name, c_void_p) for name in ("logits", "numbers", "output_indices")),
+        *((name, c_void_p) for name in ("banned_ids", "banned_starts", "min_p_logs", "processed")),
         ("token_ids", c_void_p),
         *((name, c_int64) for name in ("num_rows", "vocabulary_size", "row_stride", "may_change")),
     )

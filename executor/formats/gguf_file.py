@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inflight.common.gguf_header import GgufHeader, GgufTensor
+from inflight.common.model_files.gguf_header import GgufHeader, GgufTensor
 from inflight.common.model_source import ModelError
 from inflight.executor.checkpoint.gguf_metadata import ROPE_TENSORS
 from inflight.executor.checkpoint.quantized_weight import Matrix

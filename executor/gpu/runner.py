@@ -38,6 +38,7 @@ from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import StepPlan
 from inflight.executor.step.batch import StepBatch, StepPacker
 from inflight.executor.step.logprobs import StepLogprobs, step_logprobs
+from inflight.executor.step.sampling import UNRESTRICTED
 from inflight.executor.step.sampling_columns import SamplingBatch, SamplingColumns
 
 log = logging.getLogger(__name__)
@@ -280,5 +281,5 @@ def needs_logits(sampling: SamplingBatch) -> bool:
     """Returns whether a step needs all logits of a row, rather than the best token of each part of the vocabulary."""
     if sampling.excludes or sampling.reporting:
         return True
-    restricts = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
-    return bool((restricts & (sampling.temperature > 0.0)).any())
+    drawn = sampling.numbers[sampling.numbers["temperature"] > 0]
+    return any((drawn[name] != neutral).any() for name, neutral in UNRESTRICTED.items())

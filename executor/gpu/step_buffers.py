@@ -8,13 +8,14 @@ The host uses a ring of buffers; a buffer is written again only when its copy ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.gpu.sampling import DrawRows
-from inflight.executor.gpu.step_layout import ALIGNMENT_WORDS, StepLayout, Words
+from inflight.executor.gpu.step_layout import ALIGNMENT_WORDS, FLOAT_FIELDS, StepLayout, Words
 from inflight.executor.gpu.table_entries import TableEntries
 from inflight.executor.kernels.step_inputs import follow_tables_kernel, resolve_kernel
 from inflight.executor.step.batch import StepBatch
@@ -122,18 +123,9 @@ class StepBuffers:
 
     def draw_rows(self, layout: StepLayout) -> DrawRows:
         """Returns the parameters of the draws."""
-        of = self._field
-        return DrawRows(
-            temperatures=of(layout, "temperatures").view(torch.float32),
-            top_ks=of(layout, "top_ks"),
-            top_ps=of(layout, "top_ps").view(torch.float32),
-            min_p_logs=of(layout, "min_p_logs").view(torch.float32),
-            seeds_low=of(layout, "seeds_low"),
-            seeds_high=of(layout, "seeds_high"),
-            output_indices=of(layout, "output_indices"),
-            banned_ids=of(layout, "banned_ids"),
-            banned_starts=of(layout, "banned_starts"),
-        )
+        columns = {one.name: self._field(layout, one.name) for one in fields(DrawRows)}
+        floats = {name: columns[name].view(torch.float32) for name in FLOAT_FIELDS}
+        return DrawRows(**columns | floats)
 
     def logit_rows(self, layout: StepLayout) -> Tensor:
         """Returns the tokens whose logits are needed, int32."""

@@ -9,7 +9,8 @@ With T tokens, S sequences, R rows that sample and Q positions that score a prom
     logit_rows [R + Q]
     reported_rows [R + Q], of which the first are those that report log probabilities
     target_ids [Q], the tokens behind the positions that score
-    temperatures, top_ps and min_p_logs (float32), top_ks, seeds_low, seeds_high, output_indices [R]
+    the numbers of `Sampling`, floats as float32: temperatures, top_ks, top_ps, seeds_low, seeds_high, min_p_logs [R]
+    output_indices [R]
     banned_starts [R + 1]
     banned_ids [320 R], of row i: [banned_starts[i], banned_starts[i + 1])
 
@@ -33,9 +34,14 @@ from inflight.common.protocol import MAX_STOP_TOKEN_IDS
 from inflight.executor.gpu.row_groups import TILE_ROWS, group_rows, num_tiles
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling import min_p_logs
-from inflight.executor.step.sampling_columns import SamplingBatch
+from inflight.executor.step.sampling_columns import NUMBERS, SamplingBatch
 
 Words = npt.NDArray[np.int32]
+
+# Fields of the numbers of the rows that sample. A seed has two fields, and of min_p the logarithm is sent.
+_FIELDS_OF = {"seed": ("seeds_low", "seeds_high"), "min_p": ("min_p_logs",)}
+NUMBER_FIELDS = {name: _FIELDS_OF.get(name, (f"{name}s",)) for name in NUMBERS.names or ()}
+FLOAT_FIELDS = tuple(names[0] for name, names in NUMBER_FIELDS.items() if NUMBERS[name].kind == "f")
 
 # Most banned ids of a row: the stop ids of a request, and the end-of-sequence ids of the model.
 MAX_BANNED = MAX_STOP_TOKEN_IDS + 64
@@ -71,8 +77,8 @@ class StepLayout:
             *((name, sequences) for name in ("context_lengths", "table_rows", "is_carried", "carried_from")),
             *((name, logits + self.num_scored) for name in ("logit_rows", "reported_rows")),
             ("target_ids", self.num_scored),
-            *((name, logits) for name in ("temperatures", "top_ks", "top_ps", "min_p_logs")),
-            *((name, logits) for name in ("seeds_low", "seeds_high", "output_indices")),
+            *((name, logits) for names in NUMBER_FIELDS.values() for name in names),
+            ("output_indices", logits),
             ("banned_starts", logits + 1),
             ("banned_ids", logits * MAX_BANNED),
         )
@@ -129,12 +135,14 @@ def _fill_sequences(views: dict[str, Words], batch: StepBatch, spare_table_row: 
 
 def _fill_sampling(views: dict[str, Words], sampling: SamplingBatch) -> None:
     num_rows = sampling.num_rows
-    temperatures = views["temperatures"].view(np.float32)
-    temperatures[:num_rows], temperatures[num_rows:] = sampling.temperature, 0.0
-    views["top_ps"].view(np.float32)[:num_rows] = sampling.top_p
-    views["min_p_logs"].view(np.float32)[:num_rows] = min_p_logs(sampling.min_p) if sampling.min_p.any() else -np.inf
-    views["top_ks"][:num_rows] = sampling.top_k
-    seeds = sampling.seed.view(np.uint32).reshape(-1, 2).view(np.int32)  # little-endian: the low word comes first
+    for name, (field, *_) in NUMBER_FIELDS.items():
+        if name not in _FIELDS_OF:
+            view = views[field].view(np.float32) if field in FLOAT_FIELDS else views[field]
+            view[:num_rows] = sampling.numbers[name]
+    views["temperatures"][num_rows:] = 0
+    min_p, seeds = sampling.numbers["min_p"], np.ascontiguousarray(sampling.numbers["seed"])
+    views["min_p_logs"].view(np.float32)[:num_rows] = min_p_logs(min_p) if min_p.any() else -np.inf
+    seeds = seeds.view(np.uint32).reshape(-1, 2).view(np.int32)  # little-endian: the low word comes first
     views["seeds_low"][:num_rows], views["seeds_high"][:num_rows] = seeds[:, 0], seeds[:, 1]
     views["output_indices"][:num_rows] = sampling.output_index
     views["reported_rows"][: len(sampling.reporting)] = [row for row, _ in sampling.reporting]

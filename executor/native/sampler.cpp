@@ -15,10 +15,7 @@ extern "C" {
 // The fields of sampler.py's structure, in the same order. Columns have a number for each row.
 struct SampleCall {
     float* logits;                 // [num_rows, vocabulary_size]
-    const float* temperatures;
-    const int32_t* top_ks;
-    const double* top_ps;
-    const uint64_t* seeds;
+    const SamplingNumbers* numbers;
     const int64_t* output_indices;
     const int32_t* banned_ids;     // of row i: [banned_starts[i], banned_starts[i + 1])
     const int32_t* banned_starts;  // [num_rows + 1]
@@ -54,11 +51,8 @@ class Sampler {
 
     static SampleRow row_of(const SampleCall& call, int64_t index) {
         const int32_t start = call.banned_starts[index];
-        return {call.temperatures[index],
+        return {call.numbers[index],
                 call.min_p_logs == nullptr ? sampling::NOTHING : call.min_p_logs[index],
-                call.top_ks[index],
-                call.top_ps[index],
-                call.seeds[index],
                 call.output_indices[index],
                 {call.processed == nullptr ? nullptr : call.processed[index], call.banned_ids + start,
                  call.banned_starts[index + 1] - start}};

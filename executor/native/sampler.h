@@ -20,13 +20,18 @@
 
 namespace inflight {
 
-// How a row is sampled: greedily unless `temperature` > 0; `min_p_log` -inf, `top_k` 0 and `top_p` 1 keep every token.
-struct SampleRow {
+// The numbers of a request, in the order of `Sampling` (scheduler/sequence.py), as `NUMBERS` of step/sampling_columns.py.
+struct SamplingNumbers {
     float temperature;
-    float min_p_log;
     int32_t top_k;
     double top_p;
     uint64_t seed;
+    float min_p;
+};
+
+// How a row is sampled: greedily unless `temperature` > 0; `min_p_log` -inf, `top_k` 0 and `top_p` 1 keep every token.
+struct SampleRow : SamplingNumbers {
+    float min_p_log;  // as the host computes it
     int64_t output_index;
     logits::Changes changes;
 };

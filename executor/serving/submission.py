@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from inflight.common.grammar import grammar_violation
+from inflight.common.parameters import NEUTRAL_SAMPLING, SAMPLING_NUMBERS
 from inflight.common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
@@ -20,7 +21,6 @@ from inflight.common.protocol import (
     MAX_INTER_TOKEN_TARGET_MS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
-    MAX_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
@@ -43,9 +43,6 @@ MAX_REQUEST_ID_CHARACTERS = 512
 MIN_TEMPERATURE = float(np.float32(1e-5))
 
 ADAPTER_HASH = re.compile(r"[0-9a-f]{64}")
-
-# Fields that are not implemented yet must have the value that changes nothing.
-NEUTRAL_SAMPLING = {"typical_p": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +95,13 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
     if max(submit.stopping.stop_token_ids, default=0) >= limits.vocabulary_size:
         raise _invalid(f"a stop token id is not below {limits.vocabulary_size}")
     priority = PRIORITIES.get(submit.priority, 0)
+    numbers = _numbers(submit.sampling)
     return Sequence(
         request_id=submit.request_id,
         attempt=submit.attempt,
         token_ids=token_ids,
         num_prompt_tokens=len(submit.prompt_ids),
-        sampling=_sampling(submit),
+        sampling=Sampling(seed=submit.sampling.seed, **_fields_of(Sampling, numbers)),
         stopping=Stopping(max_tokens, submit.stopping.min_tokens, stop_token_ids),
         num_reserved_blocks=submit.reserved_blocks,
         cache_salt=None if submit.cache_bypass else submit.cache_salt,
@@ -111,7 +109,7 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         inter_token_target_ms=_inter_token_target_ms(submit, limits.inter_token_targets.of(priority)),
         num_top_logprobs=_num_likeliest(submit, "num_top_logprobs"),
         num_prompt_logprobs=_num_likeliest(submit, "num_prompt_logprobs"),
-        processors=_processors(submit.sampling, limits.vocabulary_size),
+        processors=_processors(submit.sampling, numbers, limits.vocabulary_size),
         constraint=_constraint(submit, limits.eos_token_ids),
         max_drafts=_max_drafts(submit, limits.max_drafts),
         adapter_hash=_adapter_hash(submit.adapter_hash, limits.num_adapter_slots),
@@ -163,27 +161,25 @@ def _num_likeliest(
     return count
 
 
-def _sampling(submit: executor_pb2.Submit) -> Sampling:
-    sampling = submit.sampling
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise _invalid("sampling.temperature must be finite and at least 0")
-    if not 0 < sampling.top_p <= 1:
-        raise _invalid("sampling.top_p must be in (0, 1]")
-    if sampling.top_k < 0:
-        raise _invalid("sampling.top_k must be at least 0")
-    if not 0 <= sampling.min_p <= 1:
-        raise _invalid("sampling.min_p must be in [0, 1]")
-    temperature = sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 0.0
-    return Sampling(temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.min_p)
+def _numbers(sampling: types_pb2.SamplingParams) -> dict[str, Any]:
+    """Returns the checked numbers, neutral where a number is not set."""
+    numbers = {
+        name: getattr(sampling, name) if sampling.HasField(name) else neutral
+        for name, neutral in NEUTRAL_SAMPLING.items()
+    }
+    for parameter in SAMPLING_NUMBERS:
+        if not parameter.allows(numbers[parameter.name]):
+            raise _invalid(f"{parameter.field} must be {parameter.rule}")
+    if numbers["temperature"] < MIN_TEMPERATURE:
+        numbers["temperature"] = 0.0
+    return numbers
 
 
-def _processors(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Processors:
-    repetition_penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
-    if not 0 < repetition_penalty < math.inf:
-        raise _invalid("sampling.repetition_penalty must be finite and above 0")
-    for name in ("frequency_penalty", "presence_penalty"):
-        if not -MAX_PENALTY <= getattr(sampling, name) <= MAX_PENALTY:
-            raise _invalid(f"sampling.{name} must be in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+def _fields_of(kind: type[Sampling] | type[Processors], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {one.name: numbers[one.name] for one in fields(kind) if one.name in numbers}
+
+
+def _processors(sampling: types_pb2.SamplingParams, numbers: Mapping[str, Any], vocabulary_size: int) -> Processors:
     if not all(-MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS for value in sampling.logit_bias.values()):
         raise _invalid(f"sampling.logit_bias must be in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
     words = tuple(tuple(word.ids) for word in sampling.bad_word_ids)
@@ -196,20 +192,17 @@ def _processors(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Pro
     return Processors(
         bias=tuple(sampling.logit_bias.items()),
         allowed_ids=frozenset(sampling.allowed_token_ids),
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
         bad_words=words,
-        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+        **_fields_of(Processors, numbers),
     )
 
 
 def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     if submit.num_choices > 1:
         raise _unsupported("num_choices above 1")
-    for name, neutral in NEUTRAL_SAMPLING.items():
-        if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
-            raise _unsupported(f"sampling.{name}")
+    # Never built. Routers send the value that changes nothing.
+    if submit.sampling.HasField("typical_p") and submit.sampling.typical_p != 1:
+        raise _unsupported("sampling.typical_p")
 
 
 def _invalid(text: str) -> SubmissionError:

@@ -24,13 +24,14 @@ reference in tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from inflight.common.parameters import NEUTRAL_SAMPLING
 from inflight.executor.engine.runner import NO_TOKEN
 from inflight.executor.logits.reference import process_row
 from inflight.executor.logits.row import LogitsRow
@@ -43,6 +44,12 @@ FIRST_CANDIDATES = 1024
 NOISE_AT_ONCE = 200_000
 # Uniform numbers are the words' middles, (word + 0.5) / 2**32, kept below 1 in float32.
 LARGEST_UNIFORM = 1 - 2**-24
+
+
+# What a row that draws from all tokens has. Other values keep some of the tokens only.
+UNRESTRICTED = {
+    one.name: NEUTRAL_SAMPLING[one.name] for one in fields(Sampling) if one.name not in ("temperature", "seed")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +217,7 @@ def _scaled(logits: Tensor, rows: Sequence[SampleRow], chosen: Sequence[int]) ->
 
 
 def _restricts(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return any(getattr(sampling, name) != neutral for name, neutral in UNRESTRICTED.items())
 
 
 def _processed(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

@@ -7,7 +7,8 @@ sequence that has not reached its minimum number of tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from types import MappingProxyType
 
 import numpy as np
@@ -20,13 +21,19 @@ from inflight.executor.scheduler.sequence import Sequence as BoardedSequence
 from inflight.executor.step.batch import StepBatch, YieldingRows
 from inflight.executor.step.sampling import SampleRow
 
+# The numbers of a row: the fields of `Sampling`, as in `SamplingNumbers` of native/sampler.h.
+_WIDE = {"top_p": np.float64, "seed": np.uint64}
+_NARROW = {"int": np.int32, "float": np.float32}
+NUMBERS = np.dtype([(one.name, _WIDE.get(one.name, _NARROW[str(one.type)])) for one in fields(Sampling)], align=True)
+_numbers_of = attrgetter(*(one.name for one in fields(Sampling)))
+
 NO_IDS: frozenset[int] = frozenset()
 NO_ROWS: Mapping[int, LogitsRow] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """Columns of the R rows that sample, each contiguous, as the C++ sampler requires.
+    """Columns of the R rows that sample, each contiguous, as the C++ sampler requires. `numbers` are of type `NUMBERS`.
 
     The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `draws` says whether a row's
     temperature is not 0. `processed` are the rows whose logits are changed first, by row, and `has_masks` says whether
@@ -35,14 +42,10 @@ class SamplingBatch:
     on, row i + 1 is sampled as if the first draft were output, and so on.
     """
 
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
-    top_p: npt.NDArray[np.float64]
-    seed: npt.NDArray[np.uint64]
+    numbers: npt.NDArray[np.void]
     output_index: npt.NDArray[np.int64]
     banned_starts: npt.NDArray[np.int32]  # [R + 1]
     banned_ids: npt.NDArray[np.int32]
-    min_p: npt.NDArray[np.float32]
     draws: bool
     processed: Mapping[int, LogitsRow] = field(default_factory=lambda: NO_ROWS)
     has_masks: bool = False
@@ -52,20 +55,15 @@ class SamplingBatch:
     @classmethod
     def of(cls, rows: Iterable[SampleRow]) -> SamplingBatch:
         rows = list(rows)
-        samplings = [row.sampling for row in rows]
-        temperature = np.array([sampling.temperature for sampling in samplings], np.float32)
+        numbers = np.array([_numbers_of(row.sampling) for row in rows], NUMBERS)
         banned_starts, banned_ids = _columns_of_ids([row.banned_ids for row in rows])
         processed = {i: row.processed for i, row in enumerate(rows) if row.processed is not None}
         return cls(
-            temperature=temperature,
-            top_k=np.array([sampling.top_k for sampling in samplings], np.int32),
-            top_p=np.array([sampling.top_p for sampling in samplings], np.float64),
-            seed=np.array([sampling.seed for sampling in samplings], np.uint64),
+            numbers=numbers,
             output_index=np.array([row.output_index for row in rows], np.int64),
             banned_starts=banned_starts,
             banned_ids=banned_ids,
-            min_p=np.array([sampling.min_p for sampling in samplings], np.float32),
-            draws=bool(temperature.any()),
+            draws=bool(numbers["temperature"].any()),
             processed=processed,
             has_masks=any(row.mask is not None for row in processed.values()),
         )
@@ -94,8 +92,7 @@ class SamplingBatch:
         """Returns the rows as objects."""
         if not self.num_rows:
             return []
-        columns = (column.tolist() for column in (self.temperature, self.top_k, self.top_p, self.seed, self.min_p))
-        samplings = [Sampling(*row) for row in zip(*columns, strict=True)]
+        samplings = [Sampling(*row) for row in self.numbers.tolist()]
         banned = [frozenset(ids.tolist()) for ids in np.split(self.banned_ids, self.banned_starts[1:-1])]
         processed = [self.processed.get(i) for i in range(self.num_rows)]
         return [SampleRow(*row) for row in zip(samplings, self.output_index.tolist(), banned, processed, strict=True)]
@@ -119,11 +116,7 @@ class SamplingColumns:
 
     def __init__(self, num_seats: int, vocabulary_size: int) -> None:
         self._vocabulary_size = vocabulary_size
-        self._temperature = np.zeros(num_seats, np.float32)
-        self._top_k = np.zeros(num_seats, np.int32)
-        self._top_p = np.ones(num_seats)
-        self._seed = np.zeros(num_seats, np.uint64)
-        self._min_p = np.zeros(num_seats, np.float32)
+        self._numbers = np.zeros(num_seats, NUMBERS)
         self._prompt_length = np.zeros(num_seats, np.int64)
         self._has_mask = np.zeros(num_seats, np.bool_)
         # Rows of seats whose logits are changed; usually empty.
@@ -141,20 +134,16 @@ class SamplingColumns:
         seats = batch.table_rows.numpy()[yielding.rows]
         ends = batch.context_lengths.numpy()[yielding.rows] - yielding.num_behind
         output_index = ends - self._prompt_length[seats]
-        temperature = self._temperature[seats]
+        numbers = self._numbers[seats]
         banned_starts, banned_ids = self._banned(seats, output_index)
         drafts = {int(np.searchsorted(yielding.rows, row)): ids for row, ids in plan.drafts.items()}
         processed = self._processed_rows(seats, drafts)
         return SamplingBatch(
-            temperature=temperature,
-            top_k=self._top_k[seats],
-            top_p=self._top_p[seats],
-            seed=self._seed[seats],
+            numbers=numbers,
             output_index=output_index,
             banned_starts=banned_starts,
             banned_ids=banned_ids,
-            min_p=self._min_p[seats],
-            draws=bool(temperature.any()),
+            draws=bool(numbers["temperature"].any()),
             processed=processed,
             has_masks=bool(self._has_mask[seats].any()),
             reporting=self._reporting_rows(seats) + (_scoring_rows(plan, len(seats)) if plan.scored else ()),
@@ -162,12 +151,8 @@ class SamplingColumns:
         )
 
     def _board(self, sequence: BoardedSequence, plan: StepPlan) -> None:
-        seat, sampling = sequence.seat_row, sequence.sampling
-        self._temperature[seat] = sampling.temperature
-        self._top_k[seat] = sampling.top_k
-        self._top_p[seat] = sampling.top_p
-        self._seed[seat] = sampling.seed
-        self._min_p[seat] = sampling.min_p
+        seat = sequence.seat_row
+        self._numbers[seat] = _numbers_of(sequence.sampling)
         self._prompt_length[seat] = sequence.num_prompt_tokens
         self._processed.pop(seat, None)
         self._has_mask[seat] = sequence.constraint is not None or bool(sequence.processors.allowed_ids)

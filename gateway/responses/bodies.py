@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from inflight.common.parameters import SAMPLING_NUMBERS
+from inflight.common.protocol import MAX_TOP_LOGPROBS
 from inflight.gateway.bodies import (
     Body,
     ChatBody,
@@ -34,9 +36,9 @@ LOGPROBS = "message.output_text.logprobs"
 # Parameters with the same name and meaning as in a chat, extensions included.
 SAME_IN_CHATS = frozenset(
     {
-        *("temperature", "top_p", "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"),
-        *("top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "logit_bias"),
+        *(parameter.name for parameter in SAMPLING_NUMBERS),
+        *("metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key", "seed", "stop"),
+        *("stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output", "logit_bias"),
         *("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "stream_interval", "priority"),
         *("structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
         *("thinking_token_budget", "max_drafts"),
@@ -259,7 +261,7 @@ class ResponsesBody(Body):
     max_output_tokens: Tokens | None = None
     text: TextConfig | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     tools: list[FlatFunctionTool] | None = None

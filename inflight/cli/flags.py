@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from typing import Any, cast
 from inflight.access import AccessOptions
 from inflight.cli.call_errors import errors_in_words
 from inflight.cli.console import EXIT_USAGE, CommandError
+from inflight.common.parameters import PARAMETERS, Kind
 from inflight.local.state import DEFAULT_RUN_DIR, StackState, read_state
 from inflight.requests import PRIORITIES, GenerateOptions
 from inflight.sync import Client
@@ -182,6 +183,10 @@ def resume_token_of(flags: argparse.Namespace, environment: Mapping[str, str]) -
     return str(flags.resume_token or environment.get(RESUME_TOKEN_VARIABLE, ""))
 
 
+# Keyword of `Client.generate` → its flag.
+_REQUEST_FLAGS = {name: one.flag for name, one in PARAMETERS.items() if one.flag is not None}
+
+
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition("=")
     try:
@@ -197,73 +202,28 @@ def _token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids") from None
 
 
-def _flag(metavar: str, description: str, read: Callable[[str], Any] | None = None, **how: Any) -> dict[str, Any]:
-    return {"metavar": metavar, "help": description, "type": read, **how}
-
-
-# Keyword of `Client.generate` → its flag, and how argparse reads it.
-_REQUEST_FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "model": ("--model", _flag("NAME", "name of the model, see `inflight models`; default: the only one")),
-    "adapter_id": ("--adapter", _flag("NAME", "LoRA adapter of the model, see `inflight models`; default: none")),
-    "temperature": ("--temperature", _flag("T", "sampling temperature; 0 is greedy", float)),
-    "top_p": ("--top-p", _flag("P", "sample from the most likely tokens whose probabilities sum to P", float)),
-    "top_k": ("--top-k", _flag("K", "sample from the K most likely tokens; 0: from all", int)),
-    "min_p": (
-        "--min-p",
-        _flag("P", "sample from tokens that are at least P times as likely as the most likely one", float),
-    ),
-    "presence_penalty": (
-        "--presence-penalty",
-        _flag("X", "lower the logit of tokens of the output by X, -2 to 2", float),
-    ),
-    "frequency_penalty": (
-        "--frequency-penalty",
-        _flag("X", "lower the logit of a token by X for each time it is in the output, -2 to 2", float),
-    ),
-    "repetition_penalty": (
-        "--repetition-penalty",
-        _flag("X", "make tokens of prompt and output less likely by the factor X; 1: off", float),
-    ),
-    "no_repeat_ngram_size": (
-        "--no-repeat-ngram-size",
-        _flag("N", "produce no N tokens in order that prompt or output contain already; 0: off", int),
-    ),
-    "logit_bias": (
-        "--logit-bias",
-        _flag("ID=BIAS", "add BIAS, -100 to 100, to the logit of a token id; may be repeated", _bias, action="append"),
-    ),
-    "allowed_token_ids": ("--allowed-token-ids", _flag("ID[,ID…]", "produce no other token ids", _token_ids)),
-    "bad_words": (
-        "--bad-word",
-        _flag("TEXT", "never produce the tokens of this text; may be repeated", action="append"),
-    ),
-    "seed": ("--seed", _flag("N", "random seed; the same seed gives the same output", int)),
-    "max_tokens": ("--max-tokens", _flag("N", "maximum number of output tokens", int)),
-    "min_tokens": ("--min-tokens", _flag("N", "number of output tokens before a stop condition applies", int)),
-    "stop": ("--stop", _flag("TEXT", "stop before this text; may be repeated", action="append")),
-    "tenant": ("--tenant", _flag("NAME", "tenant of the request; default: default")),
-    "priority": ("--priority", {"choices": PRIORITIES, "help": "priority class; default: standard"}),
-    "inter_token_target_ms": (
-        "--inter-token-target",
-        _flag("MS", "target for the time between tokens, 1 to 60000 ms; default: that of the priority class", int),
-    ),
-    "max_drafts": (
-        "--max-drafts",
-        _flag(
-            "N", "most tokens drafted per step, 0 to 64; 0: none; the output is the same; default: the executor's", int
-        ),
-    ),
-    "deadline_s": ("--deadline", _flag("SECONDS", "time limit of the request, including queueing", float)),
-    "first_token_deadline_s": ("--first-token-deadline", _flag("SECONDS", "time limit for the first token", float)),
-    "session_id": ("--session", _flag("NAME", "session; its requests go to the same model variant")),
+# How argparse reads the value of a flag, by the kind of the value, and where that does not say it.
+_READ_KIND: Mapping[Kind, Mapping[str, Any]] = {
+    Kind.FLOAT: {"type": float},
+    Kind.DURATION: {"type": float},
+    Kind.INT32: {"type": int},
+    Kind.UINT32: {"type": int},
+    Kind.UINT64: {"type": int},
+    Kind.TEXTS: {"action": "append"},
+    Kind.IDS: {"type": _token_ids},
+}
+_READ: Mapping[str, Mapping[str, Any]] = {
+    "logit_bias": {"type": _bias, "action": "append"},
+    "priority": {"choices": PRIORITIES, "metavar": None},
 }
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags for model, sampling, stopping and admission. The default of each is the model's."""
     group = parser.add_argument_group("request", "The defaults are the model's.")
-    for keyword, (flag, how) in _REQUEST_FLAGS.items():
-        group.add_argument(flag, dest=keyword, **how)
+    for keyword, flag in _REQUEST_FLAGS.items():
+        how = _READ.get(keyword) or _READ_KIND.get(PARAMETERS[keyword].kind, {})
+        group.add_argument(flag.name, dest=keyword, help=flag.help, **{"metavar": flag.metavar, **how})
     _add_constraint_flags(parser)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from inflight.common.errors import FieldViolation
 from inflight.common.grammar import grammar_hash
+from inflight.common.parameters import MAX_DEADLINE_S, MAX_STREAM_INTERVAL
 from inflight.common.protocol import (
     MAX_CHOICES,
     MAX_DRAFTS,
@@ -19,15 +20,17 @@ from inflight.common.protocol import (
     MAX_TOP_LOGPROBS,
 )
 from inflight.router.api.validation import (
-    MAX_DEADLINE_S,
     MAX_NAME_CHARACTERS,
-    MAX_STREAM_INTERVAL,
     seconds_of,
-    stopping_violations,
 )
 from inflight.router.request.executor_context import ADAPTER_HASH, FrameError, context_of
-from inflight.router.request.sampling import first_outside, outside_violation, sampling_violations
-from inflight.router.request.spec import ModelLimits
+from inflight.router.request.sampling import (
+    first_outside,
+    outside_violation,
+    sampling_violations,
+    stopping_violations,
+)
+from inflight.router.request.submit import ModelLimits
 from inflight.router.telemetry.events import CLASS_NAMES
 from inflight.router.tools.formats import FormatError, answer_format
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
@@ -63,7 +66,7 @@ def _submit_violations(submit: executor_pb2.Submit, limits: ModelLimits) -> Viol
         yield FieldViolation("submit.stopping.max_tokens", f"{text}; the context is {limits.context_length} tokens")
     for wrong in sampling_violations(submit.sampling, limits.vocabulary_size):
         yield FieldViolation(f"submit.{wrong.field}", wrong.description)
-    for wrong in stopping_violations(submit.stopping, limits):
+    for wrong in stopping_violations(submit.stopping, limits.vocabulary_size):
         yield FieldViolation(f"submit.{wrong.field}", wrong.description)
     if submit.priority not in CLASS_NAMES:
         yield FieldViolation("submit.priority", f"is {submit.priority}")
@@ -90,7 +93,7 @@ _MOST = {
 
 
 def _context_violations(context: resume_pb2.RouterContext, limits: ModelLimits) -> Violations:
-    for wrong in stopping_violations(types_pb2.StoppingParams(stop=context.stop), limits):
+    for wrong in stopping_violations(types_pb2.StoppingParams(stop=context.stop), limits.vocabulary_size):
         yield FieldViolation(wrong.field.replace("stopping", "router_context"), wrong.description)
     if context.answer_format:
         try:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
@@ -25,18 +25,8 @@ from inflight.router.constraint.process import (
     CompilerTimeoutError,
     CompilingProcess,
 )
-from inflight.router.constraint.source import (
-    DEFAULT_MAX_WHITESPACE,
-    MAX_CHOICES,
-    MAX_CONSTRAINT_BYTES,
-    MAX_REGEX_BYTES,
-    MAX_WHITESPACE,
-    TOOLS,
-    ConstraintError,
-    ConstraintSource,
-)
+from inflight.router.constraint.source import MAX_CONSTRAINT_BYTES, TOOLS, ConstraintError, ConstraintSource
 from inflight.router.request.errors import RETRY_AFTER_MS
-from inflight.v1 import types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -56,57 +46,6 @@ NOT_TRIED = "the schema was not compiled, because those of other functions take 
 
 # Where the field is not named after the kind.
 _FIELDS = {"choice": "constraint.choice.choices", TOOLS: "chat.functions"}
-KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
-
-
-def constraint_violations(constraint: types_pb2.Constraint) -> Iterator[FieldViolation]:
-    """Yields what is wrong with a constraint, as far as its size and shape show."""
-    kind = constraint.WhichOneof("kind")
-    if kind is None:
-        yield FieldViolation("constraint", f"is empty; exactly one of {', '.join(KINDS)} is needed")
-        return
-    if constraint.max_whitespace > MAX_WHITESPACE:
-        text = f"is {constraint.max_whitespace}; at most {MAX_WHITESPACE} is allowed"
-        yield FieldViolation("constraint.max_whitespace", text)
-    if constraint.HasField("max_whitespace") and not kind.startswith("json_"):
-        yield FieldViolation("constraint.max_whitespace", f"has no effect on {kind}; it belongs to JSON")
-    if kind == "json_object":
-        if not constraint.json_object:
-            yield FieldViolation("constraint.json_object", "is false; must be true, or not set")
-    elif kind == "choice":
-        yield from _choice_violations(constraint.choice)
-    else:
-        yield from _text_violations(f"constraint.{kind}", getattr(constraint, kind), kind)
-
-
-def _choice_violations(choice: types_pb2.ChoiceList) -> Iterator[FieldViolation]:
-    if not 1 <= len(choice.choices) <= MAX_CHOICES:
-        text = f"has {len(choice.choices)} texts; must have 1 to {MAX_CHOICES}"
-        yield FieldViolation("constraint.choice.choices", text)
-    elif sum(len(text.encode()) for text in choice.choices) > MAX_CONSTRAINT_BYTES:
-        text = f"has more than {MAX_CONSTRAINT_BYTES} bytes in all its texts"
-        yield FieldViolation("constraint.choice.choices", text)
-    elif not all(choice.choices):
-        yield FieldViolation("constraint.choice.choices", "has an empty text")
-
-
-def _text_violations(field: str, text: str, kind: str) -> Iterator[FieldViolation]:
-    most, num_bytes = MAX_REGEX_BYTES if kind == "regex" else MAX_CONSTRAINT_BYTES, len(text.encode())
-    if not 1 <= num_bytes <= most:
-        yield FieldViolation(field, f"has {num_bytes} bytes; must have 1 to {most}")
-
-
-def constraint_source(constraint: types_pb2.Constraint) -> ConstraintSource:
-    """Returns a valid constraint as plain values."""
-    kind = constraint.WhichOneof("kind")
-    if kind == "json_object":
-        texts: tuple[str, ...] = ()
-    elif kind == "choice":
-        texts = tuple(constraint.choice.choices)
-    else:
-        texts = (getattr(constraint, kind),)
-    given = constraint.HasField("max_whitespace")
-    return ConstraintSource(kind, texts, constraint.max_whitespace if given else DEFAULT_MAX_WHITESPACE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from inflight.common.protocol import MAX_CHOICES
 from inflight.router.auth.caller import Caller, effective_tenant, sees_model
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.request.delivery import ReadPosition
 from inflight.router.request.errors import beyond_output, unknown_request
 from inflight.router.request.ids import choice_ids, ledger_id
-from inflight.router.request.spec import ReadPosition
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import inference_pb2
 
@@ -41,7 +41,7 @@ def check_places(places: Sequence[ReadPosition], streams: Sequence[RequestStream
     from an executor, and for choices that are numbered by rank, this is only known at the end."""
     for choice, (place, stream) in enumerate(zip(places, streams, strict=False)):
         assert stream.reading is not None
-        is_known = not (stream.was_adopted or stream.reading.choices.picks_best)
+        is_known = not (stream.was_adopted or stream.reading.picks_best)
         most = len(stream.output_ids) if is_known else stream.reading.accepted.max_tokens
         if place.offset > most:
             raise beyond_output(place.offset, most, choice)

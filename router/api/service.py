@@ -24,7 +24,7 @@ from inflight.common.errors import Reason, RequestError
 from inflight.common.rpc.status import Unparsed, takes_unparsed
 from inflight.router.api.constraining import Constraining
 from inflight.router.api.generate_many import TRACE_KEYS, ManyCall, StreamLimit
-from inflight.router.api.prepare import PreparedRequest, RequestPreparation, model_limits
+from inflight.router.api.prepare import RequestPreparation, model_limits
 from inflight.router.api.request_status import REQUEST_STATE_PROTO, request_standing
 from inflight.router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
 from inflight.router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
@@ -44,6 +44,7 @@ from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
 from inflight.router.lifecycle.events import Admitted
+from inflight.router.request.delivery import ReadPosition
 from inflight.router.request.errors import draining, not_in_the_ledger, unknown_request
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import add_capacity, described_model, described_variants
@@ -185,8 +186,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         meter.arrive()
         try:
             prepared = await self._preparation.prepare(request, pool, arrival.at, remaining_s)
-            arrival.stream = prepared.streams[0]
-            relay = await self._begin(prepared, pool, write, arrival.reader)
+            arrival.stream = prepared[0]
+            relay = await self._begin(request, prepared, pool, write, arrival.reader)
             streams = relay.streams
             arrival.stream = streams[0]
         except RequestError:
@@ -196,26 +197,34 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await self._relay(relay, pool, arrival.reader)
         finally:
             meter.end(*streams)
-        log.info("request %s %s; metadata %s", streams[0].request_id, relay.summary, dict(prepared.spec.metadata))
+        log.info(
+            "request %s %s; metadata %s", streams[0].request_id, relay.summary, dict(sorted(request.metadata.items()))
+        )
 
     def _new_reader(self) -> Reader:
         """Returns the reader of a call that has just arrived."""
         return Reader(next(self._reader_numbers))
 
-    async def _begin(self, prepared: PreparedRequest, pool: ModelBackend, write: Write, reader: Reader) -> AnyRelay:
+    async def _begin(
+        self,
+        request: inference_pb2.GenerateRequest,
+        streams: Sequence[RequestStream],
+        pool: ModelBackend,
+        write: Write,
+        reader: Reader,
+    ) -> AnyRelay:
         """Submits the choices of a request or finds those that it repeats. Returns the relay for the client."""
-        spec, dispatcher = prepared.spec, pool.dispatcher
-        place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(prepared.streams[0].output_ids)))
-        if prepared.has_ended:
-            for stream in prepared.streams:
-                stream.attend(reader)
-            return relay_of(prepared.streams, write, [place], reader)
-        joined = await join_all(prepared.streams, dispatcher, reader)
-        relay = relay_of([one.stream for one in joined], write, [place], reader)
-        first = joined[0]
-        if isinstance(first.outcome, Queued) and spec.want_queue_events:
-            dispatcher.watch_queue(first.stream, first.outcome)
-            await self._send_queued(relay, first.outcome, pool, reader)
+        prior = request.prior_output
+        # Output behind the end of the request is not read.
+        place = ReadPosition(len(streams[0].output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
+        if streams[0].has_been_accepted:  # the output that the client brought ends it
+            streams[0].attend(reader)
+            return relay_of(streams, write, [place], reader)
+        joined, outcome = await join_all(streams, pool.dispatcher, reader)
+        relay = relay_of(joined, write, [place], reader)
+        if isinstance(outcome, Queued) and request.want_queue_events:
+            pool.dispatcher.watch_queue(joined[0], outcome)
+            await self._send_queued(relay, outcome, pool, reader)
         return relay
 
     async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend, reader: Reader) -> None:
@@ -354,10 +363,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         caller = self._caller(context)
         pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         limits = model_limits(pool, self._settings)
-        prompt = validate_tokenize(request, limits)
+        validate_tokenize(request, limits)
         await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
         most = MAX_CONTEXTS * limits.context_length
-        token_ids = await self._tokenizing.encode(pool.text, prompt, most, tenant)
+        if request.HasField("chat"):
+            adds = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
+            encoding = self._tokenizing.encode_chat(pool.text, request.chat, most, tenant, add_generation_prompt=adds)
+        else:
+            adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            encoding = self._tokenizing.encode_text(pool.text, request.text, most, tenant, add_special_tokens=adds)
+        token_ids = await encoding
         names = await self._tokenizing.names(pool.text, token_ids, tenant) if request.want_token_names else ()
         return inference_pb2.TokenizeResponse(
             token_ids=token_ids, token_names=names, context_length=limits.context_length
@@ -451,57 +466,50 @@ async def _ask_of_choices(
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class JoinedChoice:
-    """The stream of a choice, and the ledger's answer; None if this router already serves it or has just done so."""
-
-    stream: RequestStream
-    outcome: Admitted | None
-
-    @property
-    def is_new(self) -> bool:
-        """Whether this call has brought the choice into the ledger."""
-        return self.outcome is not None and not isinstance(self.outcome, Adopted)
-
-
-async def join_all(streams: Sequence[RequestStream], dispatcher: Dispatcher, reader: Reader) -> list[JoinedChoice]:
+async def join_all(
+    streams: Sequence[RequestStream], dispatcher: Dispatcher, reader: Reader
+) -> tuple[list[RequestStream], Admitted | None]:
     """Submits every choice of a request, or finds it where it already waits or runs, for a reader that then attends it.
-    Raises `RequestError`.
+    Returns the choices and the ledger's answer for the first of them; None if this router already served it. Raises
+    `RequestError`.
 
     The first choice is submitted alone. With it the ledger admits or refuses the whole request, and of several calls
     the one that gets it last gets all choices. The others follow at once, so that they share the first one's prompt
     through the prefix cache. If one of them fails, all that no other call reads are ended.
     """
-    joined: list[JoinedChoice] = []
+    # The ledger's answers for the choices so far.
+    outcomes: dict[RequestStream, Admitted | None] = {}
 
-    async def join(stream: RequestStream) -> JoinedChoice:
-        one = await _join(stream, dispatcher, reader)
-        joined.append(one)
-        return one
+    async def join(stream: RequestStream) -> RequestStream:
+        joined, outcome = await _join(stream, dispatcher, reader)
+        outcomes[joined] = outcome
+        return joined
 
     try:
-        return [await join(streams[0]), *await run_all([join(stream) for stream in streams[1:]])]
+        first = await join(streams[0])
+        return [first, *await run_all([join(stream) for stream in streams[1:]])], outcomes[first]
     except BaseException:
-        for one in joined:
-            if one.is_new and one.stream.reader is reader and not reader.is_displaced:
-                dispatcher.release(one.stream)
+        for stream, outcome in outcomes.items():
+            is_new = outcome is not None and not isinstance(outcome, Adopted)
+            if is_new and stream.reader is reader and not reader.is_displaced:
+                dispatcher.release(stream)
             else:
-                dispatcher.leave(one.stream, reader)
+                dispatcher.leave(stream, reader)
         raise
 
 
-async def _join(stream: RequestStream, dispatcher: Dispatcher, reader: Reader) -> JoinedChoice:
+async def _join(stream: RequestStream, dispatcher: Dispatcher, reader: Reader) -> tuple[RequestStream, Admitted | None]:
     known = await dispatcher.find_repeated(stream)
     if known is not None:
         known.attend(reader)
         known.record.resumed()
         await dispatcher.admitted(known)
-        return JoinedChoice(known, None)
+        return known, None
     stream.attend(reader)
     outcome = await dispatcher.submit(stream)
     if isinstance(outcome, Adopted):
         stream.record.resumed()
-    return JoinedChoice(stream, outcome)
+    return stream, outcome
 
 
 def _leave(relay: AnyRelay, pool: ModelBackend, reader: Reader, grace_s: float = 0.0) -> None:

@@ -1,158 +1,97 @@
 """Validation of what a client asks for.
 
-Pure: takes a request of the protocol and a model's limits, and returns plain values or raises a `RequestError` that
-names every wrong field together with what is allowed. Validation has two steps, because some limits count tokens:
-`validate_generate` before the prompt is tokenized, `fit_tokens` after. No field that a request sets is ignored: it is
-read, or refused by `refuse_unsupported`.
+Pure: takes a request of the protocol and a model's limits, and raises a `RequestError` that names every wrong field
+together with what is allowed. Validation has two steps, because some limits count tokens: `validate_generate` before
+the prompt is tokenized, `fit_tokens` after. No field that a request sets is ignored: it is read, or refused by
+`refuse_unsupported`.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
 
 from inflight.common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
+from inflight.common.parameters import MAX_DEADLINE_S, MAX_STREAM_INTERVAL, PARAMETERS
 from inflight.common.protocol import (
     MAX_CHOICES,
     MAX_DRAFTS,
     MAX_INTER_TOKEN_TARGET_MS,
-    MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
-from inflight.router.api.constraining import constraint_source, constraint_violations
-from inflight.router.constraint.answer_grammar import ToolSchema
-from inflight.router.request.sampling import first_outside, outside_violation, resolve_sampling, sampling_violations
-from inflight.router.request.spec import (
-    ChatPrompt,
-    ChoiceCounts,
-    FittedRequest,
-    GenerateSpec,
-    ModelLimits,
-    OutputFlags,
-    Prompt,
-    ReadPosition,
-    ResolvedStopping,
-    TextPrompt,
-    TokenPrompt,
-    ToolUse,
+from inflight.router.constraint.source import (
+    MAX_CHOICE_TEXTS,
+    MAX_CONSTRAINT_BYTES,
+    MAX_REGEX_BYTES,
+    MAX_WHITESPACE,
 )
+from inflight.router.request.sampling import (
+    first_outside,
+    min_tokens_violation,
+    outside_violation,
+    sampling_violations,
+    stopping_violations,
+)
+from inflight.router.request.submit import ModelLimits
 from inflight.router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
 from inflight.router.text.tokenizer import chat_violations
-from inflight.v1 import inference_pb2, types_pb2
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
-
-@dataclass(frozen=True, slots=True)
-class UnbuiltField:
-    """A field, its function, and the values that ask for nothing. An unset field asks for nothing either."""
-
-    path: str
-    function: str
-    neutral: tuple[float, ...] = ()
-
-
-UNBUILT = (
-    UnbuiltField("sampling.typical_p", "locally typical sampling is", (1.0,)),
-    UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
-)
+# Fields of the protocol whose functions were never built, and the functions.
+UNBUILT = {
+    "sampling.typical_p": "locally typical sampling is",
+    "output.coalesce_ms": "holding tokens back to send fewer events is",
+}
 
 
 def refuse_unsupported(request: inference_pb2.GenerateRequest) -> None:
     """Raises `RequestError` naming every field that asks for an unsupported function."""
-    violations = [
-        violation
-        for unbuilt in UNBUILT
-        if _asks_for(request, unbuilt)
-        for violation in not_implemented(unbuilt.path, unbuilt.function).violations
-    ]
-    if violations:
-        raise _refusal(violations)
+    asked = {
+        "sampling.typical_p": request.sampling.HasField("typical_p") and request.sampling.typical_p != 1,
+        "output.coalesce_ms": request.output.coalesce_ms > 0,
+    }
+    refusals = [not_implemented(path, UNBUILT[path]) for path, is_asked in asked.items() if is_asked]
+    if refusals:
+        text = "; ".join(refusal.description for refusal in refusals)
+        violations = tuple(violation for refusal in refusals for violation in refusal.violations)
+        raise RequestError(Reason.NOT_IMPLEMENTED, text, violations)
 
 
-def _refusal(violations: list[FieldViolation]) -> RequestError:
-    text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
-    return RequestError(Reason.NOT_IMPLEMENTED, text, tuple(violations))
-
-
-def _asks_for(message: Message, unbuilt: UnbuiltField) -> bool:
-    parent_path, _, name = unbuilt.path.rpartition(".")
-    parent: Any = attrgetter(parent_path)(message) if parent_path else message
-    if parent.DESCRIPTOR.fields_by_name[name].has_presence:
-        return parent.HasField(name) and getattr(parent, name) not in unbuilt.neutral
-    value = getattr(parent, name)
-    return bool(value) and value not in unbuilt.neutral
-
-
-MAX_STOPS = 64
-MAX_STOP_CHARACTERS = 1024
 MAX_METADATA_PAIRS = 64
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 1024
 MAX_NAME_CHARACTERS = 256
 MAX_IDEMPOTENCY_KEY_CHARACTERS = 128
-MAX_DEADLINE_S = 7 * 24 * 3600
 # Ids of a Detokenize request, for models whose context is shorter.
 MAX_DETOKENIZED_IDS = 2**16
-MAX_STREAM_INTERVAL = 1024
+CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 Violations = Iterator[FieldViolation]
 
 
-def validate_generate(
-    request: inference_pb2.GenerateRequest, limits: ModelLimits, choose_seed: Callable[[], int]
-) -> GenerateSpec:
-    """Returns the request with all defaults resolved. Calls `choose_seed` if the request brings no seed."""
+def validate_generate(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> None:
+    """Raises `RequestError` unless the request is sound in itself."""
     violations = _first(
         _name_violations(request),
         _prompt_violations(request, limits),
+        _prior_output_violations(request, limits),
         sampling_violations(request.sampling, limits.vocabulary_size),
+        stopping_violations(request.stopping, limits.vocabulary_size),
         _output_violations(request.output),
-        stopping_violations(request.stopping, limits),
         _constraint_violations(request),
         _tool_violations(request),
         _choice_violations(request),
         _service_violations(request),
-        _resuming_violations(request, limits),
+        _resuming_violations(request),
         _metadata_violations(request),
     )
     if violations:
         raise invalid(*violations)
     refuse_unsupported(request)
-    return GenerateSpec(
-        request_id=request.request_id or None,
-        model=request.model or None,
-        tenant=request.tenant or None,
-        prompt=_prompt(request),
-        truncate_prompt_tokens=request.truncate_prompt_tokens or None,
-        sampling=resolve_sampling(request.sampling, limits.default_sampling, choose_seed),
-        stopping=_resolve_stopping(request.stopping),
-        output=_output_flags(request.output),
-        priority=request.priority or types_pb2.PRIORITY_CLASS_STANDARD,
-        inter_token_target_ms=request.inter_token_target_ms or None,
-        max_drafts=request.max_drafts if request.HasField("max_drafts") else None,
-        first_token_deadline_s=_deadline_s(request.deadlines, "first_token"),
-        total_deadline_s=_deadline_s(request.deadlines, "total"),
-        session_id=request.session_id,
-        cache_salt=request.cache.salt,
-        cache_bypass=request.cache.bypass,
-        want_queue_events=request.want_queue_events,
-        idempotency_key=request.idempotency_key,
-        detach=request.detach,
-        resume_ttl_s=seconds_of(request.resume_ttl) if request.HasField("resume_ttl") else None,
-        prior_ids=tuple(request.prior_output.output_ids),
-        place=_place(request.prior_output),
-        metadata=tuple(sorted(request.metadata.items())),
-        choices=_choices(request),
-        constraint=constraint_source(request.constraint) if request.HasField("constraint") else None,
-        tools=_tool_use(request),
-    )
 
 
 def _first(*violations: Violations) -> tuple[FieldViolation, ...]:
@@ -160,74 +99,63 @@ def _first(*violations: Violations) -> tuple[FieldViolation, ...]:
     return tuple(itertools.islice(itertools.chain(*violations), MAX_VIOLATIONS))
 
 
-def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
-    scores = output.prompt_logprobs or output.top_prompt_logprobs
-    return OutputFlags(
-        text=output.text if output.HasField("text") else True,
-        token_ids=output.token_ids,
-        num_top_logprobs=output.top_logprobs if output.logprobs or output.top_logprobs else None,
-        num_prompt_logprobs=output.top_prompt_logprobs if scores else None,
-        echo=output.echo,
-        stream_interval=output.stream_interval or 1,
-        parts=output.parts,
-    )
-
-
-def fit_tokens(prompt_ids: Sequence[int], spec: GenerateSpec, limits: ModelLimits) -> FittedRequest:
-    """Checks the limits that depend on the number of tokens, and resolves `max_tokens`."""
-    field = spec.prompt.field
+def fit_tokens(
+    submit: executor_pb2.Submit,
+    prompt_ids: Sequence[int],
+    request: inference_pb2.GenerateRequest,
+    limits: ModelLimits,
+) -> None:
+    """Checks the limits that depend on the number of tokens. Adds the prompt, truncated if the request asks for that,
+    and `max_tokens`."""
+    field = request.WhichOneof("prompt") or "prompt"
     if not prompt_ids:
         raise invalid(FieldViolation("prompt", f"is empty: `{field}` has no tokens"))
-    if violation := _vocabulary_violation(prompt_ids, spec.prompt, limits.vocabulary_size):
-        raise invalid(violation)
-    kept = tuple(prompt_ids[-spec.truncate_prompt_tokens :] if spec.truncate_prompt_tokens else prompt_ids)
-    stopping, num_left = spec.stopping, limits.context_length - len(kept)
+    outside = first_outside(prompt_ids, limits.vocabulary_size)
+    if outside is not None:
+        # A tokenizer may know ids that its model does not.
+        place = f"token_ids.ids[{outside}]" if field == "token_ids" else field
+        raise invalid(outside_violation(place, prompt_ids[outside], limits.vocabulary_size))
+    submit.prompt_ids.extend(prompt_ids[-request.truncate_prompt_tokens :])  # all of them for 0
+    stopping, num_kept = submit.stopping, len(submit.prompt_ids)
+    num_left = limits.context_length - num_kept
     if num_left < 1:
         raise invalid(
             FieldViolation(
                 field,
-                f"has {len(kept)} tokens, but the model's context is {limits.context_length} tokens and the output "
+                f"has {num_kept} tokens, but the model's context is {limits.context_length} tokens and the output "
                 "needs at least one; shorten it or set truncate_prompt_tokens",
             )
         )
-    max_tokens = num_left if stopping.max_tokens is None else stopping.max_tokens
-    if max_tokens > num_left:
+    if not stopping.HasField("max_tokens"):
+        stopping.max_tokens = num_left
+    if stopping.max_tokens > num_left:
         raise invalid(
             FieldViolation(
                 "stopping.max_tokens",
-                f"is {max_tokens}, and the prompt has {len(kept)} tokens: together {max_tokens + len(kept)}, more than "
-                f"the model's context of {limits.context_length} tokens; must be at most {num_left} for this prompt",
+                f"is {stopping.max_tokens}, and the prompt has {num_kept} tokens: together "
+                f"{stopping.max_tokens + num_kept}, more than the model's context of {limits.context_length} tokens; "
+                f"must be at most {num_left} for this prompt",
             )
         )
-    if stopping.min_tokens > max_tokens:
-        raise invalid(_min_tokens_violation(stopping.min_tokens, max_tokens))
-    if len(spec.prior_ids) > max_tokens:
-        raise invalid(
-            FieldViolation(
-                "prior_output.output_ids",
-                f"has {len(spec.prior_ids)} ids; must be at most max_tokens, which is {max_tokens}",
-            )
-        )
-    ending = frozenset(stopping.stop_token_ids) | (frozenset() if stopping.ignore_eos else limits.eos_token_ids)
-    return FittedRequest(spec, kept, max_tokens, ending, len(prompt_ids) - len(kept))
+    if stopping.min_tokens > stopping.max_tokens:
+        raise invalid(min_tokens_violation(stopping.min_tokens, stopping.max_tokens))
+    num_prior = len(request.prior_output.output_ids)
+    if num_prior > stopping.max_tokens:
+        text = f"has {num_prior} ids; must be at most max_tokens, which is {stopping.max_tokens}"
+        raise invalid(FieldViolation("prior_output.output_ids", text))
 
 
-def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: ModelLimits) -> TextPrompt | ChatPrompt:
-    """Returns the text or conversation to tokenize. Empty text is allowed."""
+def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: ModelLimits) -> None:
+    """Raises `RequestError` unless there is a text or a conversation to tokenize. Empty text is allowed."""
     match request.WhichOneof("input"):
         case "text":
-            violations = tuple(_size_violations("text", len(request.text.encode()), limits))
-            add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            prompt: TextPrompt | ChatPrompt = TextPrompt("text", request.text, add)
+            violations = _first(_size_violations("text", len(request.text.encode()), limits))
         case "chat":
             violations = _first(_chat_prompt_violations(request.chat, limits))
-            is_open = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
-            prompt = ChatPrompt("chat", request.chat, add_generation_prompt=is_open)
         case _:
-            raise invalid(FieldViolation("input", "is not set; exactly one of text, chat is needed"))
+            violations = (FieldViolation("input", "is not set; exactly one of text, chat is needed"),)
     if violations:
         raise invalid(*violations)
-    return prompt
 
 
 def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelLimits) -> tuple[int, ...]:
@@ -309,47 +237,66 @@ def _utf8_violations(text: bytes) -> Violations:
         yield FieldViolation("text_bytes", f"is not UTF-8: {error.reason} at byte {error.start}")
 
 
+def _prior_output_violations(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Violations:
+    prior_ids = request.prior_output.output_ids
+    if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):
+        yield from too_many
+        return
+    outside = first_outside(prior_ids, limits.vocabulary_size)
+    if outside is not None:
+        field = f"prior_output.output_ids[{outside}]"
+        yield outside_violation(field, prior_ids[outside], limits.vocabulary_size)
+
+
 def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
     for field in ("top_logprobs", "top_prompt_logprobs"):
-        if (count := getattr(output, field)) > MAX_TOP_LOGPROBS:
+        if not PARAMETERS[field].allows(count := getattr(output, field)):
             yield FieldViolation(f"output.{field}", f"is {count}; at most {MAX_TOP_LOGPROBS} are allowed")
-    if output.HasField("stream_interval") and not 1 <= output.stream_interval <= MAX_STREAM_INTERVAL:
+    if output.HasField("stream_interval") and not PARAMETERS["stream_interval"].allows(output.stream_interval):
         text = f"is {output.stream_interval}; must be 1 to {MAX_STREAM_INTERVAL}"
         yield FieldViolation("output.stream_interval", text)
     if output.echo and output.HasField("text") and not output.text:
         yield FieldViolation("output.echo", "begins the text with the prompt, but output.text is false")
 
 
-def stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> Violations:
-    if stopping.HasField("max_tokens"):
-        if stopping.max_tokens == 0:
-            yield FieldViolation("stopping.max_tokens", "is 0; must be at least 1")
-        elif stopping.min_tokens > stopping.max_tokens:
-            yield _min_tokens_violation(stopping.min_tokens, stopping.max_tokens)
-    if len(stopping.stop) > MAX_STOPS:
-        yield FieldViolation("stopping.stop", f"has {len(stopping.stop)} texts; at most {MAX_STOPS} are allowed")
-    for i, stop in enumerate(stopping.stop[:MAX_STOPS]):
-        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-            yield FieldViolation(
-                f"stopping.stop[{i}]", f"has {len(stop)} characters; must have 1 to {MAX_STOP_CHARACTERS}"
-            )
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        yield FieldViolation(
-            "stopping.stop_token_ids",
-            f"has {len(stopping.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
-        )
-    for i, token_id in enumerate(stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS]):
-        if token_id >= limits.vocabulary_size:
-            yield outside_violation(f"stopping.stop_token_ids[{i}]", token_id, limits.vocabulary_size)
-
-
-def _min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
-    return FieldViolation("stopping.min_tokens", f"is {min_tokens}; must be at most max_tokens, which is {max_tokens}")
-
-
 def _constraint_violations(request: inference_pb2.GenerateRequest) -> Violations:
-    if request.HasField("constraint"):
-        yield from constraint_violations(request.constraint)
+    """Yields what is wrong with a constraint, as far as its size and shape show."""
+    constraint = request.constraint
+    kind = constraint.WhichOneof("kind")
+    if not request.HasField("constraint"):
+        return
+    if kind is None:
+        yield FieldViolation("constraint", f"is empty; exactly one of {', '.join(CONSTRAINT_KINDS)} is needed")
+        return
+    if constraint.max_whitespace > MAX_WHITESPACE:
+        text = f"is {constraint.max_whitespace}; at most {MAX_WHITESPACE} is allowed"
+        yield FieldViolation("constraint.max_whitespace", text)
+    if constraint.HasField("max_whitespace") and not kind.startswith("json_"):
+        yield FieldViolation("constraint.max_whitespace", f"has no effect on {kind}; it belongs to JSON")
+    if kind == "json_object":
+        if not constraint.json_object:
+            yield FieldViolation("constraint.json_object", "is false; must be true, or not set")
+    elif kind == "choice":
+        yield from _choice_text_violations(constraint.choice)
+    else:
+        yield from _text_violations(f"constraint.{kind}", getattr(constraint, kind), kind)
+
+
+def _choice_text_violations(choice: types_pb2.ChoiceList) -> Violations:
+    if not 1 <= len(choice.choices) <= MAX_CHOICE_TEXTS:
+        text = f"has {len(choice.choices)} texts; must have 1 to {MAX_CHOICE_TEXTS}"
+        yield FieldViolation("constraint.choice.choices", text)
+    elif sum(len(text.encode()) for text in choice.choices) > MAX_CONSTRAINT_BYTES:
+        text = f"has more than {MAX_CONSTRAINT_BYTES} bytes in all its texts"
+        yield FieldViolation("constraint.choice.choices", text)
+    elif not all(choice.choices):
+        yield FieldViolation("constraint.choice.choices", "has an empty text")
+
+
+def _text_violations(field: str, text: str, kind: str) -> Violations:
+    most, num_bytes = MAX_REGEX_BYTES if kind == "regex" else MAX_CONSTRAINT_BYTES, len(text.encode())
+    if not 1 <= num_bytes <= most:
+        yield FieldViolation(field, f"has {num_bytes} bytes; must have 1 to {most}")
 
 
 def _tool_violations(request: inference_pb2.GenerateRequest) -> Violations:
@@ -371,25 +318,22 @@ def _tool_violations(request: inference_pb2.GenerateRequest) -> Violations:
         if name not in names:
             text = f"is {name[:64]!r}, which is not among the names in chat.functions"
             yield FieldViolation(f"tool_choice.names[{i}]", text)
-    if _tool_use(request) is not None and request.HasField("constraint"):
+    may_call = functions and choice.mode != inference_pb2.ToolChoice.MODE_NONE
+    if may_call and request.HasField("constraint"):
         text = "is given together with functions that the model may call; set tool_choice.mode to MODE_NONE"
         yield FieldViolation("constraint", text)
 
 
 def _choice_violations(request: inference_pb2.GenerateRequest) -> Violations:
-    choices = _choices(request)
+    num_sent = request.n or 1
+    num_choices = request.best_of or num_sent
     for field, count in (("n", request.n), ("best_of", request.best_of)):
         if count > MAX_CHOICES:
             yield FieldViolation(field, f"is {count}; at most {MAX_CHOICES} are allowed")
-    if choices.generated < choices.sent:
-        yield FieldViolation("best_of", f"is {choices.generated}; must be at least n, which is {choices.sent}")
-    elif choices.generated > 1 and request.prior_output.output_ids:
+    if num_choices < num_sent:
+        yield FieldViolation("best_of", f"is {num_choices}; must be at least n, which is {num_sent}")
+    elif num_choices > 1 and request.prior_output.output_ids:
         yield FieldViolation("prior_output", "continues a single choice; n and best_of must be 1 with it")
-
-
-def _choices(request: inference_pb2.GenerateRequest) -> ChoiceCounts:
-    sent = request.n or 1
-    return ChoiceCounts(request.best_of or sent, sent)
 
 
 def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:
@@ -397,35 +341,27 @@ def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:
         allowed = ", ".join(types_pb2.PriorityClass.keys())
         yield FieldViolation("priority", f"is {request.priority}; must be one of {allowed}")
     target_ms = request.inter_token_target_ms
-    if request.HasField("inter_token_target_ms") and not 1 <= target_ms <= MAX_INTER_TOKEN_TARGET_MS:
+    if request.HasField("inter_token_target_ms") and not PARAMETERS["inter_token_target_ms"].allows(target_ms):
         yield FieldViolation("inter_token_target_ms", f"is {target_ms}; must be 1 to {MAX_INTER_TOKEN_TARGET_MS}")
-    if request.max_drafts > MAX_DRAFTS:
+    if not PARAMETERS["max_drafts"].allows(request.max_drafts):
         yield FieldViolation("max_drafts", f"is {request.max_drafts}; must be at most {MAX_DRAFTS}")
     for name in ("first_token", "total"):
         deadline_s = _deadline_s(request.deadlines, name)
-        if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
+        if deadline_s is not None and not PARAMETERS["deadline_s"].allows(deadline_s):
             yield FieldViolation(
                 f"deadlines.{name}", f"is {deadline_s:g} s; must be above 0 and at most {MAX_DEADLINE_S} s"
             )
 
 
-def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Violations:
+def _resuming_violations(request: inference_pb2.GenerateRequest) -> Violations:
     key = request.idempotency_key
     if len(key) > MAX_IDEMPOTENCY_KEY_CHARACTERS:
         allowed = f"at most {MAX_IDEMPOTENCY_KEY_CHARACTERS} are allowed"
         yield FieldViolation("idempotency_key", f"has {len(key)} characters; {allowed}")
     if key and request.request_id:
         yield FieldViolation("request_id", "must be empty with an idempotency_key, which the id follows from")
-    if request.HasField("resume_ttl") and not 0 <= seconds_of(request.resume_ttl) <= MAX_DEADLINE_S:
+    if request.HasField("resume_ttl") and not PARAMETERS["resume_ttl_s"].allows(seconds_of(request.resume_ttl)):
         yield FieldViolation("resume_ttl", f"must be at least 0 and at most {MAX_DEADLINE_S} s")
-    prior_ids = request.prior_output.output_ids
-    if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):
-        yield from too_many
-        return
-    outside = first_outside(prior_ids, limits.vocabulary_size)
-    if outside is not None:
-        field = f"prior_output.output_ids[{outside}]"
-        yield outside_violation(field, prior_ids[outside], limits.vocabulary_size)
 
 
 def _metadata_violations(request: inference_pb2.GenerateRequest) -> Violations:
@@ -444,54 +380,6 @@ def _metadata_violations(request: inference_pb2.GenerateRequest) -> Violations:
             )
 
 
-def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return TextPrompt("text", request.text)
-        case "text_bytes":
-            return TextPrompt("text_bytes", request.text_bytes.decode())
-        case "token_ids":
-            return TokenPrompt("token_ids", tuple(request.token_ids.ids))
-        case _:
-            return ChatPrompt("chat", _shown_chat(request))
-
-
-def _shown_chat(request: inference_pb2.GenerateRequest) -> inference_pb2.Chat:
-    """Returns the conversation without functions that the model may not call."""
-    if not request.chat.functions or request.tool_choice.mode != inference_pb2.ToolChoice.MODE_NONE:
-        return request.chat
-    shown = inference_pb2.Chat()
-    shown.CopyFrom(request.chat)
-    shown.ClearField("functions")
-    return shown
-
-
-def _tool_use(request: inference_pb2.GenerateRequest) -> ToolUse | None:
-    """Returns the functions that the model may call; None if it may call none."""
-    choice = request.tool_choice
-    if not request.chat.functions or choice.mode == inference_pb2.ToolChoice.MODE_NONE:
-        return None
-    allowed = set(choice.names) or {function.name for function in request.chat.functions}
-    schemas = (
-        ToolSchema(function.name, function.parameters, function.strict)
-        for function in request.chat.functions
-        if function.name in allowed
-    )
-    must_call = choice.mode == inference_pb2.ToolChoice.MODE_REQUIRED
-    return ToolUse(tuple(schemas), must_call, choice.parallel if choice.HasField("parallel") else True)
-
-
-def _resolve_stopping(stopping: types_pb2.StoppingParams) -> ResolvedStopping:
-    return ResolvedStopping(
-        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
-        min_tokens=stopping.min_tokens,
-        stops=tuple(stopping.stop),
-        stop_token_ids=tuple(stopping.stop_token_ids),
-        include_stop=stopping.include_stop,
-        ignore_eos=stopping.ignore_eos,
-    )
-
-
 def _deadline_s(deadlines: inference_pb2.Deadlines, name: str) -> float | None:
     if not deadlines.HasField(name):
         return None
@@ -500,16 +388,3 @@ def _deadline_s(deadlines: inference_pb2.Deadlines, name: str) -> float | None:
 
 def seconds_of(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
-
-
-def _place(prior: inference_pb2.PriorOutput) -> ReadPosition:
-    return ReadPosition(len(prior.output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
-
-
-def _vocabulary_violation(prompt_ids: Sequence[int], prompt: Prompt, vocabulary_size: int) -> FieldViolation | None:
-    outside = first_outside(prompt_ids, vocabulary_size)
-    if outside is None:
-        return None
-    # A tokenizer may know ids that its model does not.
-    field = f"token_ids.ids[{outside}]" if isinstance(prompt, TokenPrompt) else prompt.field
-    return outside_violation(field, prompt_ids[outside], vocabulary_size)

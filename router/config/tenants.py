@@ -31,6 +31,7 @@ from pydantic_core import PydanticCustomError
 
 from inflight.router.config.toml_file import BELOW, Table, read_toml
 from inflight.router.config.watched_file import FileWatcher
+from inflight.router.request.errors import shut_out, unknown_tenant
 from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
 
@@ -180,6 +181,15 @@ class TenantConfig:
         if tenant in self.tenants:
             return self.tenants[tenant]
         return None if self.refuses_unknown_tenants else self.tenants.get(DEFAULT_TENANT, NO_LIMITS)
+
+    def limits_of_served(self, tenant: str) -> TenantLimits:
+        """Returns the tenant's limits. Raises `RequestError` for a tenant that is not served."""
+        limits = self.limits_of(tenant)
+        if limits is None:
+            raise unknown_tenant(tenant)
+        if limits.max_running == 0:
+            raise shut_out(tenant)
+        return limits
 
 
 NO_CONFIG = TenantConfig()

@@ -34,7 +34,7 @@ DEFAULT_MAX_WHITESPACE = 8
 MAX_WHITESPACE = 64
 MAX_CONSTRAINT_BYTES = 64 * 1024
 MAX_REGEX_BYTES = 4096
-MAX_CHOICES = 1000
+MAX_CHOICE_TEXTS = 1000
 # The kind of a constraint that the router makes of a request's tools.
 TOOLS = "tools"
 

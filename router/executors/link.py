@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 
 from inflight.common.cancellation import task_is_cancelled
+from inflight.common.parameters import LATER_PARAMETERS
 from inflight.common.protocol import ATTACH_VERSION, LOGITS_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from inflight.router.executors.channel import ExecutorChannels
 from inflight.router.executors.frame_checks import check_description, check_frame
@@ -244,10 +245,11 @@ class ExecutorLink:
         if submit.adapter_hash and not self.description.num_adapter_slots:
             return f"executor {self.executor_id} serves no adapters"
         version = self.description.protocol_version
-        field = None if version >= LOGITS_VERSION else _field_since_logits(submit)
-        if field is None:
+        unread = _unread_field(submit, version)
+        if unread is None:
             return None
-        return f"executor {self.executor_id} speaks protocol version {version}; {field} needs {LOGITS_VERSION}"
+        field, needed = unread
+        return f"executor {self.executor_id} speaks protocol version {version}; {field} needs {needed}"
 
     def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
         """Sends a placement. An acceptance is reported to the stream, a rejection to the pool."""
@@ -587,14 +589,15 @@ def _taken(waiting: dict[tuple[str, int], list[Waiting]], key: tuple[str, int], 
     return taken
 
 
-def _field_since_logits(submit: executor_pb2.Submit) -> str | None:
-    """Returns a field of the request that executors before `LOGITS_VERSION` ignore."""
+def _unread_field(submit: executor_pb2.Submit, version: int) -> tuple[str, int] | None:
+    """Returns a field of the request that executors of a version ignore, and the first version that reads it."""
     for field in ("constraint", "num_prompt_logprobs"):
-        if submit.HasField(field):
-            return field
-    for field in ("bad_word_ids", "no_repeat_ngram_size"):
-        if getattr(submit.sampling, field):
-            return f"sampling.{field}"
+        if version < LOGITS_VERSION and submit.HasField(field):
+            return field, LOGITS_VERSION
+    for parameter in LATER_PARAMETERS:
+        value = getattr(submit.sampling, parameter.name)
+        if version < parameter.since and value and value != parameter.neutral:
+            return parameter.field, parameter.since
     return None
 
 

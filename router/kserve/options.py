@@ -13,6 +13,8 @@ from enum import Enum, auto
 from typing import Any, cast
 
 from inflight.common.errors import FieldViolation, RequestError, invalid
+from inflight.common.parameters import SAMPLING_NUMBERS, Parameter
+from inflight.common.parameters import Kind as ParameterKind
 from inflight.common.rpc.json_counts import MAX_NESTING, has_more_values, nests_deeper
 from inflight.kserve import grpc_service_pb2
 from inflight.router.kserve.tensors import BYTES, Tensor
@@ -56,6 +58,25 @@ def _sampling(kind: Kind, datatype: str, path: str, *names: str, dims: int = 1) 
     return Option(names, kind, datatype, dims, is_sampling=True, field=path)
 
 
+# More names of sampling parameters.
+_ALIASES = {
+    "temperature": ("sampling_param_temperature",),
+    "top_p": ("runtime_top_p", "sampling_param_top_p"),
+    "top_k": ("runtime_top_k", "sampling_param_top_k"),
+    "presence_penalty": ("sampling_param_presence_penalty",),
+    "frequency_penalty": ("sampling_param_frequency_penalty",),
+}
+# Those whose values mean something else in a GenerateRequest.
+_TRANSLATED = frozenset({"top_k"})
+
+
+def _of_parameter(parameter: Parameter) -> Option:
+    names = (parameter.name, *_ALIASES.get(parameter.name, ()))
+    path = "" if parameter.name in _TRANSLATED else parameter.field
+    is_number = parameter.kind is ParameterKind.FLOAT
+    return _sampling(Kind.FLOAT if is_number else Kind.INT, "FP32" if is_number else "INT32", path, *names)
+
+
 OPTIONS = (
     Option(("text_input",), Kind.TEXTS, BYTES),
     Option(("input_ids",), Kind.INTS, "INT32", dims=-1),
@@ -75,19 +96,8 @@ OPTIONS = (
     _sampling(Kind.INT, "INT32", "", "pad_id"),
     _sampling(Kind.BOOL, "BOOL", "stopping.ignore_eos", "ignore_eos"),
     _sampling(Kind.BOOL, "BOOL", "stopping.include_stop", "include_stop_str_in_output"),
-    _sampling(Kind.FLOAT, "FP32", "sampling.temperature", "temperature", "sampling_param_temperature"),
-    _sampling(Kind.INT, "INT32", "", "top_k", "runtime_top_k", "sampling_param_top_k"),
-    _sampling(Kind.FLOAT, "FP32", "sampling.top_p", "top_p", "runtime_top_p", "sampling_param_top_p"),
-    _sampling(Kind.FLOAT, "FP32", "sampling.min_p", "min_p"),
+    *map(_of_parameter, SAMPLING_NUMBERS),
     _sampling(Kind.INT, "UINT64", "sampling.seed", "seed", "random_seed", "sampling_param_seed"),
-    _sampling(Kind.FLOAT, "FP32", "sampling.repetition_penalty", "repetition_penalty"),
-    _sampling(
-        *(Kind.FLOAT, "FP32", "sampling.presence_penalty"), "presence_penalty", "sampling_param_presence_penalty"
-    ),
-    _sampling(
-        *(Kind.FLOAT, "FP32", "sampling.frequency_penalty"), "frequency_penalty", "sampling_param_frequency_penalty"
-    ),
-    _sampling(Kind.INT, "INT32", "sampling.no_repeat_ngram_size", "no_repeat_ngram_size"),
     _sampling(Kind.TEXTS, BYTES, "", "bad_words", dims=-1),
     _sampling(Kind.INTS, "INT32", "sampling.allowed_token_ids", "allowed_token_ids", dims=-1),
     _sampling(Kind.TEXTS, BYTES, "", "guided_decoding_guide_type"),

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Sequence
 
 from inflight.router.store.types import DEFAULT_TENANT
-from inflight.v1 import inference_pb2
+from inflight.v1 import executor_pb2, inference_pb2
 
 _ID_BYTES = 16
 _SEED_BYTES = 8
@@ -76,6 +76,16 @@ def digest_of(request: inference_pb2.GenerateRequest, tenant: str) -> bytes:
     asked.ClearField("prior_output")
     asked.tenant = tenant
     return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=_ID_BYTES).digest()
+
+
+def prefix_hashes_of(submit: executor_pb2.Submit, block_size: int) -> tuple[str, ...]:
+    """Returns the hashes of a request's prompt; none for a request that does not use the prefix cache."""
+    if submit.cache_bypass:
+        return ()
+    salt = submit.cache_salt
+    if submit.adapter_hash:
+        salt += b"\0" + submit.adapter_hash.encode()
+    return prefix_hashes(submit.prompt_ids, block_size, salt)
 
 
 def prefix_hashes(prompt_ids: Sequence[int], block_size: int, salt: bytes) -> tuple[str, ...]:

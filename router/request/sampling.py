@@ -1,16 +1,15 @@
-"""Sampling parameters: their ranges, and the values that apply where a request or its model sets none.
+"""Sampling and stopping parameters: the check of their values, and the values that apply where a request or its model
+sets none.
 
-Pure. The same ranges hold for requests and for the defaults that an executor reports.
+Pure. The ranges of `inflight.common.parameters` hold for requests and for the defaults that an executor reports.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
-from inflight.common.errors import FieldViolation, invalid
+from inflight.common.errors import FieldViolation
+from inflight.common.parameters import NEUTRAL_SAMPLING, SAMPLING_NUMBERS
 from inflight.common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
@@ -18,45 +17,29 @@ from inflight.common.protocol import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
-    MAX_PENALTY,
+    MAX_STOP_TOKEN_IDS,
 )
-from inflight.router.request.spec import ResolvedSampling
 from inflight.v1 import types_pb2
 
 MAX_BAD_WORD_CHARACTERS = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
 
 Violations = Iterator[FieldViolation]
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """The values that a number may have, and the rule in words."""
-
-    holds: Callable[[float], bool]
-    rule: str
-
-
-_PENALTY = _Range(lambda value: abs(value) <= MAX_PENALTY, f"at least -{MAX_PENALTY:g} and at most {MAX_PENALTY:g}")
-_RANGES = {
-    "temperature": _Range(lambda value: 0 <= value < math.inf, "a number of at least 0"),
-    "top_k": _Range(lambda value: value >= 0, "at least 0 (0 keeps all tokens)"),
-    "top_p": _Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "min_p": _Range(lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": _Range(lambda value: 0 < value < math.inf, "a number above 0"),
-}
 # Values of a request replace those of its model; both fields together are the list of bad words.
 _LISTS = (("logit_bias",), ("allowed_token_ids",), ("bad_words", "bad_word_ids"))
+_DEFAULTS = types_pb2.SamplingParams(**NEUTRAL_SAMPLING)
 
 
 def sampling_violations(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Violations:
     """Yields what is wrong with the parameters of a request, or with a model's defaults."""
-    for name, allowed in _RANGES.items():
-        value = getattr(sampling, name)
-        if sampling.HasField(name) and not allowed.holds(value):
+    for parameter in SAMPLING_NUMBERS:
+        value = getattr(sampling, parameter.name)
+        if sampling.HasField(parameter.name) and not parameter.allows(value):
             shown = f"{value:g}" if isinstance(value, float) else f"{value}"
-            yield FieldViolation(f"sampling.{name}", f"is {shown}; must be {allowed.rule}")
+            yield FieldViolation(parameter.field, f"is {shown}; must be {parameter.rule}")
     yield from _bias_violations(sampling, vocabulary_size)
     yield from _allowed_id_violations(sampling, vocabulary_size)
     yield from _bad_word_violations(sampling)
@@ -117,6 +100,35 @@ def _too_many(field: str, count: int, what: str, most: int) -> FieldViolation:
     return FieldViolation(field, f"has {count} {what}; at most {most} are allowed")
 
 
+def stopping_violations(stopping: types_pb2.StoppingParams, vocabulary_size: int) -> Violations:
+    """Yields what is wrong with the stopping parameters of a request."""
+    if stopping.HasField("max_tokens"):
+        if stopping.max_tokens == 0:
+            yield FieldViolation("stopping.max_tokens", "is 0; must be at least 1")
+        elif stopping.min_tokens > stopping.max_tokens:
+            yield min_tokens_violation(stopping.min_tokens, stopping.max_tokens)
+    if len(stopping.stop) > MAX_STOPS:
+        yield FieldViolation("stopping.stop", f"has {len(stopping.stop)} texts; at most {MAX_STOPS} are allowed")
+    for i, stop in enumerate(stopping.stop[:MAX_STOPS]):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            yield FieldViolation(
+                f"stopping.stop[{i}]", f"has {len(stop)} characters; must have 1 to {MAX_STOP_CHARACTERS}"
+            )
+    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        yield FieldViolation(
+            "stopping.stop_token_ids",
+            f"has {len(stopping.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
+        )
+    for i, token_id in enumerate(stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS]):
+        if token_id >= vocabulary_size:
+            yield outside_violation(f"stopping.stop_token_ids[{i}]", token_id, vocabulary_size)
+
+
+def min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
+    """Makes the violation for more `min_tokens` than `max_tokens`."""
+    return FieldViolation("stopping.min_tokens", f"is {min_tokens}; must be at most max_tokens, which is {max_tokens}")
+
+
 def first_outside(ids: Sequence[int], vocabulary_size: int) -> int | None:
     """Returns the index of the first id that the model does not have."""
     if max(ids, default=0) < vocabulary_size:
@@ -134,42 +146,17 @@ def outside_violation(field: str, token_id: int, vocabulary_size: int) -> FieldV
 
 def resolve_sampling(
     asked: types_pb2.SamplingParams, defaults: types_pb2.SamplingParams, choose_seed: Callable[[], int]
-) -> ResolvedSampling:
-    """Returns the request's values, else the model's generation config, else the protocol's defaults."""
-    given = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
-    given.MergeFrom(defaults)
+) -> types_pb2.SamplingParams:
+    """Returns the request's values, else the model's generation config, else the protocol's defaults. Every value is
+    set, as `Accepted` and `Submit` carry it. Calls `choose_seed` if the request brings no seed."""
+    resolved = types_pb2.SamplingParams()
+    resolved.CopyFrom(_DEFAULTS)
+    resolved.MergeFrom(defaults)
     for fields in _LISTS:
         if any(getattr(asked, name) for name in fields):
             for name in fields:
-                given.ClearField(name)
-    given.MergeFrom(asked)
-    return ResolvedSampling(
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        seed=asked.seed if asked.HasField("seed") else choose_seed(),
-        min_p=given.min_p,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty,
-        no_repeat_ngram_size=given.no_repeat_ngram_size,
-        logit_bias=tuple(sorted(given.logit_bias.items())),
-        allowed_token_ids=tuple(given.allowed_token_ids),
-        bad_words=tuple(given.bad_words),
-        bad_word_ids=tuple(tuple(sequence.ids) for sequence in given.bad_word_ids),
-    )
-
-
-def with_bad_word_ids(sampling: ResolvedSampling, of_words: Iterable[tuple[int, ...]]) -> ResolvedSampling:
-    """Returns the parameters with the token sequences of `bad_words` added. Raises `RequestError` if there are too
-    many."""
-    sequences = tuple(dict.fromkeys((*sampling.bad_word_ids, *of_words)))
-    counts = (
-        (len(sequences), "token sequences", MAX_BAD_WORD_SEQUENCES),
-        (sum(map(len, sequences)), "token ids", MAX_BAD_WORD_IDS),
-    )
-    for count, what, most in counts:
-        if count > most:
-            text = f"has {count} {what} together with bad_word_ids; at most {most} are allowed"
-            raise invalid(FieldViolation("sampling.bad_words", text))
-    return dataclasses.replace(sampling, bad_word_ids=sequences)
+                resolved.ClearField(name)
+    resolved.MergeFrom(asked)
+    resolved.seed = asked.seed if asked.HasField("seed") else choose_seed()
+    resolved.typical_p = 1.0
+    return resolved

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Iterable, Sequence
 from typing import TypeVar
 
 from inflight.common.errors import FieldViolation, invalid
+from inflight.router.request.delivery import BEGINNING, ReadPosition
 from inflight.router.request.errors import output_lost
-from inflight.router.request.spec import BEGINNING, ReadPosition
 from inflight.router.store.types import Queued
 from inflight.router.stream.relay import Relay, Write
 from inflight.router.stream.request_stream import Reader, RequestStream
@@ -58,10 +58,10 @@ class ChoicesRelay:
         self.streams = tuple(streams)
         self._reader = reader
         self._accepted = reading.accepted
-        self._counts = reading.choices
-        num_left = self._counts.sent - len(places)
+        self._num_sent_choices = reading.num_sent_choices
+        num_left = reading.num_sent_choices - len(places)
         if num_left < 0:
-            text = f"has {len(places)} values; the client gets {self._counts.sent} choices of this request"
+            text = f"has {len(places)} values; the client gets {reading.num_sent_choices} choices of this request"
             raise invalid(FieldViolation("offsets", text))
         self._places = (*places, *(BEGINNING,) * num_left)
         self._write = write
@@ -69,7 +69,7 @@ class ChoicesRelay:
         self._seq = 0
         self._has_sent_accepted = False
         self._has_sent_started = any(place.is_started for place in self._places)
-        self._holds_output = self._counts.picks_best
+        self._holds_output = reading.picks_best
         # Set when the log probabilities of the prompt have been sent.
         self._prompt_told = asyncio.Event()
         if not reading.wants_prompt_logprobs:
@@ -119,7 +119,7 @@ class ChoicesRelay:
                 raise output_lost("log probabilities that the best choices are found by are not known any more")
             scores.append(score)
         ranks = sorted(range(len(scores)), key=lambda choice: -scores[choice])
-        return [self.streams[choice] for choice in ranks[: self._counts.sent]]
+        return [self.streams[choice] for choice in ranks[: self._num_sent_choices]]
 
     async def _take(self, choice: int, event: inference_pb2.StreamEvent) -> None:
         """Sends the event of a choice. Drops an event that the request has only once and that was already sent."""

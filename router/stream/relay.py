@@ -19,9 +19,9 @@ from google.protobuf import duration_pb2
 
 from inflight.common.errors import Reason, RequestError
 from inflight.router.lifecycle.events import DEADLINE_END, End
+from inflight.router.request.delivery import BEGINNING, Delivery, ReadPosition
 from inflight.router.request.errors import beyond_output, output_lost
 from inflight.router.request.ids import choice_of
-from inflight.router.request.spec import BEGINNING, Delivery, ReadPosition
 from inflight.router.store.types import Queued
 from inflight.router.stream.parts import ReasoningCount, wire_parts
 from inflight.router.stream.request_stream import UNKNOWN_LOGPROBS, News, Reader, RequestStream
@@ -295,7 +295,7 @@ class Relay:
     async def _wait_until_deadline(self) -> bool:
         stream = self._stream
         has_first_token = stream.clock.first_token is not None or stream.was_adopted
-        deadline = None if stream.has_ended else self._reading.deadlines.next(has_first_token)
+        deadline = None if stream.has_ended else self._reading.next_deadline(has_first_token)
         if deadline is None:
             await stream.changed(self._reader)
             return True

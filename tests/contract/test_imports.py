@@ -134,6 +134,7 @@ def test_client_library_imports_no_server_no_command_and_little_of_common() -> N
         "inflight.common.rpc.addresses",
         "inflight.common.cancellation",
         "inflight.common.errors",
+        "inflight.common.parameters",
         "inflight.common.rpc.options",
     }
     common.add("inflight.common.telemetry.trace_context")  # only in programs that have loaded OpenTelemetry

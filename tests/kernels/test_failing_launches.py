@@ -152,7 +152,7 @@ class Ride:
             assert seat is not None
             assert tables[seat, : len(table)].tolist() == table, f"device table of {sequence.request_id}"
             assert runner._packer._tables[seat, : len(table)].tolist() == table, "table of the host"
-            assert runner._columns._seed[seat] == sequence.sampling.seed, "sampling parameters of another request"
+            assert runner._columns._numbers["seed"][seat] == sequence.sampling.seed, "numbers of another request"
             assert runner._columns._prompt_length[seat] == sequence.num_prompt_tokens
             row = runner._columns._processed.get(seat)
             assert (row is not None) == (sequence.processors != NO_PROCESSORS), "changes of another request"

@@ -38,7 +38,7 @@ def draw_rows(rows: Sequence[SampleRow]) -> DrawRows:
         temperatures=torch.tensor([row.sampling.temperature for row in rows]),
         top_ks=torch.tensor([row.sampling.top_k for row in rows], dtype=torch.int32),
         top_ps=torch.tensor([row.sampling.top_p for row in rows]),
-        min_p_logs=torch.from_numpy(min_p_logs(batch.min_p)),
+        min_p_logs=torch.from_numpy(min_p_logs(batch.numbers["min_p"])),
         seeds_low=signed([row.sampling.seed & MASK for row in rows]),
         seeds_high=signed([row.sampling.seed >> 32 for row in rows]),
         output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32),

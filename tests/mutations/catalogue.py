@@ -353,8 +353,8 @@ SAMPLING = (
     Mutation(
         "an executor gets a request whose bad words it ignores",
         "router/executors/link.py",
-        "if version >= LOGITS_VERSION else",
-        "if version >= ATTACH_VERSION else",
+        "if version < parameter.since and",
+        "if version < ATTACH_VERSION and",
         ("tests/integration/test_sampling_parameters.py",),
     ),
 )

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from inflight.events import Choice, ToolCall, decode_parts
-from inflight.router.request.spec import BEGINNING, ReadPosition
+from inflight.router.request.delivery import BEGINNING, ReadPosition
 from inflight.router.tools.formats import AnswerFormat
 from inflight.v1 import inference_pb2
 from tests.property.test_resumed_text import ENDING_ID, Stage

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.router.lifecycle.events import End
-from inflight.router.request.spec import Deadlines, Delivery, ReadPosition
+from inflight.router.request.delivery import Delivery, ReadPosition
 from inflight.router.store.types import Demand
 from inflight.router.stream.relay import Relay, TimedWriter
 from inflight.router.stream.request_stream import Reader, RequestStream
@@ -52,7 +52,6 @@ class Stage:
             name_token=lambda token: None,
             wants_text=True,
             wants_token_ids=True,
-            deadlines=Deadlines(None, None),
             prompt_ids=prompt_ids,
             echoes=bool(prompt_ids),
             stream_interval=interval,

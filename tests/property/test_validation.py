@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.common.errors import Reason, RequestError
+from inflight.router.api.prepare import deadlines_s
 from inflight.router.api.validation import fit_tokens, validate_generate
 from inflight.router.request.sampling import resolve_sampling, sampling_violations
-from inflight.router.request.spec import ModelLimits
+from inflight.router.request.submit import ModelLimits, new_submit, router_context
 from inflight.v1 import inference_pb2, types_pb2
 from tests.support.examples import examples
 
@@ -87,24 +88,26 @@ def test_request_is_refused_by_name_or_sound(
     )
     request = inference_pb2.GenerateRequest(**prompt, **rest)
     try:
-        spec = validate_generate(request, limits, lambda: 1)
-        fitted = fit_tokens(prompt_ids, spec, limits)
+        validate_generate(request, limits)
+        submit = new_submit(request, router_context(request, 0.0), limits)
+        fit_tokens(submit, prompt_ids, request, limits)
     except RequestError as error:
         check_refusal(error)
         return
-    assert 0 <= spec.sampling.temperature < math.inf
-    assert 0 < spec.sampling.top_p <= 1
-    assert spec.sampling.top_k >= 0
-    sent = spec.sampling.to_proto()
+    sent = submit.sampling
+    assert 0 <= sent.temperature < math.inf
+    assert 0 < sent.top_p <= 1
+    assert sent.top_k >= 0
     assert next(sampling_violations(sent, limits.vocabulary_size), None) is None
     # The resolved parameters are those of the request: every value that it sets, and nothing else in its lists.
     asked = types_pb2.SamplingParams(**rest.get("sampling", {}))
     for field, value in asked.ListFields():
         assert getattr(sent, field.name) == value
     # A router that reads them back, such as one that takes the request over, gets the same again.
-    assert resolve_sampling(sent, limits.default_sampling, lambda: 0) == spec.sampling
-    assert all(d is None or 0 < d < math.inf for d in (spec.first_token_deadline_s, spec.total_deadline_s))
-    assert 1 <= len(fitted.prompt_ids) <= len(prompt_ids)
-    assert tuple(prompt_ids[-len(fitted.prompt_ids) :]) == fitted.prompt_ids
-    assert all(token_id < limits.vocabulary_size for token_id in (*fitted.prompt_ids, *fitted.ending_token_ids))
-    assert max(1, spec.stopping.min_tokens) <= fitted.max_tokens <= limits.context_length - len(fitted.prompt_ids)
+    assert resolve_sampling(sent, limits.default_sampling, lambda: 0) == sent
+    assert all(deadline is None or 0 < deadline < math.inf for deadline in deadlines_s(request, None))
+    assert 1 <= len(submit.prompt_ids) <= len(prompt_ids)
+    assert submit.prompt_ids == prompt_ids[-len(submit.prompt_ids) :]
+    assert all(token_id < limits.vocabulary_size for token_id in (*submit.prompt_ids, *submit.stopping.stop_token_ids))
+    num_left = limits.context_length - len(submit.prompt_ids)
+    assert max(1, submit.stopping.min_tokens) <= submit.stopping.max_tokens <= num_left

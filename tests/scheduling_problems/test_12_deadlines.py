@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from inflight.executor.scheduler.scheduler import Scheduler
-from inflight.router.request.spec import Deadlines
+from inflight.router.request.delivery import Delivery
 from inflight.router.store.types import Demand, Dropped, DropReason
 from inflight.v1 import inference_pb2, types_pb2
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
@@ -89,7 +89,7 @@ async def test_decoding_request_ends_at_its_deadline_with_the_output_that_it_has
             while not any(len(stream.output_ids) >= 4 for stream in dispatcher.streams):
                 await asyncio.sleep(0.01)
         # Its deadline passes, which the relay sees at the next news
-        monkeypatch.setattr(Deadlines, "next", lambda self, has_first_token: 0.0)
+        monkeypatch.setattr(Delivery, "next_deadline", lambda self, has_first_token: 0.0)
         dispatcher.streams[0].wake()
         events = await reading
         await until_free(cluster)

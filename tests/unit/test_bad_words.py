@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from inflight.common.errors import RequestError
-from inflight.router.api.tokenizing import Tokenizing, bad_word_sequences
-from inflight.router.request.sampling import with_bad_word_ids
-from inflight.router.request.spec import ResolvedSampling
+from inflight.router.api.tokenizing import Tokenizing, add_bad_word_ids, bad_word_sequences
 from inflight.router.text.tokenizer import TextModel
+from inflight.v1 import types_pb2
 from tests.support.examples import examples
 from tests.support.text import text_models
-from tests.support.text.validated import limits_of
 
 NO_BOUND = 2**31
 WITH_BYTES = (text_models.smollm2, text_models.byte_level, text_models.llama_like, text_models.gemma_like)
 
 
-def sampling_of(*words: str, ids: tuple[tuple[int, ...], ...] = ()) -> ResolvedSampling:
-    return ResolvedSampling(1.0, 0, 1.0, 0, bad_words=words, bad_word_ids=ids)
+def sampling_of(*words: str, ids: tuple[tuple[int, ...], ...] = ()) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(bad_words=words, bad_word_ids=[types_pb2.TokenSequence(ids=one) for one in ids])
 
 
 def bytes_of(text: TextModel, ids: tuple[int, ...]) -> bytes:
@@ -80,7 +78,8 @@ def test_word_without_tokens_is_refused() -> None:
 
 
 def test_sequences_of_words_are_added_to_those_of_the_request_once() -> None:
-    sampling = with_bad_word_ids(sampling_of("x", ids=((1,), (2, 3))), [(2, 3), (4,)])
+    sampling = sampling_of("x", ids=((1,), (2, 3)))
+    add_bad_word_ids(sampling, [(2, 3), (4,)])
     assert sampling == sampling_of("x", ids=((1,), (2, 3), (4,)))
 
 
@@ -95,7 +94,7 @@ def test_more_sequences_than_a_submit_may_hold_are_refused(
     given_ids: tuple[tuple[int, ...], ...], of_words: list[tuple[int, ...]], what: str
 ) -> None:
     with pytest.raises(RequestError, match=rf"sampling.bad_words: {what} with bad_word_ids; at most"):
-        with_bad_word_ids(sampling_of("x", ids=given_ids), of_words)
+        add_bad_word_ids(sampling_of("x", ids=given_ids), of_words)
 
 
 @pytest.mark.parametrize(("num_words", "is_on_thread"), [(1, False), (128, True)])
@@ -112,14 +111,14 @@ async def test_many_words_are_tokenized_off_the_event_loop(
 
     monkeypatch.setattr(TextModel, "encode_inside", record)
     words = [chr(ord("A") + i % 26) + "a" * (i // 26) for i in range(num_words)]
-    limits = limits_of(vocabulary_size=text.vocabulary_size)
-    encoding = Tokenizing().encode_bad_words(text, sampling_of(*words), limits, "default")
-    resolved = await asyncio.create_task(encoding)
-    assert len(resolved.bad_word_ids) == 2 * num_words
+    sampling = sampling_of(*words)
+    await asyncio.create_task(Tokenizing().encode_bad_words(text, sampling, text.vocabulary_size, "default"))
+    assert len(sampling.bad_word_ids) == 2 * num_words
     assert (threads != {threading.get_ident()}) is is_on_thread
 
 
 async def test_request_without_bad_words_is_not_touched() -> None:
     text = text_models.text_model(text_models.byte_level)
-    sampling = sampling_of(ids=((1,),))
-    assert await Tokenizing().encode_bad_words(text, sampling, limits_of(), "default") is sampling
+    sampling = sampling_of(ids=((1,), (1,)))
+    await Tokenizing().encode_bad_words(text, sampling, NO_BOUND, "default")
+    assert sampling == sampling_of(ids=((1,), (1,)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from inflight import requests
+from inflight.common.parameters import PARAMETERS, Kind
 from inflight.v1 import inference_pb2, types_pb2
 
 
@@ -35,12 +36,26 @@ def test_bytes_are_passed_on_unchecked() -> None:
 
 
 def test_every_keyword_has_its_place_in_the_request() -> None:
-    assert set(requests.GenerateOptions.__annotations__) == set(requests._PATHS)
-    for keyword, path in requests._PATHS.items():
+    assert set(requests.GenerateOptions.__annotations__) == set(PARAMETERS)
+    for keyword, parameter in PARAMETERS.items():
         owner: Any = inference_pb2.GenerateRequest()
-        for name in path:
-            assert name in owner.DESCRIPTOR.fields_by_name, f"{keyword}: {path}"
+        for name in parameter.field.split("."):
+            assert name in owner.DESCRIPTOR.fields_by_name, f"{keyword}: {parameter.field}"
             owner = getattr(owner, name)
+
+
+def test_every_number_has_the_type_of_its_field() -> None:
+    kinds = {"TYPE_FLOAT": Kind.FLOAT, "TYPE_INT32": Kind.INT32, "TYPE_UINT32": Kind.UINT32, "TYPE_UINT64": Kind.UINT64}
+    for parameter in PARAMETERS.values():
+        *parents, name = parameter.field.split(".")
+        message: Any = inference_pb2.GenerateRequest.DESCRIPTOR
+        for parent in parents:
+            message = message.fields_by_name[parent].message_type
+        field = message.fields_by_name[name]
+        kind = next((kind for name, kind in kinds.items() if getattr(field, name) == field.type), None)
+        is_number = parameter.kind in kinds.values()
+        assert is_number == (kind is not None and not field.is_repeated), parameter.name
+        assert not is_number or parameter.kind is kind, parameter.name
 
 
 def test_a_keyword_of_each_shape_lands_in_its_field() -> None:

@@ -14,7 +14,6 @@ from inflight.router.dispatch.ledger_writer import ledger_report
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.lifecycle.events import Unlinked
 from inflight.router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
-from inflight.router.request.spec import Deadlines
 from inflight.router.store.types import (
     CancelOutcome,
     CancelRequested,
@@ -558,7 +557,7 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
 
 @pytest.mark.parametrize("num_turns", range(5))
 async def test_relay_with_a_deadline_ends_when_cancelled_in_the_moment_that_a_token_comes(num_turns: int) -> None:
-    stream = new_stream(reading=new_reading(deadlines=Deadlines(None, time.monotonic() + 1000)))
+    stream = new_stream(reading=new_reading(deadline=time.monotonic() + 1000))
     place(stream, placement())
     running = asyncio.create_task(Relay(stream, None).run())
     await settled()

@@ -139,7 +139,8 @@ def test_model_runs_and_knows_its_stop_tokens(source: ModelSource) -> None:
     model = PagedModel.load(source, dtype_name="float32", backend_name="reference", device_name="cpu")
     description = model.description
     assert (description.eos_token_ids, description.context_length) == ((1, 2), 128)
-    assert (description.defaults.temperature, description.defaults.top_k) == (0.5, None)
+    sampling = description.defaults.sampling
+    assert (sampling["temperature"], sampling.get("top_k")) == (0.5, None)
     assert description.revision == source.revision
 
 

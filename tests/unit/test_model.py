@@ -137,11 +137,7 @@ def test_description_says_what_the_model_is(tmp_path: Path) -> None:
     assert (description.architecture, description.num_layers, description.num_kv_heads) == ("llama", 2, 2)
     assert (description.head_dim, description.vocabulary_size, description.context_length) == (16, VOCABULARY_SIZE, 256)
     assert description.eos_token_ids == (2, 5)
-    assert (description.defaults.temperature, description.defaults.top_k, description.defaults.top_p) == (
-        None,
-        None,
-        0.9,
-    )
+    assert description.defaults.sampling == {"top_p": 0.9}
     # Keys and values of 2 layers, 2 heads of 16 numbers of 4 bytes, 16 tokens.
     assert model.kv_bytes_per_block(16) == 2 * 2 * 2 * 16 * 4 * 16
 
@@ -149,7 +145,7 @@ def test_description_says_what_the_model_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "words"),
     [
-        ({"temperature": -1}, r"generation_config.json: temperature is -1; must be at least 0"),
+        ({"temperature": -1}, r"generation_config.json: temperature is -1; must be a number of at least 0"),
         ({"bad_words_ids": [[VOCABULARY_SIZE]]}, r"generation_config.json: bad_words_ids has token id 96 of 96"),
     ],
 )

@@ -190,7 +190,7 @@ def test_weights_that_are_cut_short_or_missing(tmp_path: Path) -> None:
 def test_sampling_that_the_model_asks_for(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", **{"generation_config.json": '{"temperature": 0.6, "top_p": 0.9}'})
     defaults = read_generation_defaults(folder, ())
-    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, None, 0.9)
+    assert defaults.sampling == {"temperature": 0.6, "top_p": 0.9}
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
         read_generation_defaults(folder, ())
@@ -210,9 +210,7 @@ def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog:
     folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(asked)})
     assert read_generation_defaults(folder, (2,)) == GenerationDefaults(
         eos_token_ids=(2,),
-        min_p=0.05,
-        repetition_penalty=1.1,
-        no_repeat_ngram_size=3,
+        sampling={"min_p": 0.05, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
         bad_word_ids=((5, 6), (7,)),
     )
     assert [record.getMessage().split()[1] for record in caplog.records] == ["typical_p"]

@@ -9,11 +9,10 @@ import grpc
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.api.prepare import deadlines_of
+from inflight.router.api.prepare import deadlines_s
 from inflight.router.api.request_status import waiting_for
 from inflight.router.config.tenants import TenantConfig, Variant
 from inflight.router.request.ids import prefix_hashes
-from inflight.router.request.spec import GenerateSpec
 from inflight.router.store.types import (
     CancelOutcome,
     Explanation,
@@ -34,6 +33,7 @@ from tests.support.ledger.scripted_store import (
     steps,
 )
 from tests.support.stack.cluster import token_request
+from tests.support.text.validated import requested
 
 RULES = TenantConfig(
     tenants={"acme": TenantLimits(weight=2, max_queue_tokens=7), "out": TenantLimits(max_running=0)},
@@ -116,13 +116,16 @@ async def test_absurd_deadline_is_refused_with_what_is_allowed(router: ScriptedR
 
 
 def test_absurd_grpc_deadline_is_none() -> None:
-    class NoDeadlines:
-        first_token_deadline_s = total_deadline_s = resume_ttl_s = None
-        detach = False
+    assert deadlines_s(requested(), 3_600_000_000.0) == (None, None)
+    assert deadlines_s(requested(), 60.0) == (None, 60.0)
 
-    spec = cast(GenerateSpec, NoDeadlines())
-    assert deadlines_of(spec, 0.0, 3_600_000_000.0).total is None
-    assert deadlines_of(spec, 0.0, 60.0).total == 60.0
+
+def test_earlier_deadline_counts_unless_the_request_may_outlive_its_call() -> None:
+    both = {"first_token": {"seconds": 1, "nanos": 500_000_000}, "total": {"seconds": 70}}
+    assert deadlines_s(requested(deadlines=both), 60.0) == (1.5, 60.0)
+    assert deadlines_s(requested(deadlines=both, detach=True), 60.0) == (1.5, 70.0)
+    assert deadlines_s(requested(resume_ttl={"nanos": 1}), 60.0) == (None, None)
+    assert deadlines_s(requested(resume_ttl={}), 60.0) == (None, 60.0)
 
 
 # --- names of several models

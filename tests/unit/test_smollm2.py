@@ -61,10 +61,6 @@ def test_bfloat16_knows_the_capital_of_france(prompts: list[list[int]]) -> None:
     assert (description.num_layers, description.num_kv_heads, description.head_dim) == (30, 3, 64)
     assert (description.vocabulary_size, description.context_length) == (49152, 8192)
     assert description.eos_token_ids == (2, 0), "<|im_end|>, and <|endoftext|> by its text"
-    assert (description.defaults.temperature, description.defaults.top_k, description.defaults.top_p) == (
-        0.2,
-        None,
-        0.9,
-    )
+    assert description.defaults.sampling == {"temperature": 0.2, "top_p": 0.9}
     (output_ids,) = generate_together(model, prompts[:1], NUM_TOKENS, chunk_tokens=512)
     assert "Paris" in str(load_tokenizer(resolve_model("")).decode(output_ids))

@@ -16,7 +16,6 @@ from inflight.executor.engine.output import EngineStatus
 from inflight.executor.serving.report import Reporter
 from inflight.router.dispatch.dispatcher import ANSWER_WAIT_S, LINK_WAIT_S
 from inflight.router.executors.link import MAX_SILENT_S, LivenessTimer
-from inflight.router.request.spec import Deadlines
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.store import _repeat
 from inflight.router.store.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
@@ -221,7 +220,7 @@ def test_router_ends_a_request_at_its_deadline(is_placed: bool, monkeypatch: pyt
         monkeypatch.setattr(time, "monotonic", now_s)
         router = ScriptedRouter("m")
         router.link("e0", "m")
-        stream = new_stream(reading=new_reading(deadlines=Deadlines(first_token=None, total=7.0)))
+        stream = new_stream(reading=new_reading(deadline=7.0))
         events: list[inference_pb2.StreamEvent] = []
 
         async def write(event: inference_pb2.StreamEvent) -> None:

@@ -11,7 +11,7 @@ import pytest
 from inflight.common.errors import Reason, RequestError
 from inflight.router.api.service import writer
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.request.spec import Deadlines
+from inflight.router.request.delivery import Delivery
 from inflight.router.stream.relay import Relay, TimedWriter
 from inflight.router.stream.request_stream import RequestStream
 from inflight.router.text.output import OutputText
@@ -231,7 +231,7 @@ async def test_held_tokens_are_sent_before_a_deadline_ends_the_request(monkeypat
         await settled()
     assert client.sizes == [1]
     # When its deadline passes, which the relay sees at the next news
-    monkeypatch.setattr(Deadlines, "next", lambda self, has_first_token: 0.0)
+    monkeypatch.setattr(Delivery, "next_deadline", lambda self, has_first_token: 0.0)
     stream.wake()
     await task
     assert client.sizes == [1, 3]

@@ -8,19 +8,13 @@ from typing import Any
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.api.validation import MAX_DEADLINE_S, validate_generate
-from inflight.router.constraint.answer_grammar import ToolSchema
-from inflight.router.request.spec import (
-    ChatPrompt,
-    ChoiceCounts,
-    ModelLimits,
-    ResolvedSampling,
-    TextPrompt,
-    TokenPrompt,
-    ToolUse,
-)
-from inflight.v1 import inference_pb2, types_pb2
-from tests.support.text.validated import ALL_SAMPLING, SEED, limits_of, validated
+from inflight.common.parameters import MAX_DEADLINE_S
+from inflight.router.api.tokenizing import shown_chat
+from inflight.router.api.validation import validate_generate
+from inflight.router.request.sampling import resolve_sampling
+from inflight.router.request.submit import ModelLimits, router_context
+from inflight.v1 import inference_pb2, resume_pb2, types_pb2
+from tests.support.text.validated import ALL_SAMPLING, SEED, limits_of, requested, validated
 
 
 def refused_fields(limits: ModelLimits | None = None, **fields: Any) -> list[str]:
@@ -33,27 +27,37 @@ def refused_fields(limits: ModelLimits | None = None, **fields: Any) -> list[str
     return [violation.field for violation in caught.value.violations]
 
 
+def resolved(**changes: Any) -> types_pb2.SamplingParams:
+    """The protocol's defaults with these changes."""
+    defaults: dict[str, Any] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "seed": SEED}
+    penalties = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "no_repeat_ngram_size": 0}
+    return types_pb2.SamplingParams(**(defaults | penalties | changes))
+
+
+def context_of(**fields: Any) -> resume_pb2.RouterContext:
+    """What routers must know of a request with these fields."""
+    return router_context(requested(**fields), 0.0)
+
+
 def user(text: str) -> dict[str, Any]:
     """A chat message."""
     return {"role": "user", "content": [{"text": text}]}
 
 
 def test_bare_request_gets_every_default() -> None:
-    spec = validated()
-    assert spec.prompt == TextPrompt("text", "hi")
-    assert spec.sampling == ResolvedSampling(temperature=1.0, top_k=0, top_p=1.0, seed=SEED)
-    assert (spec.request_id, spec.model, spec.tenant, spec.truncate_prompt_tokens) == (None, None, None, None)
-    assert (spec.stopping.max_tokens, spec.stopping.min_tokens, spec.stopping.stops) == (None, 0, ())
-    assert (spec.output.text, spec.output.token_ids) == (True, False)
-    assert spec.priority == types_pb2.PRIORITY_CLASS_STANDARD
-    assert (spec.first_token_deadline_s, spec.total_deadline_s) == (None, None)
+    submit, context = validated(), context_of()
+    assert submit.sampling == resolved()
+    assert submit.stopping == types_pb2.StoppingParams(min_tokens=0)
+    assert submit.priority == types_pb2.PRIORITY_CLASS_STANDARD
+    assert (context.tenant, context.model, len(context.request_id)) == ("default", "", 32)
+    assert (context.wants_text, context.wants_token_ids, list(context.stop)) == (True, False, [])
 
 
 def test_unset_sampling_follows_the_models_generation_config() -> None:
     limits = limits_of(default_sampling=types_pb2.SamplingParams(temperature=0.25, top_k=40, top_p=0.5))
-    assert validated(limits).sampling == ResolvedSampling(0.25, 40, 0.5, SEED)
+    assert validated(limits).sampling == resolved(temperature=0.25, top_k=40, top_p=0.5)
     asked = validated(limits, sampling={"temperature": 0, "top_k": 0, "seed": 0}).sampling
-    assert asked == ResolvedSampling(0.0, 0, 0.5, 0)
+    assert asked == resolved(temperature=0, top_p=0.5, seed=0)
 
 
 def test_every_default_of_the_generation_config_applies_until_a_request_replaces_it() -> None:
@@ -62,38 +66,42 @@ def test_every_default_of_the_generation_config_applies_until_a_request_replaces
         min_p=0.25, repetition_penalty=1.5, no_repeat_ngram_size=3, bad_word_ids=sequences
     )
     limits = limits_of(default_sampling=defaults)
-    expected = ResolvedSampling(
-        1.0, 0, 1.0, SEED, min_p=0.25, repetition_penalty=1.5, no_repeat_ngram_size=3, bad_word_ids=((7, 8),)
-    )
+    expected = resolved(min_p=0.25, repetition_penalty=1.5, no_repeat_ngram_size=3, bad_word_ids=sequences)
     assert validated(limits).sampling == expected
     asked = validated(
         limits, sampling={"min_p": 0, "repetition_penalty": 1, "no_repeat_ngram_size": 0, "bad_words": ["x"]}
     ).sampling
-    assert asked == ResolvedSampling(1.0, 0, 1.0, SEED, bad_words=("x",))
-    assert validated(limits, sampling={"bad_word_ids": [{"ids": [5]}]}).sampling.bad_word_ids == ((5,),)
+    assert asked == resolved(bad_words=["x"])
+    (only,) = validated(limits, sampling={"bad_word_ids": [{"ids": [5]}]}).sampling.bad_word_ids
+    assert only.ids == [5]
 
 
 def test_all_sampling_parameters_reach_the_executor() -> None:
     assert {field.name for field, _ in ALL_SAMPLING.ListFields()} == {
         field.name for field in ALL_SAMPLING.DESCRIPTOR.fields
     }
-    request = inference_pb2.GenerateRequest(text="hi", sampling=ALL_SAMPLING)
-    assert validate_generate(request, limits_of(), lambda: SEED).sampling.to_proto() == ALL_SAMPLING
+    assert validated(sampling=ALL_SAMPLING).sampling == ALL_SAMPLING
 
 
 def test_resolved_sampling_names_every_value_on_the_wire() -> None:
-    sent = validated(sampling={"seed": 2**64 - 1}).sampling.to_proto()
+    sent = validated(sampling={"seed": 2**64 - 1}).sampling
     unset = {f.name for f in sent.DESCRIPTOR.fields if f.has_presence and not sent.HasField(f.name)}
     assert unset == set()
     assert (sent.seed, sent.temperature, sent.repetition_penalty) == (2**64 - 1, 1.0, 1.0)
 
 
+def test_seed_is_drawn_unless_a_key_or_the_request_determines_it() -> None:
+    seeds = [resolve_sampling(types_pb2.SamplingParams(), types_pb2.SamplingParams(seed=1), lambda: SEED).seed]
+    seeds += [validated(sampling={"seed": 0}, idempotency_key="k").sampling.seed]
+    assert seeds == [SEED, 0]
+
+
 def test_everything_given_is_carried() -> None:
-    spec = validated(
-        request_id="a-Z0.9_:x",
-        model="smollm2",
-        tenant="acme",
-        stopping={
+    fields: dict[str, Any] = {
+        "request_id": "a-Z0.9_:x",
+        "model": "smollm2",
+        "tenant": "acme",
+        "stopping": {
             "max_tokens": 7,
             "min_tokens": 7,
             "stop": ["\n", "END"],
@@ -101,44 +109,30 @@ def test_everything_given_is_carried() -> None:
             "include_stop": True,
             "ignore_eos": True,
         },
-        output={"text": False, "token_ids": True},
-        priority=types_pb2.PRIORITY_CLASS_BATCH,
-        deadlines={"first_token": {"seconds": 1, "nanos": 500_000_000}, "total": {"seconds": 60}},
-        cache={"salt": "s", "bypass": True},
-        want_queue_events=True,
-        truncate_prompt_tokens=50,
-        metadata={"b": "2", "a": "1"},
-    )
-    assert (spec.request_id, spec.model, spec.tenant) == ("a-Z0.9_:x", "smollm2", "acme")
-    assert (spec.stopping.max_tokens, spec.stopping.min_tokens) == (7, 7)
-    assert (spec.stopping.stops, spec.stopping.stop_token_ids) == (("\n", "END"), (999,))
-    assert (spec.stopping.include_stop, spec.stopping.ignore_eos) == (True, True)
-    assert (spec.output.text, spec.output.token_ids) == (False, True)
-    assert spec.priority == types_pb2.PRIORITY_CLASS_BATCH
-    assert (spec.first_token_deadline_s, spec.total_deadline_s) == (1.5, 60.0)
-    assert (spec.cache_salt, spec.cache_bypass, spec.want_queue_events) == ("s", True, True)
-    assert spec.truncate_prompt_tokens == 50
-    assert spec.metadata == (("a", "1"), ("b", "2"))
+        "output": {"text": False, "token_ids": True},
+        "priority": types_pb2.PRIORITY_CLASS_BATCH,
+        "cache": {"salt": "s", "bypass": True},
+    }
+    submit, context = validated(**fields), context_of(**fields)
+    assert (context.request_id, context.model, context.tenant) == ("a-Z0.9_:x", "smollm2", "acme")
+    assert (list(context.stop), context.include_stop) == (["\n", "END"], True)
+    assert (context.wants_text, context.wants_token_ids) == (False, True)
+    stopping = types_pb2.StoppingParams(max_tokens=7, min_tokens=7, stop_token_ids=[999], ignore_eos=True)
+    assert (submit.request_id, submit.stopping) == ("acme/a-Z0.9_:x", stopping)
+    assert submit.priority == types_pb2.PRIORITY_CLASS_BATCH
+    assert (submit.cache_salt, submit.cache_bypass) == (b"acme\0s", True)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ({"text_bytes": "é🦙".encode()}, TextPrompt("text_bytes", "é🦙")),
-        ({"token_ids": {"ids": [5, 6]}}, TokenPrompt("token_ids", (5, 6))),
-        (
-            {"chat": {"messages": [user("hi")]}},
-            ChatPrompt("chat", inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**user("hi"))])),
-        ),
-    ],
+    "prompt", [{"text_bytes": "é🦙".encode()}, {"token_ids": {"ids": [5, 6]}}, {"chat": {"messages": [user("hi")]}}]
 )
-def test_prompt_of_every_kind_is_taken(prompt: dict[str, Any], expected: object) -> None:
-    assert validated(**prompt).prompt == expected
+def test_prompt_of_every_kind_is_taken(prompt: dict[str, Any]) -> None:
+    validated(**prompt)
 
 
 def test_request_without_a_prompt_is_refused() -> None:
     with pytest.raises(RequestError, match="prompt: is empty; exactly one of text, text_bytes, token_ids, chat"):
-        validate_generate(inference_pb2.GenerateRequest(), limits_of(), lambda: SEED)
+        validate_generate(inference_pb2.GenerateRequest(), limits_of())
 
 
 @pytest.mark.parametrize(
@@ -181,16 +175,13 @@ def test_choice_without_functions_and_parts_without_a_chat_are_refused() -> None
 
 def test_functions_that_the_model_may_not_call_are_not_shown() -> None:
     chat = {"messages": [user("hi")], "functions": [{"name": "f"}, {"name": "g", "strict": True}]}
-    hidden = validated(chat=chat, tool_choice={"mode": "MODE_NONE"}, constraint={"json_object": True})
-    assert hidden.tools is None
-    assert isinstance(hidden.prompt, ChatPrompt)
-    assert not hidden.prompt.chat.functions
-    free = validated(chat=chat)
-    assert free.tools == ToolUse((ToolSchema("f"), ToolSchema("g", is_strict=True)), must_call=False, may_repeat=True)
-    one = validated(chat=chat, tool_choice={"mode": "MODE_REQUIRED", "names": ["g"], "parallel": False})
-    assert one.tools == ToolUse((ToolSchema("g", is_strict=True),), must_call=True, may_repeat=False)
-    assert isinstance(one.prompt, ChatPrompt)
-    assert len(one.prompt.chat.functions) == 2, "the prompt of all choices is the same"
+    hidden: dict[str, Any] = {"chat": chat, "tool_choice": {"mode": "MODE_NONE"}}
+    validated(**hidden, constraint={"json_object": True})
+    assert not shown_chat(requested(**hidden)).functions
+    one = {"mode": "MODE_REQUIRED", "names": ["g"], "parallel": False}
+    assert len(shown_chat(requested(chat=chat, tool_choice=one)).functions) == 2, (
+        "the prompt of all choices is the same"
+    )
 
 
 def test_template_variable_that_is_no_number_is_refused() -> None:
@@ -347,7 +338,11 @@ def test_everything_wrong_is_told_at_once() -> None:
     ],
 )
 def test_value_that_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
-    assert validated(**fields) == validated()
+    assert validated(**fields, request_id="r") == validated(request_id="r")
+    contexts = [context_of(**each, request_id="r") for each in (fields, {})]
+    for context in contexts:
+        context.ClearField("arrived_unix_ms")
+    assert contexts[0] == contexts[1]
 
 
 @pytest.mark.parametrize(
@@ -372,10 +367,12 @@ def test_all_functions_that_are_not_built_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "generated", "sent"),
-    [({}, 1, 1), ({"n": 3}, 3, 3), ({"best_of": 3}, 3, 1), ({"n": 2, "best_of": 5}, 5, 2), ({"n": 128}, 128, 128)],
+    [({}, 0, 0), ({"n": 3}, 3, 3), ({"best_of": 3}, 3, 1), ({"n": 2, "best_of": 5}, 5, 2), ({"n": 128}, 128, 128)],
 )
 def test_choices_to_generate_and_to_send(fields: dict[str, Any], generated: int, sent: int) -> None:
-    assert validated(**fields).choices == ChoiceCounts(generated, sent)
+    validated(**fields)
+    context = context_of(**fields)
+    assert (context.num_choices, context.num_sent_choices) == (generated, sent)
 
 
 @pytest.mark.parametrize(
@@ -411,10 +408,10 @@ def test_inter_token_target_out_of_range_is_refused_with_what_is_allowed(target_
 
 
 def test_inter_token_target_is_that_of_the_class_unless_another_is_asked_for() -> None:
-    assert validated().inter_token_target_ms is None
+    assert not validated().HasField("inter_token_target_ms")
     assert [validated(inter_token_target_ms=ms).inter_token_target_ms for ms in (1, 60_000)] == [1, 60_000]
 
 
 def test_interval_is_one_token_unless_another_is_asked_for() -> None:
-    assert validated().output.stream_interval == 1
-    assert validated(output={"stream_interval": 1024}).output.stream_interval == 1024
+    assert context_of().stream_interval == 1
+    assert context_of(output={"stream_interval": 1024}).stream_interval == 1024

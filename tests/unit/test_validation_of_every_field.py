@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from opentelemetry.trace import NoOpTracer
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.api.validation import UNBUILT, validate_generate
-from inflight.router.request.spec import ChatPrompt, GenerateSpec, ModelLimits
-from inflight.router.text.tokenizer import plain_struct, template_messages, template_tools
-from inflight.v1 import inference_pb2, types_pb2
+from inflight.router.api.constraining import Compiled, Constraining
+from inflight.router.api.prepare import RequestPreparation
+from inflight.router.api.tokenizing import Tokenizing
+from inflight.router.api.validation import UNBUILT
+from inflight.router.constraint.source import ConstraintSource
+from inflight.router.settings import RouterSettings
+from inflight.router.text.tokenizer import TextModel
+from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
+from tests.support.ledger.scripted_store import ScriptedRouter, place, placement
+from tests.unit.test_tool_support import templated
 
-LIMITS = ModelLimits(
-    context_length=100,
-    vocabulary_size=1000,
-    eos_token_ids=frozenset({2}),
-    default_sampling=types_pb2.SamplingParams(),
-    has_chat_template=True,
-)
 # Taken as a whole, not field by field.
 WHOLE = {"google.protobuf.Duration", "google.protobuf.Struct"}
 
@@ -109,6 +111,7 @@ SUPPORTED = frozenset(
 )
 # Values of fields for which the sample of their type does not do.
 SAMPLES: dict[str, Any] = {
+    "chat.messages.role": "system",
     "chat.messages.tool_calls.arguments": '{"x": 1}',
     "chat.functions.name": "g",
     "chat.functions.parameters": '{"type": "object"}',
@@ -193,42 +196,77 @@ def request_for(path: str) -> inference_pb2.GenerateRequest:
             request.chat.functions.extend(inference_pb2.Function(name=name) for name in ("f", "h"))
         request.output.parts = path == "chat.thinking_token_budget"
     elif path not in ("text_bytes", "token_ids.ids"):
-        request.text = "hi"
+        request.text = "hello"
     if path == "constraint.max_whitespace":
         request.constraint.json_object = True
     return request
 
 
-def meaning(request: inference_pb2.GenerateRequest) -> tuple[object, ...]:
-    """All that the rest of the router sees of a request. A conversation counts by what its template sees, and an
-    adapter by its name, which the executors' reports resolve (`test_adapters.py`)."""
-    spec: GenerateSpec = validate_generate(request, LIMITS, lambda: 0)
-    others = (request.adapter_id, *(getattr(spec, name) for name in spec.__slots__ if name != "prompt"))
-    if isinstance(spec.prompt, ChatPrompt):
-        chat = spec.prompt.chat
-        functions = [function.SerializeToString() for function in chat.functions]
-        variables = (plain_struct(chat.template_kwargs), chat.reasoning_effort, chat.thinking_token_budget)
-        return (template_messages(chat), template_tools(chat), functions, *variables, *others)
-    return (spec.prompt, *others)
+class Uncompiled:
+    """Takes every constraint, and returns its text in place of a grammar."""
+
+    async def compiled(self, source: ConstraintSource, tenant: str) -> Compiled:
+        return Compiled(source.to_json())
+
+
+@functools.cache
+def text_model() -> TextModel:
+    """A model whose prompt has everything that its template gets, and that can call functions and reason."""
+    return templated(
+        "{# <tool_call> <think> </think> #}{{ messages | tojson }}{{ tools | tojson }}{{ x }}{{ reasoning_effort }}"
+    )
+
+
+async def meaning(request: inference_pb2.GenerateRequest) -> tuple[object, ...]:
+    """All that the rest of the router sees of a request: what its executor is told, and what the service reads."""
+    router = ScriptedRouter("m")
+    link = router.link("e0", "m", num_adapter_slots=1)
+    link.report = executor_pb2.Report(adapters=[executor_pb2.AdapterStatus(name="x", hash="a" * 64)])
+    pool = dataclasses.replace(router.pools.by_name["m"], text=text_model())
+    pool.dispatcher._description = executor_pb2.DescribeResponse(
+        block_size=16, context_length=1000, vocabulary_size=text_model().vocabulary_size, eos_token_ids=[2]
+    )
+    preparation = RequestPreparation(
+        RouterSettings(),
+        router.admission,
+        router.tokens,
+        Tokenizing(),
+        cast(Constraining, Uncompiled()),
+        NoOpTracer(),
+    )
+    stream, *others = await preparation.prepare(request, pool, 0.0, None)
+    assert stream.reading is not None
+    submit = place(stream, placement())
+    context = resume_pb2.RouterContext.FromString(submit.router_context)
+    context.ClearField("arrived_unix_ms")
+    if not (request.request_id or request.idempotency_key):
+        submit.ClearField("request_id")
+        context.ClearField("request_id")
+    if not (request.sampling.HasField("seed") or request.idempotency_key):
+        submit.sampling.ClearField("seed")
+    submit.ClearField("router_context")
+    deadlines = stream.reading.first_token_deadline, stream.reading.deadline
+    prior = request.prior_output
+    read_by_service = request.session_id, request.want_queue_events, dict(request.metadata), prior.text_bytes
+    return (str(submit), str(context), deadlines, len(others), *read_by_service)
 
 
 def test_every_field_is_listed_once() -> None:
-    unbuilt = {field.path for field in UNBUILT}
-    assert SUPPORTED | unbuilt == set(PATHS)
-    assert SUPPORTED & unbuilt == set()
+    assert SUPPORTED | set(UNBUILT) == set(PATHS)
+    assert SUPPORTED.isdisjoint(UNBUILT)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_field_is_refused_or_changes_what_the_request_means(path: str) -> None:
+async def test_field_is_refused_or_changes_what_the_request_means(path: str) -> None:
     request = request_for(path)
     set_path(request, path, path)
     if path in SUPPORTED:
         before = request_for(path)
         if before.WhichOneof("prompt") is None:
-            before.text = "hi"
-        assert meaning(request) != meaning(before)
+            before.text = "hello"
+        assert await meaning(request) != await meaning(before)
         return
     with pytest.raises(RequestError) as caught:
-        validate_generate(request, LIMITS, lambda: 0)
+        await meaning(request)
     assert caught.value.reason is Reason.NOT_IMPLEMENTED
     assert [violation.field for violation in caught.value.violations] == [path]

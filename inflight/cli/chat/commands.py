@@ -6,67 +6,42 @@ A command that fails returns the reason, changes nothing and does not end the ch
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from inflight.cli.chat.conversation import Conversation, ConversationError
+from inflight.common.parameters import LARGEST_INTEGERS, PARAMETERS, SAMPLING_NUMBERS, Kind
 from inflight.requests import PRIORITIES, GenerateOptions
 
 UNSET = "default"
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A value that `/set` takes: how it is read, whether it is valid, and the rule in words.
-
-    The router checks the values again; checking them here gives an answer at once.
-    """
-
-    read: Callable[[str], Any]
-    holds: Callable[[Any], bool] = lambda value: True
-    rule: str = ""
-
-    def value(self, text: str) -> Any:
-        """Reads and checks the value. Raises `ValueError` with the reason."""
-        try:
-            value = self.read(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not a number") from None
-        if not self.holds(value):
-            raise ValueError(f"{text!r} is not {self.rule}" if self.read is str else f"is {text}; must be {self.rule}")
-        return value
-
-
-def _at_least(read: Callable[[str], Any], least: int, rule: str = "") -> Setting:
-    return Setting(read, lambda value: least <= value < math.inf, rule or f"at least {least}")
-
-
-def _texts(value: str) -> list[str]:
-    return [value]
-
-
-# What `/set` takes.
-SETTINGS = {
-    "temperature": _at_least(float, 0, "a number of at least 0"),
-    "top_p": Setting(float, lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "top_k": _at_least(int, 0),
-    "min_p": Setting(float, lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
-    "repetition_penalty": Setting(float, lambda value: 0 < value < math.inf, "above 0"),
-    "presence_penalty": Setting(float, lambda value: -2 <= value <= 2, "at least -2 and at most 2"),
-    "frequency_penalty": Setting(float, lambda value: -2 <= value <= 2, "at least -2 and at most 2"),
-    "no_repeat_ngram_size": _at_least(int, 0),
-    "bad_words": Setting(_texts),
-    "seed": _at_least(int, 0),
-    "max_tokens": _at_least(int, 1),
-    "min_tokens": _at_least(int, 0),
-    "stop": Setting(_texts),
-    "priority": Setting(str, PRIORITIES.__contains__, f"one of {', '.join(PRIORITIES)}"),
-    "tenant": Setting(str),
-    "deadline_s": Setting(float, lambda value: 0 < value < math.inf, "above 0"),
+# What `/set` takes. The router checks the values again; checking them here gives an answer at once.
+SETTINGS = (
+    *(one.name for one in SAMPLING_NUMBERS),
+    *("bad_words", "seed", "max_tokens", "min_tokens", "stop", "priority", "tenant", "deadline_s"),
+)
+_READ: Mapping[Kind, Callable[[str], Any]] = {
+    **dict.fromkeys((Kind.FLOAT, Kind.DURATION), float),
+    **dict.fromkeys(LARGEST_INTEGERS, int),
+    Kind.TEXTS: lambda text: [text],
 }
+
+
+def _value(name: str, text: str) -> Any:
+    """Reads and checks a value of `/set`. Raises `ValueError` with the reason."""
+    parameter = PARAMETERS[name]
+    try:
+        value = _READ.get(parameter.kind, str)(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+    if name == "priority" and value not in PRIORITIES:
+        raise ValueError(f"{text!r} is not one of {', '.join(PRIORITIES)}")
+    if not parameter.allows(value):
+        raise ValueError(f"is {text}; must be {parameter.rule}")
+    return value
 
 
 @dataclass(slots=True)
@@ -169,7 +144,7 @@ def _set(state: ChatState, argument: str) -> str:
         said = f"{name} has the model's default"
     else:
         try:
-            options[name] = SETTINGS[name].value(text)
+            options[name] = _value(name, text)
         except ValueError as error:
             return f"{name}: {error}"
         said = f"{name} is {text}"

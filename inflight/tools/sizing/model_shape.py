@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inflight.common.gguf_header import GgufHeader, parts_of
 from inflight.common.kv_size import numbers_of_ranks
 from inflight.common.model_files.context_length import context_length_of
+from inflight.common.model_files.gguf_header import GgufHeader, parts_of
 from inflight.common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
 from inflight.tools.sizing.layer_sizes import LayerSizes
 from inflight.tools.sizing.weights import Role, Weights, computed_weights, weights_of_folder, weights_of_gguf

@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from inflight.common.gguf_header import GgufHeader
+from inflight.common.model_files.gguf_header import GgufHeader
 from inflight.common.model_source import ModelError, read_json
 from inflight.common.settings import SettingError
 from inflight.tools.sizing.layer_sizes import BYTES_PER_NUMBER, LayerSizes

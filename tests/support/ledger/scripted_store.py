@@ -20,7 +20,7 @@ from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.lifecycle.events import RequestState, Submit
-from inflight.router.request.spec import Deadlines, Delivery
+from inflight.router.request.delivery import Delivery
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.source import StatsSource
 from inflight.router.store.store import AdmissionStore
@@ -262,7 +262,7 @@ def new_reading(**fields: Any) -> Delivery:
         accepted=inference_pb2.Accepted(request_id="r", prompt_tokens=10, max_tokens=100),
         new_text=lambda: OutputText(TextModel(tiny_tokenizer()).detokenizer()),
         name_token=lambda token: None,
-        **{"wants_text": True, "wants_token_ids": True, "deadlines": Deadlines(None, None), **fields},
+        **{"wants_text": True, "wants_token_ids": True, **fields},
     )
 
 

@@ -1,12 +1,12 @@
-"""A small model, and what requests of it mean."""
+"""A small model, and what executors are told of its requests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from inflight.router.api.validation import validate_generate
-from inflight.router.request.spec import GenerateSpec, ModelLimits
-from inflight.v1 import inference_pb2, types_pb2
+from inflight.router.request.submit import ModelLimits, new_submit, router_context
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 SEED = 4711
 # A value that has an effect for every parameter that may have one.
@@ -40,8 +40,19 @@ def limits_of(**changes: Any) -> ModelLimits:
     return ModelLimits(**(values | changes))
 
 
-def validated(limits: ModelLimits | None = None, **fields: Any) -> GenerateSpec:
-    """The meaning of a request with these fields, prompt "hi" unless given."""
+def requested(**fields: Any) -> inference_pb2.GenerateRequest:
+    """A request with these fields, prompt "hi" unless given."""
     if not {"text", "text_bytes", "token_ids", "chat"} & fields.keys():
         fields["text"] = "hi"
-    return validate_generate(inference_pb2.GenerateRequest(**fields), limits or limits_of(), lambda: SEED)
+    return inference_pb2.GenerateRequest(**fields)
+
+
+def validated(limits: ModelLimits | None = None, **fields: Any) -> executor_pb2.Submit:
+    """What an executor is told of a valid request with these fields, before its prompt is tokenized. The seed that is
+    drawn for a request without one is replaced by `SEED`."""
+    request, limits = requested(**fields), limits or limits_of()
+    validate_generate(request, limits)
+    submit = new_submit(request, router_context(request, 0.0), limits)
+    if not request.sampling.HasField("seed"):
+        submit.sampling.seed = SEED
+    return submit

@@ -16,7 +16,7 @@ from inflight.bench.redis.wire import command
 from inflight.bench.timeline.timeline import Timeline
 from inflight.router.store.codec import Reply, parse_reply, parse_snapshot
 from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import compose_scripts, load_scripts, shared_source
+from inflight.router.store.lua import load_scripts
 from inflight.router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
@@ -47,14 +47,7 @@ OnReply = Callable[[Any], None]
 class StoreLink:
     """The way to the ledger, shared by all routers of a simulation."""
 
-    def __init__(
-        self,
-        url: str,
-        pool: str,
-        timeline: Timeline,
-        seed: int,
-        change: Callable[[str], str] | None = None,
-    ) -> None:
+    def __init__(self, url: str, pool: str, timeline: Timeline, seed: int) -> None:
         self.url = url
         self.keys = PoolKeys(pool)
         self.timeline = timeline
@@ -69,7 +62,7 @@ class StoreLink:
         self._due: deque[tuple[str, OnReply | None]] = deque()
         self._early: deque[Any] = deque()
         self._wire = RedisWire.connect(url, self._on_push)
-        self.scripts = compose_scripts(change(shared_source(STEERED_CLOCK))) if change else load_scripts(STEERED_CLOCK)
+        self.scripts = load_scripts(STEERED_CLOCK)
         self._wire.call(command("FUNCTION", "LOAD", "REPLACE", self.scripts.source))
         self._wire.call(command("CONFIG", "SET", "notify-keyspace-events", "Kt"))
         # Answered by a push, which the next read meets.

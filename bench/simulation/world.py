@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from inflight.bench.redis.wire import WireError
@@ -48,8 +48,7 @@ class SimulationFailed(AssertionError):
 class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
     router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
-    finds a free seat, so the time until its next token is checked, too; `change_scripts` returns the scripts' shared
-    source with a change to compare with, and `change_request` a request as it arrives."""
+    finds a free seat, so the time until its next token is checked, too."""
 
     seed: int = 0
     num_routers: int = 2
@@ -63,8 +62,6 @@ class WorldSettings:
     max_wait_s: float | None = None
     push: PushPolicy | None = None
     has_room: bool = False
-    change_scripts: Callable[[str], str] | None = None
-    change_request: Callable[[SimRequest, Sequence[SimExecutor]], SimRequest] | None = None
 
 
 def _first_of(error: Exception) -> Exception:
@@ -82,7 +79,7 @@ class World:
         self.timeline = Timeline()
         self.timeline.now_us = START_US
         self.checker = InvariantChecker()
-        self.link = StoreLink(url, pool, self.timeline, settings.seed, settings.change_scripts)
+        self.link = StoreLink(url, pool, self.timeline, settings.seed)
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()
@@ -245,8 +242,6 @@ class World:
 
     def _arrive(self, request: SimRequest) -> None:
         self._next_arrival()
-        if self.settings.change_request is not None:
-            request = self.settings.change_request(request, self.executors)
         living = self._living_routers()
         if living:  # a client that finds no router was never there
             router = self._random.choice(living)

@@ -133,7 +133,7 @@ def test_earlier_deadline_counts_unless_the_request_may_outlive_its_call() -> No
     ("fields", "adds"), [({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)]
 )
 async def test_text_to_tokenize_gets_special_tokens_unless_the_caller_wants_none(
-    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, fields: dict[str, bool], adds: bool
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], adds: bool
 ) -> None:
     asked: list[bool] = []
 

@@ -22,6 +22,7 @@ from inflight.router.store.types import (
     TenantLimits,
     WaitReason,
 )
+from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
 from tests.cluster import token_request
 from tests.scripted_store import CallContext, ScriptedRouter, accepts, new_stream, placement, settled, steps
@@ -118,6 +119,24 @@ def test_earlier_deadline_counts_unless_the_request_may_outlive_its_call() -> No
     assert deadlines_s(requested(deadlines=both, detach=True), 60.0) == (1.5, 70.0)
     assert deadlines_s(requested(resume_ttl={"nanos": 1}), 60.0) == (None, None)
     assert deadlines_s(requested(resume_ttl={}), 60.0) == (None, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "adds"), [({}, True), ({"add_special_tokens": True}, True), ({"add_special_tokens": False}, False)]
+)
+async def test_text_to_tokenize_gets_special_tokens_unless_the_caller_wants_none(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], adds: bool
+) -> None:
+    asked: list[bool] = []
+
+    def encode(self: TextModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        asked.append(add_special_tokens)
+        return [1]
+
+    monkeypatch.setattr(TextModel, "encode", encode)
+    request = inference_pb2.TokenizeRequest(text="t1", model="m-static", **fields)
+    response = await router.service.Tokenize(request, cast(Any, CallContext()))
+    assert (list(response.token_ids), asked) == ([1], [adds])
 
 
 # --- names of several models

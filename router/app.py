@@ -33,12 +33,12 @@ from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
 from inflight.router.executors.channel import ExecutorChannels
 from inflight.router.kserve import service as kserve
+from inflight.router.ledger.ledgers import Ledgers
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import StoreCall
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.gauges import ScrapeGauges
 from inflight.router.stats.source import StatsSource
-from inflight.router.store.ledgers import Ledgers
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import StoreCall
 from inflight.router.telemetry.event_log import EventLog
 from inflight.router.telemetry.events import RequestObserver, RequestObservers
 from inflight.router.telemetry.latencies import Latencies

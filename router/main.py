@@ -21,8 +21,8 @@ from inflight.common.settings import SettingError, describe, load
 from inflight.common.telemetry.logs import start_logging
 from inflight.router.app import RouterApp, build_router
 from inflight.router.dispatch.pools import ModelRegistry
+from inflight.router.ledger.ledgers import NoFunctionsError
 from inflight.router.settings import RouterSettings
-from inflight.router.store.ledgers import NoFunctionsError
 from inflight.router.text.tokenizer import TextModel
 from inflight.router.tools.formats import FormatError, read_formats, with_added
 from inflight.router.tools.support import DETECTED, ToolSettings

@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from inflight.common.model_source import is_path
 from inflight.common.settings import ProcessSettings
 from inflight.router.discovery import check_address
-from inflight.router.store.redis_url import parse_redis_url
+from inflight.router.ledger.redis_url import parse_redis_url
 
 # A token can be tried against guessed secrets without asking a router.
 MIN_SECRET_CHARACTERS = 32

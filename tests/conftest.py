@@ -22,8 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.store.connection import connect
-from inflight.router.store.keys import PoolKeys
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.keys import PoolKeys
 from tests.support.ledger.store_pool import SETTINGS, START_MS, StorePool
 
 # The repository's root is a folder of modules for pytest. Under these names a module would be loaded a second time.

@@ -14,8 +14,8 @@ from inflight.bench.fleet.fleet import Fleet, Member
 from inflight.bench.fleet.proxy import Proxy, Weather
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.common.errors import RequestError
-from inflight.router.store.connection import answered, connect
-from inflight.router.store.settings import StoreSettings
+from inflight.router.ledger.connection import answered, connect
+from inflight.router.ledger.settings import StoreSettings
 
 # What routers keep in Redis, and before the names of its copies.
 KEYS, KEPT = "inflight:*", "kept:"

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from inflight import AsyncClient
 from inflight.bench.fleet.fleet import Fleet
 from inflight.errors import InflightError
-from inflight.router.store.connection import connect
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import compose_library, shared_source
-from inflight.router.store.script_calls import ScriptCalls
-from inflight.router.store.settings import StoreSettings
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.lua import compose_library, shared_source
+from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.settings import StoreSettings
 
 LOOK_EVERY_S = 0.1
 CALL_TIMEOUT_S = 3.0

@@ -19,11 +19,11 @@ from inflight.bench.ledger.figures import BATCHED, SETTLED
 from inflight.bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from inflight.bench.ledger.wire import Template
 from inflight.common.errors import RequestError
-from inflight.router.store.connection import connect
-from inflight.router.store.keys import NUM_CLASSES, PoolKeys
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import Demand, Ending, ExecutorReport, HeldSequence, Snapshot, TenantLimits
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import Demand, Ending, ExecutorReport, HeldSequence, Snapshot, TenantLimits
 
 BLOCK_SIZE = 16
 # Ids of placed requests that a report names beyond the seats: those whose end is on its way.

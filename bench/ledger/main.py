@@ -30,7 +30,7 @@ from inflight.bench.ledger.traffic import TrafficError
 from inflight.bench.redis.wire import WireError
 from inflight.bench.report.table import Table
 from inflight.local.redis_server import PrivateRedis, RedisStartError
-from inflight.router.store.keys import PoolKeys
+from inflight.router.ledger.keys import PoolKeys
 
 POOL = "bench-admission"
 
@@ -201,5 +201,5 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     # Recorded calls are not sent, and the store would warn of each router's first.
-    logging.getLogger("inflight.router.store").setLevel(logging.ERROR)
+    logging.getLogger("inflight.router.ledger").setLevel(logging.ERROR)
     sys.exit(main())

@@ -214,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.side or options.before):
         parser.error("--before is required")
-    logging.getLogger("inflight.router.store").setLevel(logging.ERROR)
+    logging.getLogger("inflight.router.ledger").setLevel(logging.ERROR)
     if options.side:
         scale = PoolScale(options.waiting, options.executors, is_mixed=options.traffic == "mixed")
         side = Side(options.side, "bench-turns", scale)

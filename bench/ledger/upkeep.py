@@ -14,7 +14,7 @@ from typing import Protocol
 
 from inflight.bench.ledger.commands import Call
 from inflight.router.dispatch.report_pacer import EARLY_S, INTERVAL_S, counts_from
-from inflight.router.store.settings import StoreSettings
+from inflight.router.ledger.settings import StoreSettings
 
 RENEW_S = StoreSettings().renew_interval_ms / 1000
 REAP_S = StoreSettings().reap_interval_ms / 1000

@@ -16,7 +16,7 @@ from inflight.bench.simulation.invariants import Record
 from inflight.bench.simulation.sim_executor import ExecutorShape
 from inflight.bench.simulation.world import World, WorldSettings
 from inflight.bench.timeline.traffic import SimRequest, heavy_tailed, one_by_one
-from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
+from inflight.router.ledger.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
 NINE_PER_S, BUSY_PER_S, SHARE_PER_S, FLOOD_PER_S = 60.0, 40.0, 12.0, 200.0
 FLOODER = "flooder"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from inflight.bench.simulation.invariants import InvariantChecker, Record
 from inflight.bench.timeline.timeline import US_PER_S, Timeline
 from inflight.bench.timeline.traffic import SimRequest
-from inflight.router.store.types import Demand, Placement
+from inflight.router.ledger.types import Demand, Placement
 from inflight.router.stream.request_stream import RequestStream
 from inflight.router.telemetry.events import RequestFacts, RequestRecord
 from inflight.v1 import executor_pb2, types_pb2

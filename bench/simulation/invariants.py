@@ -12,7 +12,7 @@ from enum import Enum
 
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import SimRequest
-from inflight.router.store.types import Snapshot, TenantLimits
+from inflight.router.ledger.types import Snapshot, TenantLimits
 from inflight.v1 import executor_pb2
 
 # Of a rate limit: Redis counts in milliseconds, so a request may be seen one early.

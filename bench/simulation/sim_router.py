@@ -24,13 +24,13 @@ from inflight.bench.timeline.virtual_loop import VirtualLoop
 from inflight.common.errors import Reason, RequestError
 from inflight.executor.scheduler.sequence import FinishReason
 from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.ledger.codec import Reply
+from inflight.router.ledger.connection import Turns
+from inflight.router.ledger.lua import Argument
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import Queued, StoreEvent
 from inflight.router.lifecycle.events import DEADLINE_END
-from inflight.router.store.codec import Reply
-from inflight.router.store.connection import Turns
-from inflight.router.store.lua import Argument
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import Queued, StoreEvent
 from inflight.router.stream.request_stream import Reader
 from inflight.v1 import executor_pb2
 

@@ -14,10 +14,10 @@ from typing import Any
 from inflight.bench.redis.pipelined import RedisWire
 from inflight.bench.redis.wire import command
 from inflight.bench.timeline.timeline import Timeline
-from inflight.router.store.codec import Reply, parse_reply, parse_snapshot
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import load_scripts
-from inflight.router.store.types import Snapshot
+from inflight.router.ledger.codec import Reply, parse_reply, parse_snapshot
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.lua import load_scripts
+from inflight.router.ledger.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
 """Takes the place of `clock.lua`: the time is what the simulation wrote."""

@@ -1,4 +1,4 @@
-"""A router's client of Redis in virtual time: what `inflight.router.store` uses of redis-py's client, over the
+"""A router's client of Redis in virtual time: what `inflight.router.ledger` uses of redis-py's client, over the
 simulation's one connection.
 
 A dead router's calls fail at once and reach no Redis.

@@ -10,8 +10,8 @@ from inflight import AsyncClient
 from inflight.bench.measures.processes import PROC, resident_bytes
 from inflight.bench.targets.target import TargetError
 from inflight.errors import InflightError
-from inflight.router.store.connection import connect
-from inflight.router.store.settings import StoreSettings
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.settings import StoreSettings
 
 BYTES_PER_MIB = 1 << 20
 REDIS = "redis"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import BRIEF, Lengths, SimRequest, poisson_us, prompt_of
-from inflight.router.store.types import TenantLimits
+from inflight.router.ledger.types import TenantLimits
 
 CLASS_WEIGHTS = (1, 6, 3)
 

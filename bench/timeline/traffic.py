@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.workloads.shapes import SHAPES
-from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
+from inflight.router.ledger.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
 STOP_ID = 0
 VOCABULARY_SIZE = 50_021

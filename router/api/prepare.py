@@ -20,12 +20,12 @@ from inflight.router.api.validation import fit_tokens, seconds_of, validate_gene
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.ledger.types import NO_LIMITS, Demand, TenantLimits
 from inflight.router.lifecycle.events import End
 from inflight.router.request.delivery import Delivery
 from inflight.router.request.ids import call_id, choice_of, client_id, prefix_hashes_of
 from inflight.router.request.submit import ModelLimits, choices_of, keep_stop_tokens, new_submit, router_context
 from inflight.router.settings import RouterSettings
-from inflight.router.store.types import NO_LIMITS, Demand, TenantLimits
 from inflight.router.stream.request_stream import RequestStream
 from inflight.router.telemetry.events import RequestFacts, class_name
 from inflight.router.text.output import OutputText

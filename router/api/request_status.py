@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.store.types import Explanation, LedgerState, PrefixHolder, WaitReason
+from inflight.router.ledger.types import Explanation, LedgerState, PrefixHolder, WaitReason
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 

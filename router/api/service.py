@@ -43,13 +43,13 @@ from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.ledger.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from inflight.router.lifecycle.events import Admitted
 from inflight.router.request.delivery import ReadPosition
 from inflight.router.request.errors import draining, not_in_the_ledger, unknown_request
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import add_capacity, described_model, described_variants
 from inflight.router.stats.source import StatsSource
-from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from inflight.router.stream.choices import AnyRelay, relay_of, run_all
 from inflight.router.stream.outbox import varint
 from inflight.router.stream.relay import EventWriter, TimedWriter, Write, grace_after

@@ -14,10 +14,10 @@ from inflight.common.protocol import MAX_BAD_WORD_IDS, MAX_BAD_WORD_SEQUENCES
 from inflight.router.api.tokenizer_turns import TokenizerTurns
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.ledger.types import TenantLimits
 from inflight.router.request.errors import refusal
 from inflight.router.request.ids import ledger_id
 from inflight.router.request.submit import ModelLimits
-from inflight.router.store.types import TenantLimits
 from inflight.router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
 from inflight.v1 import inference_pb2, resume_pb2, types_pb2
 

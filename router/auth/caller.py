@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.store.types import DEFAULT_TENANT
+from inflight.router.ledger.types import DEFAULT_TENANT
 from inflight.v1 import inference_pb2, types_pb2
 
 Metadata = Sequence[tuple[str, Any]]

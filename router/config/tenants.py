@@ -31,8 +31,8 @@ from pydantic_core import PydanticCustomError
 
 from inflight.router.config.toml_file import BELOW, Table, read_toml
 from inflight.router.config.watched_file import FileWatcher
+from inflight.router.ledger.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 from inflight.router.request.errors import shut_out, unknown_tenant
-from inflight.router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
 
 @dataclass(frozen=True, slots=True)

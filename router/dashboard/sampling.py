@@ -24,7 +24,7 @@ from inflight.router.dashboard.history import (
 from inflight.router.dashboard.requests import RequestLog, Tally
 from inflight.router.dispatch.pools import ModelBackend
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.store.types import Snapshot
+from inflight.router.ledger.types import Snapshot
 from inflight.router.telemetry.latencies import Latencies
 from inflight.v1 import executor_pb2
 

@@ -25,6 +25,23 @@ from inflight.router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
 from inflight.router.dispatch.waiting_audit import WaitingAudit
 from inflight.router.executors.link import Answer as LinkAnswer
 from inflight.router.executors.link import ExecutorLink, NotAttached, OnAnswer
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import (
+    Adopted,
+    Attempt,
+    CancelOutcome,
+    Ending,
+    Explanation,
+    HandBackRefusal,
+    LeaseLapsed,
+    LedgerState,
+    Placement,
+    Queued,
+    Refused,
+    Snapshot,
+    StoreEvent,
+    TenantLimits,
+)
 from inflight.router.lifecycle.events import (
     Admitted,
     AdoptedElsewhere,
@@ -80,30 +97,13 @@ from inflight.router.request.errors import (
     still_waits,
 )
 from inflight.router.request.ids import client_id
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import (
-    Adopted,
-    Attempt,
-    CancelOutcome,
-    Ending,
-    Explanation,
-    HandBackRefusal,
-    LeaseLapsed,
-    LedgerState,
-    Placement,
-    Queued,
-    Refused,
-    Snapshot,
-    StoreEvent,
-    TenantLimits,
-)
 from inflight.router.stream.relay import Relay, unattended_s
 from inflight.router.stream.request_stream import Reader, RequestStream, unread_stream
 from inflight.v1 import executor_pb2, types_pb2
 
 Outcome = TypeVar("Outcome")
 
-# The number of requests that fit into the concurrent calls of submit.lua (`inflight.router.store.batches`). A new
+# The number of requests that fit into the concurrent calls of submit.lua (`inflight.router.ledger.batches`). A new
 # request that gets no turn within `SUBMIT_TURN_S` is refused. Its client can try another router, or try again later.
 MAX_CONCURRENT_SUBMITS = 32
 SUBMIT_TURN_S = 2.0

@@ -18,15 +18,15 @@ from inflight.common.protocol import RESERVATION_VERSION
 from inflight.router.dispatch.report_pacer import ReportPacer
 from inflight.router.dispatch.retry_queue import STORE_RETRY_S
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
 from inflight.v1 import executor_pb2, types_pb2
 
 log = logging.getLogger(__name__)
 
 
 class LedgerWriter:
-    """The background writes for one pool. Implements `inflight.router.store.types.PoolListener`.
+    """The background writes for one pool. Implements `inflight.router.ledger.types.PoolListener`.
 
     `on_superseded(executor_id, attempt)` is called for a sequence that an executor holds although the ledger no longer
     counts its attempt. It must cancel the sequence on the executor.

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from inflight.common.errors import RequestError
-from inflight.router.store.types import Explanation, LedgerState, Queued
+from inflight.router.ledger.types import Explanation, LedgerState, Queued
 from inflight.router.stream.request_stream import RequestStream
 
 Explain = Callable[[str], Awaitable[Explanation | None]]

@@ -27,7 +27,7 @@ import heapq
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
-from inflight.router.store.types import ExecutorReport
+from inflight.router.ledger.types import ExecutorReport
 
 # An executor counts as live for 2 s after a report.
 INTERVAL_S = 0.5

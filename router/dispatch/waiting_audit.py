@@ -26,7 +26,7 @@ from typing import Protocol
 
 from inflight.common.errors import RequestError
 from inflight.router.dispatch.retry_queue import STORE_RETRY_S
-from inflight.router.store.types import ANY_ATTEMPT, Attempt
+from inflight.router.ledger.types import ANY_ATTEMPT, Attempt
 from inflight.router.stream.request_stream import RequestStream
 
 log = logging.getLogger(__name__)

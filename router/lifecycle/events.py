@@ -1,6 +1,6 @@
 """The states of a request and the events that change them. Plain data.
 
-Events that the ledger sends unasked are defined in `inflight.router.store.types`. Answers to calls, events of
+Events that the ledger sends unasked are defined in `inflight.router.ledger.types`. Answers to calls, events of
 executors, clients and timers are defined here.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from inflight.common.errors import RequestError
-from inflight.router.store.types import (
+from inflight.router.ledger.types import (
     Adopted,
     CancelOutcome,
     Dropped,

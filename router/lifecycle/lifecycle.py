@@ -41,6 +41,25 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from inflight.common.errors import Reason, RequestError
+from inflight.router.ledger.types import (
+    Adopted,
+    Cancelled,
+    CancelRequested,
+    Dropped,
+    DropReason,
+    Duplicate,
+    Ending,
+    HandBackRefusal,
+    LeaseLapsed,
+    LedgerState,
+    Lost,
+    Placement,
+    PreemptRequested,
+    Queued,
+    Refused,
+    StoreEvent,
+    TakenOver,
+)
 from inflight.router.lifecycle.events import (
     CANCELLED_END,
     DEADLINE_END,
@@ -82,25 +101,6 @@ from inflight.router.lifecycle.events import (
 from inflight.router.lifecycle.transitions import TRANSITIONS, UNSERVED
 from inflight.router.request.errors import ADAPTER, duplicate, mismatch, out_of_reach, output_lost, refusal, taken_over
 from inflight.router.request.ids import client_id
-from inflight.router.store.types import (
-    Adopted,
-    Cancelled,
-    CancelRequested,
-    Dropped,
-    DropReason,
-    Duplicate,
-    Ending,
-    HandBackRefusal,
-    LeaseLapsed,
-    LedgerState,
-    Lost,
-    Placement,
-    PreemptRequested,
-    Queued,
-    Refused,
-    StoreEvent,
-    TakenOver,
-)
 from inflight.v1 import types_pb2
 
 # How often in a row a request that was preempted before its next token is placed again at once; then at the pace of

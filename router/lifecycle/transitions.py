@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from inflight.router.ledger.types import (
+    Cancelled,
+    CancelRequested,
+    Dropped,
+    LeaseLapsed,
+    Lost,
+    Placement,
+    PreemptRequested,
+    TakenOver,
+)
 from inflight.router.lifecycle.events import (
     AdoptedElsewhere,
     AttachAnswered,
@@ -34,16 +44,6 @@ from inflight.router.lifecycle.events import (
     WithdrawAnswered,
     WithdrawDue,
     Withdrawn,
-)
-from inflight.router.store.types import (
-    Cancelled,
-    CancelRequested,
-    Dropped,
-    LeaseLapsed,
-    Lost,
-    Placement,
-    PreemptRequested,
-    TakenOver,
 )
 
 ALL = frozenset(RequestState)

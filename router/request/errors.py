@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
-from inflight.router.store.types import Refused
+from inflight.router.ledger.types import Refused
 
 # Retry hint. Long enough for an executor to start reporting, short enough for a person.
 RETRY_AFTER_MS = 1000

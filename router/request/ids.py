@@ -17,7 +17,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from inflight.router.store.types import DEFAULT_TENANT
+from inflight.router.ledger.types import DEFAULT_TENANT
 from inflight.v1 import executor_pb2, inference_pb2
 
 _ID_BYTES = 16

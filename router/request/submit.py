@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from inflight.common.protocol import MAX_FRAME_INTERVAL
 from inflight.common.time_of_day import unix_ms
+from inflight.router.ledger.types import DEFAULT_TENANT
 from inflight.router.request.ids import choice_ids, digest_of, keyed_request_id, keyed_seed, ledger_id
 from inflight.router.request.sampling import resolve_sampling
-from inflight.router.store.types import DEFAULT_TENANT
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 
 NUM_SEEDS = 2**64

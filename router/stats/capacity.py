@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from inflight.router.dispatch.pools import ModelBackend
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.store.types import ClassQueue, ExecutorStanding, Snapshot
+from inflight.router.ledger.types import ClassQueue, ExecutorStanding, Snapshot
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 # Fields that an executor may not have measured.

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from inflight.common.errors import RequestError
 from inflight.router.dispatch.pools import ModelBackend
-from inflight.router.store.types import Snapshot
+from inflight.router.ledger.types import Snapshot
 from inflight.router.telemetry.events import CLASS_NAMES
 
 MIN_INTERVAL_S = 1.0

@@ -19,9 +19,9 @@ from inflight.common.time_of_day import unix_ms
 from inflight.router.auth.caller import Caller
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
 from inflight.router.executors.step_feed import StepFeeds, Subscription, Wants
+from inflight.router.ledger.types import Snapshot
 from inflight.router.stats.capacity import executor_capacities
 from inflight.router.stats.visibility import seen_queues, seen_sequence
-from inflight.router.store.types import Snapshot
 from inflight.router.telemetry.latencies import Latencies
 from inflight.v1 import inference_pb2
 

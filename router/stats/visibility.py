@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from inflight.router.auth.caller import Caller
+from inflight.router.ledger.types import Snapshot, TenantQueue
 from inflight.router.request.ids import client_id, tenant_of
-from inflight.router.store.types import Snapshot, TenantQueue
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 

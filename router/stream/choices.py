@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Iterable, Sequence
 from typing import TypeVar
 
 from inflight.common.errors import FieldViolation, invalid
+from inflight.router.ledger.types import Queued
 from inflight.router.request.delivery import BEGINNING, ReadPosition
 from inflight.router.request.errors import output_lost
-from inflight.router.store.types import Queued
 from inflight.router.stream.relay import Relay, Write
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import inference_pb2, types_pb2

@@ -18,11 +18,11 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from google.protobuf import duration_pb2
 
 from inflight.common.errors import Reason, RequestError
+from inflight.router.ledger.types import Queued
 from inflight.router.lifecycle.events import DEADLINE_END, End
 from inflight.router.request.delivery import BEGINNING, Delivery, ReadPosition
 from inflight.router.request.errors import beyond_output, output_lost
 from inflight.router.request.ids import choice_of
-from inflight.router.store.types import Queued
 from inflight.router.stream.parts import ReasoningCount, wire_parts
 from inflight.router.stream.request_stream import UNKNOWN_LOGPROBS, News, Reader, RequestStream
 from inflight.router.tools.parser import Part

@@ -18,12 +18,12 @@ from enum import Enum, IntEnum, auto
 from typing import TypeVar
 
 from inflight.common.errors import Reason, RequestError
+from inflight.router.ledger.types import Demand, Ending, Placement, Queued, TakenOver
 from inflight.router.lifecycle.events import End, ReaderEnded, RequestState, RequeueReason, Submit
 from inflight.router.lifecycle.lifecycle import Lifecycle
 from inflight.router.request.delivery import Delivery
 from inflight.router.request.errors import taken_over
 from inflight.router.request.executor_context import FrameError, context_of
-from inflight.router.store.types import Demand, Ending, Placement, Queued, TakenOver
 from inflight.router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, RequestRecord, outcome_of
 from inflight.v1 import executor_pb2, types_pb2
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from inflight.common.time_of_day import unix_ms
-from inflight.router.store.types import StoreCall
+from inflight.router.ledger.types import StoreCall
 
 MAX_EVENTS = 200
 # Executors whose last state is remembered; the one that reported least recently is forgotten first.

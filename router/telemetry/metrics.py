@@ -11,7 +11,7 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from inflight.common.errors import Reason
-from inflight.router.store.types import StoreCall
+from inflight.router.ledger.types import StoreCall
 from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 
 # The value of gen_ai.provider.name.

@@ -20,7 +20,7 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, 
 
 from inflight.common.errors import Reason, RequestError
 from inflight.common.telemetry.trace_context import context_in, traceparent_of, unix_ns
-from inflight.router.store.types import StoreCall
+from inflight.router.ledger.types import StoreCall
 from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 from inflight.router.telemetry.metrics import PROVIDER
 

@@ -25,7 +25,7 @@ from inflight.bench.chaos.requests import SampleKind, SampleRequest
 from inflight.bench.fleet.proxy import Weather
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.errors import InflightError
-from inflight.router.store.connection import connect
+from inflight.router.ledger.connection import connect
 from tests.chaos.poisoned import POISON
 from tests.chaos.system import LONG, PATIENCE_S, SHORT, Reading, System, numbered
 from tests.support.ledger.store_pool import PATIENT

@@ -113,7 +113,7 @@ def test_torch_is_imported_only_under_executor_and_by_its_benchmarks() -> None:
 
 
 def test_redis_is_imported_only_by_the_store_and_the_local_stack() -> None:
-    allowed = ("router/store/", "inflight/local/")
+    allowed = ("router/ledger/", "inflight/local/")
     assert not {path for path in importers("redis", *PACKAGES) if not path.startswith(allowed)}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 
-from inflight.router.store.codec import parse_event
-from inflight.router.store.keys import FINGERPRINT, FORMAT, PoolKeys
-from inflight.router.store.lua import compose_library, shared_source
-from inflight.router.store.types import Placement
+from inflight.router.ledger.codec import parse_event
+from inflight.router.ledger.keys import FINGERPRINT, FORMAT, PoolKeys
+from inflight.router.ledger.lua import compose_library, shared_source
+from inflight.router.ledger.types import Placement
 
 RECORD = re.compile(r"^--@record (\w+) ", re.MULTILINE)
 PACKED = re.compile(r"struct\.pack\('[^']*', #?record\b.*\)")
@@ -26,7 +26,7 @@ def packings() -> str:
 def test_records_are_packed_as_their_format_says() -> None:
     found = hashlib.sha256(packings().encode()).hexdigest()[:16]
     assert found == FINGERPRINT, (
-        f"records are packed differently than in format {FORMAT}: raise FORMAT in router/store/keys.py, unless it was "
+        f"records are packed differently than in format {FORMAT}: raise FORMAT in router/ledger/keys.py, unless it was "
         f"raised since the last release, and set FINGERPRINT to {found}"
     )
 

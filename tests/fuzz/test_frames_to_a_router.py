@@ -18,9 +18,9 @@ from inflight.common.errors import RequestError
 from inflight.router.dispatch.ledger_writer import ledger_report
 from inflight.router.executors.frame_checks import check_description, check_frame
 from inflight.router.executors.link import ExecutorLink, LinkEvents
+from inflight.router.ledger.types import Adopted, Demand, Ending
 from inflight.router.lifecycle.events import LinkEvent, Withdrawn
 from inflight.router.request.executor_context import FrameError, context_of
-from inflight.router.store.types import Adopted, Demand, Ending
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from tests.fuzz.messages import messages_of

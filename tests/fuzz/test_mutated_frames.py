@@ -25,14 +25,14 @@ from inflight.router.executors import link as link_module
 from inflight.router.executors.frame_checks import check_description
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.executors.step_feed import StepFeed
+from inflight.router.ledger.codec import report_args
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import Adopted, Demand, Snapshot
 from inflight.router.lifecycle.events import RequestState
 from inflight.router.request.executor_context import FrameError
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import described_model, executor_capacities
 from inflight.router.stats.visibility import seen_sequence
-from inflight.router.store.codec import report_args
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import Adopted, Demand, Snapshot
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2

@@ -14,8 +14,8 @@ import pytest
 from inflight import AsyncClient
 from inflight.beams.search import BeamParams, BeamSearch
 from inflight.events import Logprob
+from inflight.router.ledger.types import Demand
 from inflight.router.settings import RouterSettings
-from inflight.router.store.types import Demand
 from inflight.v1 import inference_pb2, types_pb2
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 from tests.support.device.fake_device import token_logprobs

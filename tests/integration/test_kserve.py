@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
-from inflight.router.store.types import DEFAULT_TENANT
+from inflight.router.ledger.types import DEFAULT_TENANT
 from tests.fuzz.served import check_unharmed, until_empty
 from tests.fuzz.statuses import status_of
 from tests.integration.test_authorization import locked_cluster, output_of, shown

@@ -16,11 +16,11 @@ from redis.asyncio import Redis
 from inflight.common.errors import RequestError
 from inflight.router.dispatch import dispatcher as dispatching
 from inflight.router.dispatch.dispatcher import Dispatcher
-from inflight.router.store.connection import close, connect
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreCall, StoreEvent
+from inflight.router.ledger.connection import close, connect
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreCall, StoreEvent
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
 from tests.support.ledger.store_pool import START_MS, steered_scripts

@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 
 from inflight.executor.scheduler.scheduler import Batching
-from inflight.router.store.connection import connect
-from inflight.router.store.store import AdmissionStore
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.store import AdmissionStore
 from inflight.v1 import inference_pb2
 from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, random_requests, rest
 from tests.support.ledger.store_pool import PATIENT

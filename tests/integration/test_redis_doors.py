@@ -16,12 +16,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from inflight.common.errors import RequestError
 from inflight.router.config.tenants import Variant, choose_variant
-from inflight.router.store.connection import connect
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.ledgers import Ledgers
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import (
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.ledgers import Ledgers
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import (
     Attempt,
     Demand,
     ExecutorReport,

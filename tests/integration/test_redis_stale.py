@@ -13,8 +13,8 @@ import pytest
 
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.store.connection import connect
-from inflight.router.store.keys import PoolKeys
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.keys import PoolKeys
 from tests.fuzz.served import check_unharmed
 from tests.integration.test_requests import expected_ids, ids_of, rest
 from tests.support.ledger.store_pool import PATIENT

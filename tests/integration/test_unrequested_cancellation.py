@@ -8,7 +8,7 @@ import pytest
 
 from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch import dispatcher as dispatch
-from inflight.router.store.types import Lost
+from inflight.router.ledger.types import Lost
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, begun
 from tests.support.stack.cluster import run_cluster
 

@@ -194,21 +194,21 @@ SCHEDULER = (
 LEDGER = (
     Mutation(
         "a request is placed where one block is missing",
-        "router/store/scripts/shared/places.lua",
+        "router/ledger/scripts/shared/places.lua",
         "return available_blocks(executor) >= blocks and blocks or nil",
         "return available_blocks(executor) >= blocks - 1 and blocks or nil",
         LEDGER_TESTS,
     ),
     Mutation(
         "an end of an earlier attempt ends the request that was placed again",
-        "router/store/scripts/settle.lua",
+        "router/ledger/scripts/settle.lua",
         "elseif request.attempt == attempt and request.state",
         "elseif request.attempt >= attempt and request.state",
         LEDGER_TESTS,
     ),
     Mutation(
         "a tenant that comes back has saved up its turns",
-        "router/store/scripts/shared/tenants.lua",
+        "router/ledger/scripts/shared/tenants.lua",
         """    if active and not tenant.active then
       tenant.counter = math.max(tenant.counter, state.floor)
     end
@@ -218,28 +218,28 @@ LEDGER = (
     ),
     Mutation(
         "an executor that seated a suspect never seats another one",
-        "router/store/scripts/shared/states.lua",
+        "router/ledger/scripts/shared/states.lua",
         "    executor.has_suspect = executor.has_suspect and request.strikes == 0\n",
         "",
         ("tests/unit/test_store_suspects.py", *LEDGER_TESTS),
     ),
     Mutation(
         "the audit takes a placement back that its executor could not report yet",
-        "router/store/scripts/report.lua",
+        "router/ledger/scripts/report.lua",
         "elseif not unmatched or NOW - request.placed_ms > AUDIT_GRACE_MS then",
         "elseif not unmatched or NOW > request.placed_ms then",
         LEDGER_TESTS,
     ),
     Mutation(
         "a request with a near deadline waits behind those whose places were read before it came",
-        "router/store/scripts/shared/states.lua",
+        "router/ledger/scripts/shared/states.lua",
         "    tenant.heads[request.class] = nil\n",
         "    head.is_whole = false\n",
         ("tests/unit/test_kept_records.py", *LEDGER_TESTS),
     ),
     Mutation(
         "leases lapse while no router was there to take a report",
-        "router/store/scripts/reap.lua",
+        "router/ledger/scripts/reap.lua",
         "if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then",
         "if not last_ms then",
         ("tests/unit/test_store_outage.py", *LEDGER_TESTS),

@@ -18,11 +18,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.mailbox import Mailbox
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import (
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.mailbox import Mailbox
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     Demand,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from inflight.router.store.types import Adopted, Demand, Duplicate, LedgerState, Placement, TakenOver
+from inflight.router.ledger.types import Adopted, Demand, Duplicate, LedgerState, Placement, TakenOver
 from tests.property.ledger_pool import End, Pool, Request
 
 

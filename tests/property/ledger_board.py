@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from inflight.router.store.types import Dropped, DropReason, LedgerState, PreemptRequested
+from inflight.router.ledger.types import Dropped, DropReason, LedgerState, PreemptRequested
 from tests.property.ledger_pool import Pool, Request
 
 MAX_PASSED = 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inflight.router.store.types import LedgerState
+from inflight.router.ledger.types import LedgerState
 from tests.property.ledger_pool import SILENT_MS, Blamed, Pool
 from tests.property.store_records import Records
 

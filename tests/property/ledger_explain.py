@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, floor
 
-from inflight.router.store.types import Explanation, LedgerState, PrefixHolder, WaitReason
+from inflight.router.ledger.types import Explanation, LedgerState, PrefixHolder, WaitReason
 from tests.property.ledger_pool import SILENT_MS, Pool, Request
 
 

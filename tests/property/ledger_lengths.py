@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
-from inflight.router.store.types import Demand
+from inflight.router.ledger.types import Demand
 
 NUM_BINS, BINS_PER_DOUBLING = 25, 3
 MAX_COUNT, MIN_COUNT = 512, 32

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.common.errors import Reason
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import (
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     Cancelled,

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import floor, inf
 
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import Demand, ExecutorReport, LedgerState, Lost, Placement, StoreEvent
 from inflight.router.request.ids import named_block_counts
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import Demand, ExecutorReport, LedgerState, Lost, Placement, StoreEvent
 from tests.property.ledger_estimates import Estimates
 from tests.property.ledger_lengths import Lengths
 from tests.property.ledger_tenants import Tenant

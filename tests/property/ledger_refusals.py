@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from inflight.common.errors import Reason
-from inflight.router.store.types import Refused
+from inflight.router.ledger.types import Refused
 from tests.property.ledger_estimates import MARGIN
 from tests.property.ledger_pool import LEASE_MS, Pool, Request
 from tests.property.ledger_tenants import exceeded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from inflight.router.store.types import NO_LIMITS, TenantLimits
+from inflight.router.ledger.types import NO_LIMITS, TenantLimits
 
 OUTPUT_WEIGHT = 2
 SHARE_STEP = 0.05

@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import (
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import (
     NO_LIMITS,
     Adopted,
     Attempt,

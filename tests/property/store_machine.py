@@ -19,12 +19,12 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from inflight.router.store.connection import connect
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.mailbox import Mailbox
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import Attempt, Demand, Ending, ExecutorReport, HeldSequence, StoreEvent
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.mailbox import Mailbox
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import Attempt, Demand, Ending, ExecutorReport, HeldSequence, StoreEvent
 from tests.property.ledger_comparison import compare
 from tests.property.ledger_explain import explain
 from tests.property.ledger_model import Ledger

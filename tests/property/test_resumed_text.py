@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.router.ledger.types import Demand
 from inflight.router.lifecycle.events import End
 from inflight.router.request.delivery import Delivery, ReadPosition
-from inflight.router.store.types import Demand
 from inflight.router.stream.relay import Relay, TimedWriter
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.router.text.output import OutputText

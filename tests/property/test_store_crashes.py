@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
-from inflight.router.store.connection import connect
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import Demand, TenantLimits
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import Demand, TenantLimits
 from tests.property.crashing_pool import (
     BUDGET_BLOCKS,
     Crashed,

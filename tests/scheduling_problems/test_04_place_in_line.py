@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from inflight.executor.scheduler.limits import Overcommit, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
-from inflight.router.store.types import Demand, Placement, Queued
+from inflight.router.ledger.types import Demand, Placement, Queued
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.support.ledger.store_pool import StorePool
 from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, retire

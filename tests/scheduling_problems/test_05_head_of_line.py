@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.router.store.types import Attempt, Demand
+from inflight.router.ledger.types import Attempt, Demand
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.support.ledger.store_pool import SETTINGS, StorePool
 from tests.support.scheduler.scheduling import LIMITS, make_scheduler

@@ -9,7 +9,7 @@ import pytest
 
 from inflight.executor.scheduler.limits import Overcommit, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
-from inflight.router.store.types import Attempt, Demand, Placement
+from inflight.router.ledger.types import Attempt, Demand, Placement
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.support.ledger.store_pool import SETTINGS, StorePool
 from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, retire

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from inflight.executor.scheduler.limits import SchedulerPolicy
-from inflight.router.store.types import Attempt, Demand, Placement, PreemptRequested, Queued
+from inflight.router.ledger.types import Attempt, Demand, Placement, PreemptRequested, Queued
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.support.ledger.store_pool import SETTINGS, StorePool
 from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, retire

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.router.store.types import Attempt, Demand
+from inflight.router.ledger.types import Attempt, Demand
 from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 AGE_MS = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.router.store.types import TenantLimits
+from inflight.router.ledger.types import TenantLimits
 from tests.scheduling_problems.served_line import Asked, ServedLine, open_line
 from tests.support.ledger.store_pool import StorePool
 from tests.support.scheduler.scheduling import LIMITS, make_scheduler

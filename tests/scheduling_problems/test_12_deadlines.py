@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.router.ledger.types import Demand, Dropped, DropReason
 from inflight.router.request.delivery import Delivery
-from inflight.router.store.types import Demand, Dropped, DropReason
 from inflight.v1 import inference_pb2, types_pb2
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 from tests.scheduling_problems.test_07_long_prompts import LIMITS, long_sequence

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-import inflight.router.store.lua
+import inflight.router.ledger.lua
 from inflight.bench.simulation.device import TWO_CORES
 from inflight.bench.simulation.sim_executor import ExecutorShape
 from inflight.bench.simulation.sim_router import RouterShape
@@ -27,7 +27,7 @@ from inflight.executor.scheduler.sequence import Sequence
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.ledger_writer import LedgerWriter
 from inflight.router.dispatch.report_pacer import ReportPacer
-from inflight.router.store.settings import StoreSettings
+from inflight.router.ledger.settings import StoreSettings
 from tests.simulation.worlds import ROUTER, make_world, run_world
 
 Result = TypeVar("Result")
@@ -124,9 +124,9 @@ SCRIPTS = [
 @pytest.fixture(autouse=True)
 def _own_scripts() -> Iterator[None]:
     """Scripts are composed once per process, so those that a test changes must not stay."""
-    inflight.router.store.lua.load_scripts.cache_clear()
+    inflight.router.ledger.lua.load_scripts.cache_clear()
     yield
-    inflight.router.store.lua.load_scripts.cache_clear()
+    inflight.router.ledger.lua.load_scripts.cache_clear()
 
 
 @pytest.mark.parametrize(("was", "becomes", "kind", "what"), SCRIPTS)
@@ -147,9 +147,9 @@ def test_new_work_for_an_executor_that_has_been_silent_for_longer_is_seen(
 
 def change_script(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> None:
     """Every script has one thing instead of another, which at least one of its sources has."""
-    read = inflight.router.store.lua._read
-    assert any(was in path.read_text(encoding="utf-8") for path in inflight.router.store.lua.SOURCES.rglob("*.lua"))
-    monkeypatch.setattr(inflight.router.store.lua, "_read", lambda name: read(name).replace(was, becomes))
+    read = inflight.router.ledger.lua._read
+    assert any(was in path.read_text(encoding="utf-8") for path in inflight.router.ledger.lua.SOURCES.rglob("*.lua"))
+    monkeypatch.setattr(inflight.router.ledger.lua, "_read", lambda name: read(name).replace(was, becomes))
 
 
 def test_room_that_is_given_with_the_next_report_only_is_seen(

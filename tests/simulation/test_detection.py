@@ -19,11 +19,11 @@ from inflight.router.dispatch import dispatcher
 from inflight.router.dispatch.ledger_writer import ledger_report
 from inflight.router.dispatch.waiting_audit import WaitingAudit
 from inflight.router.executors.link import ExecutorLink
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import NO_LIMITS, Demand, ExecutorReport, Lost, Placement
 from inflight.router.lifecycle import lifecycle
 from inflight.router.lifecycle.events import RequeueReason
 from inflight.router.lifecycle.lifecycle import Lifecycle
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import NO_LIMITS, Demand, ExecutorReport, Lost, Placement
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
 from tests.simulation.worlds import make_world, run_world

@@ -13,7 +13,7 @@ from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.timeline.faults import FaultRates
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import SimRequest, prompt_of
-from inflight.router.store.settings import StoreSettings
+from inflight.router.ledger.settings import StoreSettings
 from tests.simulation.worlds import SHAPE, make_world, run_world
 
 

@@ -14,9 +14,7 @@ from inflight.router.config.tenants import parse_tenants
 from inflight.router.dispatch.adapters import Adapter, adapters_of
 from inflight.router.executors.frame_checks import check_report
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.request.executor_context import FrameError, context_of
-from inflight.router.request.ids import keyed_request_id, ledger_id, prefix_hashes
-from inflight.router.store.types import (
+from inflight.router.ledger.types import (
     DEFAULT_TENANT,
     Dropped,
     DropReason,
@@ -27,6 +25,8 @@ from inflight.router.store.types import (
     Refused,
     ServedAdapter,
 )
+from inflight.router.request.executor_context import FrameError, context_of
+from inflight.router.request.ids import keyed_request_id, ledger_id, prefix_hashes
 from inflight.v1 import executor_pb2, inference_pb2
 from tests.support.ledger.scripted_store import CallContext, ScriptedRouter, place, settled
 from tests.support.stack.cluster import token_request

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from inflight.router.ledger.types import ClassQueue, ExecutorStanding
 from inflight.router.stats.capacity import admission_constraint
-from inflight.router.store.types import ClassQueue, ExecutorStanding
 from inflight.v1 import executor_pb2, types_pb2
 
 DESCRIPTION = executor_pb2.DescribeResponse(max_num_sequences=16, block_size=16)

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterable
 
 from inflight.common.errors import Reason
-from inflight.router.store.codec import settle_args, submit_args
-from inflight.router.store.lua import Argument
-from inflight.router.store.script_calls import ScriptCalls
-from inflight.router.store.types import (
+from inflight.router.ledger.codec import settle_args, submit_args
+from inflight.router.ledger.lua import Argument
+from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.types import (
     NO_LIMITS,
     Attempt,
     Demand,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from inflight.router.config.tenants import TenantConfigFile
-from inflight.router.store.types import StoreCall
+from inflight.router.ledger.types import StoreCall
 from inflight.router.telemetry.event_log import MAX_EVENTS, MERGE_S, EventKind, EventLog
 
 

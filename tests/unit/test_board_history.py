@@ -24,7 +24,7 @@ from inflight.router.dashboard.history import (
 )
 from inflight.router.dashboard.requests import RequestLog
 from inflight.router.dashboard.sampling import Growth, Sampler, Totals, growth_of
-from inflight.router.store.types import ClassQueue, ExecutorStanding, Snapshot, TenantQueue
+from inflight.router.ledger.types import ClassQueue, ExecutorStanding, Snapshot, TenantQueue
 from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 from inflight.router.telemetry.latencies import Latencies
 from inflight.v1 import executor_pb2

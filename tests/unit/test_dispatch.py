@@ -12,9 +12,7 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch import retry_queue
 from inflight.router.dispatch.ledger_writer import ledger_report
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.lifecycle.events import Unlinked
-from inflight.router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
-from inflight.router.store.types import (
+from inflight.router.ledger.types import (
     CancelOutcome,
     CancelRequested,
     Demand,
@@ -26,6 +24,8 @@ from inflight.router.store.types import (
     PreemptRequested,
     Queued,
 )
+from inflight.router.lifecycle.events import Unlinked
+from inflight.router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.router.dispatch.dispatcher import EndedStreams
-from inflight.router.store.types import Demand
+from inflight.router.ledger.types import Demand
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
 from tests.support.ledger.scripted_store import new_reading

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from inflight.common.errors import Reason, RequestError
+from inflight.router.ledger.types import ClassQueue, Snapshot
 from inflight.router.stats.source import MAX_TENANT_QUEUES, SnapshotCache
-from inflight.router.store.types import ClassQueue, Snapshot
 
 
 class Ledger:

@@ -7,6 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from inflight.router.ledger.types import (
+    Adopted,
+    CancelOutcome,
+    Dropped,
+    DropReason,
+    HandBackRefusal,
+    LeaseLapsed,
+    Lost,
+    Placement,
+    Queued,
+)
 from inflight.router.lifecycle import lifecycle
 from inflight.router.lifecycle.events import (
     CANCELLED_END,
@@ -44,17 +55,6 @@ from inflight.router.lifecycle.lifecycle import (
     Settle,
 )
 from inflight.router.lifecycle.transitions import TRANSITIONS
-from inflight.router.store.types import (
-    Adopted,
-    CancelOutcome,
-    Dropped,
-    DropReason,
-    HandBackRefusal,
-    LeaseLapsed,
-    Lost,
-    Placement,
-    Queued,
-)
 from inflight.v1 import types_pb2
 from tests.support.lifecycle.orders import ERROR, Output, Transition, copied, explore, possible_events
 

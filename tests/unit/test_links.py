@@ -10,8 +10,8 @@ import pytest
 from inflight.router.executors import link as links
 from inflight.router.executors.frame_checks import check_frame
 from inflight.router.executors.link import Answer, ExecutorLink, OnAnswer
+from inflight.router.ledger.types import Lost
 from inflight.router.request.executor_context import FrameError
-from inflight.router.store.types import Lost
 from inflight.router.stream.request_stream import RequestStream, unread_stream
 from inflight.v1 import executor_pb2
 from tests.support.ledger.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps

@@ -6,7 +6,7 @@ import asyncio
 
 from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch.queue_updates import QueueWatch
-from inflight.router.store.types import Explanation, LedgerState, Queued
+from inflight.router.ledger.types import Explanation, LedgerState, Queued
 from inflight.router.stream.request_stream import RequestStream
 from tests.support.ledger.scripted_store import new_stream, place, placement
 

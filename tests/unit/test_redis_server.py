@@ -25,10 +25,10 @@ from inflight.local.redis_server import (
     RedisStartError,
     find_redis_binary,
 )
-from inflight.router.store import script_calls
-from inflight.router.store.connection import connect
-from inflight.router.store.ledgers import NoFunctionsError, missing_commands
-from inflight.router.store.lua import load_scripts
+from inflight.router.ledger import script_calls
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.ledgers import NoFunctionsError, missing_commands
+from inflight.router.ledger.lua import load_scripts
 from tests.support.ledger.store_pool import PATIENT
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.router.ledger.redis_url import RedisKind, parse_redis_url
 from inflight.router.settings import RouterSettings
-from inflight.router.store.redis_url import RedisKind, parse_redis_url
 
 SECRET = "secret-word"
 

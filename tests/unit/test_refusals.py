@@ -9,8 +9,8 @@ from google.rpc import error_details_pb2
 
 from inflight.common.errors import Reason, RequestError
 from inflight.common.rpc.status import to_rpc_status
+from inflight.router.ledger.types import Refused
 from inflight.router.request.errors import RETRY_AFTER_MS, refusal, shut_out, unknown_tenant
-from inflight.router.store.types import Refused
 
 
 def detail_of(error: RequestError, kind: type[Message]) -> Message | None:

@@ -17,7 +17,7 @@ from inflight.router.dispatch.report_pacer import (
     STAND_IN_S,
     ReportPacer,
 )
-from inflight.router.store.types import ExecutorReport, HeldSequence
+from inflight.router.ledger.types import ExecutorReport, HeldSequence
 
 REPORT = ExecutorReport("x", 1, 1, 100, 100, 8, accepting=True)
 

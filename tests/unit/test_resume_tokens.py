@@ -13,10 +13,10 @@ from inflight.router.api.service import InferenceService
 from inflight.router.api.validation import REQUEST_ID
 from inflight.router.auth.caller import ANYBODY, Caller
 from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.ledgers import KEY, learn_secret
 from inflight.router.request.ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
 from inflight.router.settings import RouterSettings
-from inflight.router.store.connection import connect
-from inflight.router.store.ledgers import KEY, learn_secret
 from inflight.v1 import inference_pb2
 from tests.support.ledger.scripted_store import CallContext, ScriptedRouter
 from tests.support.ledger.store_pool import SETTINGS

@@ -13,10 +13,10 @@ from inflight.common.settings import SettingError, describe, load
 from inflight.local.redis_server import USER, PrivateRedis
 from inflight.router.app import resume_tokens, store_settings_of
 from inflight.router.auth.resume_token import ResumeTokens
+from inflight.router.ledger.ledgers import Ledgers, NoFunctionsError
+from inflight.router.ledger.settings import StoreSettings
 from inflight.router.main import load_texts, run_router
 from inflight.router.settings import RouterSettings
-from inflight.router.store.ledgers import Ledgers, NoFunctionsError
-from inflight.router.store.settings import StoreSettings
 from tests.support.text.text_models import llama_like
 
 

@@ -9,12 +9,12 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.store.codec import settle_args, submit_args
-from inflight.router.store.connection import connect
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import NAMES, load_scripts
-from inflight.router.store.script_calls import ScriptCalls
-from inflight.router.store.types import Attempt, Demand
+from inflight.router.ledger.codec import settle_args, submit_args
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.lua import NAMES, load_scripts
+from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.types import Attempt, Demand
 from tests.support.ledger.store_pool import PATIENT, STEERED_CLOCK, StorePool
 
 CALLER = ["a"]
@@ -192,7 +192,7 @@ async def test_redis_without_memory_refuses_submits_and_ends_placements(
     store_pool = StorePool(admin, redis, PoolKeys(pool))
     await store_pool.set_clock(1_000_000)
     router = store_pool.router("a")
-    await router.store.report(store_pool.next_report())
+    await router.ledger.report(store_pool.next_report())
     placement = await router.place("first")
     calls, keys = ScriptCalls(redis, load_scripts(STEERED_CLOCK)), PoolKeys(pool).for_script(())
     await admin.config_set("maxmemory", 1)

@@ -12,8 +12,7 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.api.prepare import deadlines_s
 from inflight.router.api.request_status import waiting_for
 from inflight.router.config.tenants import TenantConfig, Variant
-from inflight.router.request.ids import prefix_hashes
-from inflight.router.store.types import (
+from inflight.router.ledger.types import (
     CancelOutcome,
     Explanation,
     LedgerState,
@@ -22,6 +21,7 @@ from inflight.router.store.types import (
     TenantLimits,
     WaitReason,
 )
+from inflight.router.request.ids import prefix_hashes
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
 from tests.support.ledger.scripted_store import (

@@ -9,7 +9,7 @@ import pytest
 from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Refusal, Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sequence
-from inflight.router.store.types import Demand, Placement, Queued
+from inflight.router.ledger.types import Demand, Placement, Queued
 from tests.support.ledger.store_pool import StorePool
 from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequence, run_until_idle, step
 

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch import dispatcher as dispatch
-from inflight.router.store.types import Adopted, CancelOutcome, Ending, Lost, Queued
+from inflight.router.ledger.types import Adopted, CancelOutcome, Ending, Lost, Queued
 from inflight.v1 import types_pb2
 from tests.support.ledger.scripted_store import new_reading, new_stream, placement, settled, steps
 from tests.unit.test_taking_over import Scene, attached

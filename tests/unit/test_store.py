@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from inflight.common.errors import Reason
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import load_scripts
-from inflight.router.store.script_calls import ScriptCalls
-from inflight.router.store.types import (
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.lua import load_scripts
+from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.types import (
     Attempt,
     Cancelled,
     CancelOutcome,

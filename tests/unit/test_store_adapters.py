@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight.common.errors import Reason
-from inflight.router.store.types import (
+from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     Demand,

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from inflight.common.errors import Reason
-from inflight.router.store.codec import parse_reply, submit_args
-from inflight.router.store.mailbox import KEPT_MS, OwnershipFilter
-from inflight.router.store.script_calls import ScriptCalls
-from inflight.router.store.types import (
+from inflight.router.ledger.codec import parse_reply, submit_args
+from inflight.router.ledger.mailbox import KEPT_MS, OwnershipFilter
+from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     Cancelled,

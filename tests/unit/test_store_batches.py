@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.store.batches import MAX_CALLS, MAX_ITEMS, Batches
-from inflight.router.store.connection import NotSent, unavailable
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import (
+from inflight.router.ledger.batches import MAX_CALLS, MAX_ITEMS, Batches
+from inflight.router.ledger.connection import NotSent, unavailable
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import (
     CancelOutcome,
     Demand,
     Duplicate,

@@ -5,9 +5,9 @@ The bounds are those of docs/design/time-bounds.md.
 
 from __future__ import annotations
 
-from inflight.router.store.codec import report_args
-from inflight.router.store.script_calls import ScriptCalls
-from inflight.router.store.types import (
+from inflight.router.ledger.codec import report_args
+from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.types import (
     Attempt,
     Cancelled,
     CancelOutcome,

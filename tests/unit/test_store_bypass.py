@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import (
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import (
     Attempt,
     Demand,
     Dropped,

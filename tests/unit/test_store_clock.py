@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from inflight.router.store.types import Demand, Dropped, DropReason, HeldSequence, Lost, Placement, Queued
+from inflight.router.ledger.types import Demand, Dropped, DropReason, HeldSequence, Lost, Placement, Queued
 from tests.support.ledger.store_pool import START_MS, RouterSide, StorePool
 
 STEPS_BACK_MS = [10_000, 60_000, 3_600_000]

@@ -18,14 +18,14 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from inflight.common.errors import Reason, RequestError
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.store.call_pool import CallPool, NotSentError
-from inflight.router.store.cluster import ClusterClient
-from inflight.router.store.connection import close, connect
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.mailbox import MAX_ENTRIES
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import (
+from inflight.router.ledger.call_pool import CallPool, NotSentError
+from inflight.router.ledger.cluster import ClusterClient
+from inflight.router.ledger.connection import close, connect
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.mailbox import MAX_ENTRIES
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import (
     Attempt,
     Cancelled,
     Demand,

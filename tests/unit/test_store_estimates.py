@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from inflight.common.errors import Reason
-from inflight.router.store.types import Attempt, Demand, Dropped, DropReason, HeldSequence, Placement, Queued, Refused
+from inflight.router.ledger.types import Attempt, Demand, Dropped, DropReason, HeldSequence, Placement, Queued, Refused
 from tests.support.ledger.store_pool import SETTINGS, StorePool
 
 MILLION_HOURS_MS = 3_600_000_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from inflight.router.store.types import Attempt, Demand, Explanation, LedgerState, TenantLimits, WaitReason
+from inflight.router.ledger.types import Attempt, Demand, Explanation, LedgerState, TenantLimits, WaitReason
 from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from inflight.router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, TenantLimits
+from inflight.router.ledger.types import NO_LIMITS, Attempt, Demand, Ending, Placement, TenantLimits
 from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 QUICK_AGEING = dataclasses.replace(SETTINGS, age_ms=1000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.router.store.types import Demand, Ending, HeldSequence
+from inflight.router.ledger.types import Demand, Ending, HeldSequence
 from tests.support.ledger.store_pool import RouterSide, StorePool
 
 MEDIAN = 0.5

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from inflight.common.errors import Reason
-from inflight.router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, Queued, Refused, TenantLimits
+from inflight.router.ledger.types import NO_LIMITS, Attempt, Demand, Ending, Placement, Queued, Refused, TenantLimits
 from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
 
 TWO_PER_SECOND = TenantLimits(requests_per_s=2, request_burst=2)

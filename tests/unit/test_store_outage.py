@@ -11,9 +11,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from inflight.common.errors import RequestError
 from inflight.router.dispatch.ledger_writer import LedgerWriter
-from inflight.router.store.outage import QUIET_S, REMINDER_S, Outage
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import Ending, ExecutorReport
+from inflight.router.ledger.outage import QUIET_S, REMINDER_S, Outage
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import Ending, ExecutorReport
 from tests.support.ledger.store_pool import SETTINGS
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.router.store.types import Demand, PrefixHolder
+from inflight.router.ledger.types import Demand, PrefixHolder
 from tests.support.ledger.store_pool import RouterSide, StorePool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from inflight.router.store.types import (
+from inflight.router.ledger.types import (
     Attempt,
     Demand,
     Ending,

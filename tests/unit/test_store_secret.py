@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.store.connection import connect
-from inflight.router.store.ledgers import KEY, SECRET_BYTES, restore_secret, shared_secret
+from inflight.router.ledger.connection import connect
+from inflight.router.ledger.ledgers import KEY, SECRET_BYTES, restore_secret, shared_secret
 from tests.support.ledger.store_pool import SETTINGS, StorePool
 
 

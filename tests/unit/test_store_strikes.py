@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.router.store.types import (
+from inflight.router.ledger.types import (
     CancelOutcome,
     Demand,
     HandBackRefusal,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.router.store.types import Adopted, Demand, Explanation, HandBackRefusal, Placement, Queued, WaitReason
+from inflight.router.ledger.types import Adopted, Demand, Explanation, HandBackRefusal, Placement, Queued, WaitReason
 from tests.support.ledger.store_pool import RouterSide, StorePool
 
 
@@ -11,9 +11,9 @@ async def suspects(store_pool: StorePool, router: RouterSide, *names: str, repor
     for name in names:
         await router.place(name)
     for name in names:
-        assert isinstance(await router.store.hand_back(name, 1, max_attempts=2, stood_still=True), Queued)
+        assert isinstance(await router.ledger.hand_back(name, 1, max_attempts=2, stood_still=True), Queued)
     for executor_id in reporting:
-        await router.store.report(store_pool.next_report(executor_id))
+        await router.ledger.report(store_pool.next_report(executor_id))
 
 
 async def test_executor_seats_one_suspect_at_a_time(store_pool: StorePool) -> None:

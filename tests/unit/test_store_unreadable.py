@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from inflight.router.store.keys import POOL_KEYS
-from inflight.router.store.mailbox import Mailbox
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import (
+from inflight.router.ledger.keys import POOL_KEYS
+from inflight.router.ledger.mailbox import Mailbox
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import (
     Demand,
     Ending,
     HeldSequence,

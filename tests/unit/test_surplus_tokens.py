@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.router.store.types import Demand
+from inflight.router.ledger.types import Demand
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
 

@@ -11,9 +11,8 @@ import pytest
 from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.lifecycle.events import End
-from inflight.router.store.mailbox import OwnershipFilter
-from inflight.router.store.types import (
+from inflight.router.ledger.mailbox import OwnershipFilter
+from inflight.router.ledger.types import (
     Adopted,
     Demand,
     Duplicate,
@@ -26,6 +25,7 @@ from inflight.router.store.types import (
     StoreEvent,
     TakenOver,
 )
+from inflight.router.lifecycle.events import End
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2

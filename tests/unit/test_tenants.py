@@ -11,7 +11,7 @@ from inflight.common.settings import SettingError
 from inflight.router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile, Variant, parse_tenants
 from inflight.router.config.toml_file import key_line, key_lines
 from inflight.router.config.watched_file import ContentError
-from inflight.router.store.types import NO_LIMITS, TenantLimits
+from inflight.router.ledger.types import NO_LIMITS, TenantLimits
 
 SERVED = frozenset({"smollm-inflight", "smollm-static"})
 

@@ -16,9 +16,9 @@ from inflight.executor.engine.output import EngineStatus
 from inflight.executor.serving.report import Reporter
 from inflight.router.dispatch.dispatcher import ANSWER_WAIT_S, LINK_WAIT_S
 from inflight.router.executors.link import MAX_SILENT_S, LivenessTimer
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import _repeat
-from inflight.router.store.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import _repeat
+from inflight.router.ledger.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2

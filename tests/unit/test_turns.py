@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from inflight.router.store.connection import NotSent, Turns
-from inflight.router.store.settings import StoreSettings
+from inflight.router.ledger.connection import NotSent, Turns
+from inflight.router.ledger.settings import StoreSettings
 
 
 class Clock:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.store.types import Demand, LeaseLapsed, Placement, Queued
+from inflight.router.ledger.types import Demand, LeaseLapsed, Placement, Queued
 from inflight.v1 import types_pb2
 from tests.support.ledger.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 

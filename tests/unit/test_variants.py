@@ -7,7 +7,7 @@ import pytest
 from inflight.router.api.service import sticky_key
 from inflight.router.config.tenants import Variant, choose_variant, share_of
 from inflight.router.dispatch.pools import NUM_KEPT_LATENCIES, VariantMeter, VariantMeters, percentile
-from inflight.router.store.types import Demand
+from inflight.router.ledger.types import Demand
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2, inference_pb2
 

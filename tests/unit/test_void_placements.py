@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.router.store.types import Lost, Placement
+from inflight.router.ledger.types import Lost, Placement
 from tests.support.ledger.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 
 

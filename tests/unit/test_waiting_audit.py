@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch.retry_queue import STORE_RETRY_S
 from inflight.router.dispatch.waiting_audit import CONFIRM_S, MAX_PER_CHECK, WaitingAudit
-from inflight.router.store.types import Attempt
+from inflight.router.ledger.types import Attempt
 from inflight.router.stream.request_stream import RequestStream
 from tests.support.ledger.scripted_store import new_stream
 

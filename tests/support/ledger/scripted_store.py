@@ -19,12 +19,8 @@ from inflight.router.config.tenants import NO_CONFIG, TenantConfig, TenantConfig
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.lifecycle.events import RequestState, Submit
-from inflight.router.request.delivery import Delivery
-from inflight.router.settings import RouterSettings
-from inflight.router.stats.source import StatsSource
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import (
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import (
     Attempt,
     CancelOutcome,
     Demand,
@@ -38,6 +34,10 @@ from inflight.router.store.types import (
     Snapshot,
     StoreEvent,
 )
+from inflight.router.lifecycle.events import RequestState, Submit
+from inflight.router.request.delivery import Delivery
+from inflight.router.settings import RouterSettings
+from inflight.router.stats.source import StatsSource
 from inflight.router.stream.request_stream import RequestStream
 from inflight.router.telemetry.latencies import Latencies
 from inflight.router.text.output import OutputText

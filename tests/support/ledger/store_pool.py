@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from redis.asyncio import Redis
 
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
-from inflight.router.store.keys import PoolKeys
-from inflight.router.store.lua import Library, load_scripts
-from inflight.router.store.mailbox import Mailbox
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import Demand, ExecutorReport, HeldSequence, Placement, Queued, StoreEvent
+from inflight.router.ledger.keys import PoolKeys
+from inflight.router.ledger.lua import Library, load_scripts
+from inflight.router.ledger.mailbox import Mailbox
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import Demand, ExecutorReport, HeldSequence, Placement, Queued, StoreEvent
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
 """Takes the place of `clock.lua`: the time is what `StorePool.set_clock` wrote."""

@@ -10,6 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from inflight.common.errors import Reason, RequestError
+from inflight.router.ledger.types import (
+    Adopted,
+    Cancelled,
+    CancelOutcome,
+    CancelRequested,
+    Dropped,
+    DropReason,
+    Duplicate,
+    HandBackRefusal,
+    LeaseLapsed,
+    LedgerState,
+    Lost,
+    Placement,
+    PreemptRequested,
+    Queued,
+    Refused,
+    TakenOver,
+)
 from inflight.router.lifecycle.events import (
     DEADLINE_END,
     AdoptedElsewhere,
@@ -46,24 +64,6 @@ from inflight.router.lifecycle.events import (
 )
 from inflight.router.lifecycle.lifecycle import CHANGING, CHANGING_FIELDS, Lifecycle
 from inflight.router.lifecycle.transitions import UNSERVED
-from inflight.router.store.types import (
-    Adopted,
-    Cancelled,
-    CancelOutcome,
-    CancelRequested,
-    Dropped,
-    DropReason,
-    Duplicate,
-    HandBackRefusal,
-    LeaseLapsed,
-    LedgerState,
-    Lost,
-    Placement,
-    PreemptRequested,
-    Queued,
-    Refused,
-    TakenOver,
-)
 from inflight.v1 import types_pb2
 
 Transition = tuple[RequestState, type, RequestState]

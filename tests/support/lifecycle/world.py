@@ -5,7 +5,7 @@ sequence ends, a client leaves or comes to another router, a call is lost, a pro
 or an audit happens only when nothing else is left. A world can be copied, and equal worlds have equal keys, so that
 every order can be explored.
 
-The ledger follows `router/store/scripts`, without fairness, rates and deadlines; the executor has one seat.
+The ledger follows `router/ledger/scripts`, without fairness, rates and deadlines; the executor has one seat.
 """
 
 from __future__ import annotations
@@ -16,6 +16,22 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from inflight.common.errors import Reason, RequestError
+from inflight.router.ledger.types import (
+    Adopted,
+    Cancelled,
+    CancelOutcome,
+    CancelRequested,
+    Duplicate,
+    Ending,
+    HandBackRefusal,
+    LeaseLapsed,
+    LedgerState,
+    Lost,
+    Placement,
+    Queued,
+    StoreEvent,
+    TakenOver,
+)
 from inflight.router.lifecycle.events import (
     AdoptedElsewhere,
     AttachAnswered,
@@ -56,22 +72,6 @@ from inflight.router.lifecycle.lifecycle import (
     Settle,
     SettleUnused,
     SubmitToLedger,
-)
-from inflight.router.store.types import (
-    Adopted,
-    Cancelled,
-    CancelOutcome,
-    CancelRequested,
-    Duplicate,
-    Ending,
-    HandBackRefusal,
-    LeaseLapsed,
-    LedgerState,
-    Lost,
-    Placement,
-    Queued,
-    StoreEvent,
-    TakenOver,
 )
 from inflight.v1 import types_pb2
 
@@ -461,7 +461,7 @@ class World:
                 yield "finish", name, attempt
 
     def _is_held_back(self, router: Router, event: StoreEvent) -> bool:
-        """See `inflight.router.store.ownership`."""
+        """See `inflight.router.ledger.ownership`."""
         return isinstance(event, TakenOver | Cancelled) and any(
             call.kind in ("submit", "resubmit", "adopt") and call.request_id == event.request_id
             for call in router.calls

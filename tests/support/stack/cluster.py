@@ -45,9 +45,9 @@ from inflight.router.app import RouterApp, build_router, store_settings_of
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.dispatch import dispatcher
 from inflight.router.dispatch.pools import ModelRegistry
+from inflight.router.ledger.settings import StoreSettings
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.source import StatsSource
-from inflight.router.store.settings import StoreSettings
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import (
     executor_pb2,

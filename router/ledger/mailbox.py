@@ -30,12 +30,12 @@ from typing import Any
 from redis.asyncio import Redis
 
 from inflight.common.errors import RequestError
-from inflight.router.store.codec import parse_event
-from inflight.router.store.connection import answered
-from inflight.router.store.lua import load_scripts
-from inflight.router.store.script_calls import ScriptCalls, is_unreadable
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
+from inflight.router.ledger.codec import parse_event
+from inflight.router.ledger.connection import answered
+from inflight.router.ledger.lua import load_scripts
+from inflight.router.ledger.script_calls import ScriptCalls, is_unreadable
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ the ledger's clock.
 - `adapters` (hash): executor with adapter slots → the hashes of the adapters that it serves, and which are resident
 - `mailbox:<router>` (stream): events of the router's requests, about 10,000 entries
 
-Outside the pools there is `inflight:secret`, which all routers share (`inflight.router.store.ledgers`).
+Outside the pools there is `inflight:secret`, which all routers share (`inflight.router.ledger.ledgers`).
 """
 
 from __future__ import annotations

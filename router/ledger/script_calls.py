@@ -22,8 +22,8 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from inflight.router.store.cluster import ClusterClient
-from inflight.router.store.lua import LIBRARY_PREFIX, Argument, Library, ScriptCaller
+from inflight.router.ledger.cluster import ClusterClient
+from inflight.router.ledger.lua import LIBRARY_PREFIX, Argument, Library, ScriptCaller
 
 logger = logging.getLogger(__name__)
 

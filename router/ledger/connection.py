@@ -26,10 +26,10 @@ from redis.exceptions import RedisError
 
 from inflight.common.cancellation import task_is_cancelled
 from inflight.common.errors import Reason, RequestError
-from inflight.router.store.call_pool import CallPool, NotSentError
-from inflight.router.store.cluster import ClusterClient, Node
-from inflight.router.store.redis_url import RedisAddress, RedisKind, parse_redis_url
-from inflight.router.store.settings import StoreSettings
+from inflight.router.ledger.call_pool import CallPool, NotSentError
+from inflight.router.ledger.cluster import ClusterClient, Node
+from inflight.router.ledger.redis_url import RedisAddress, RedisKind, parse_redis_url
+from inflight.router.ledger.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
 

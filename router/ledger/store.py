@@ -22,8 +22,8 @@ from typing import Any, TypeVar, Unpack
 from redis.asyncio import Redis
 
 from inflight.common.errors import RequestError
-from inflight.router.store.batches import Batches
-from inflight.router.store.codec import (
+from inflight.router.ledger.batches import Batches
+from inflight.router.ledger.codec import (
     Reply,
     hand_back_args,
     parse_adopt,
@@ -43,14 +43,14 @@ from inflight.router.store.codec import (
     submit_args,
     verify_args,
 )
-from inflight.router.store.connection import NotSent, Turns, answered, close, connect_reader, unavailable
-from inflight.router.store.keys import NUM_CLASSES, PoolKeys
-from inflight.router.store.lua import Argument, Library, load_scripts
-from inflight.router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
-from inflight.router.store.outage import Outage
-from inflight.router.store.script_calls import ScriptCalls
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import (
+from inflight.router.ledger.connection import NotSent, Turns, answered, close, connect_reader, unavailable
+from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
+from inflight.router.ledger.lua import Argument, Library, load_scripts
+from inflight.router.ledger.mailbox import Mailbox, OwnershipFilter, StoreClock
+from inflight.router.ledger.outage import Outage
+from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     CancelOutcome,

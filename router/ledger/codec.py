@@ -14,9 +14,9 @@ from math import inf
 from typing import Any
 
 from inflight.common.errors import Reason
-from inflight.router.store.lua import Argument
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.types import (
+from inflight.router.ledger.lua import Argument
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     Cancelled,

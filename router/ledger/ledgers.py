@@ -15,12 +15,12 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from inflight.common.errors import RequestError
-from inflight.router.store.connection import Turns, answered, close, connect, unavailable
-from inflight.router.store.lua import ScriptCaller, load_scripts
-from inflight.router.store.script_calls import ScriptCalls, execute_at, is_unreadable
-from inflight.router.store.settings import StoreSettings
-from inflight.router.store.store import AdmissionStore
-from inflight.router.store.types import StoreCall, StoreEvent
+from inflight.router.ledger.connection import Turns, answered, close, connect, unavailable
+from inflight.router.ledger.lua import ScriptCaller, load_scripts
+from inflight.router.ledger.script_calls import ScriptCalls, execute_at, is_unreadable
+from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.types import StoreCall, StoreEvent
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import MovedError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from inflight.router.store.call_pool import NotSentError
+from inflight.router.ledger.call_pool import NotSentError
 
 T = TypeVar("T")
 

@@ -34,8 +34,8 @@ from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
 from inflight.router.executors.channel import ExecutorChannels
 from inflight.router.kserve import service as kserve
 from inflight.router.ledger.ledgers import Ledgers
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.types import StoreCall
+from inflight.router.ledger.settings import LedgerSettings
+from inflight.router.ledger.types import LedgerCall
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.gauges import ScrapeGauges
 from inflight.router.stats.source import StatsSource
@@ -43,7 +43,7 @@ from inflight.router.telemetry.event_log import EventLog
 from inflight.router.telemetry.events import RequestObserver, RequestObservers
 from inflight.router.telemetry.latencies import Latencies
 from inflight.router.telemetry.metrics import RouterMetrics
-from inflight.router.telemetry.tracing import RequestTracer, trace_store_calls
+from inflight.router.telemetry.tracing import RequestTracer, trace_ledger_calls
 from inflight.router.text.count_limits import REQUEST_WIRE_LIMITS
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2_grpc
@@ -94,12 +94,12 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     heard: list[RequestObserver] = [metrics, latencies, *([watching.requests] if has_board else [])]
     listeners = RequestObservers(heard, RequestTracer(tracing.tracer) if tracing.is_on else None)
 
-    def store_called(call: StoreCall) -> None:
-        metrics.store_called(call)
-        watching.events.store_called(call)
-        trace_store_calls(tracing.tracer, call)
+    def ledger_called(call: LedgerCall) -> None:
+        metrics.ledger_called(call)
+        watching.events.ledger_called(call)
+        trace_ledger_calls(tracing.tracer, call)
 
-    ledgers = Ledgers(settings.redis_url.get_secret_value(), router_id, store_settings_of(settings), store_called)
+    ledgers = Ledgers(settings.redis_url.get_secret_value(), router_id, ledger_settings_of(settings), ledger_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [
         ModelBackend(name, text, _dispatcher(name, ledgers, settings, tokens), listeners)
@@ -143,9 +143,9 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     )
 
 
-def store_settings_of(settings: RouterSettings) -> StoreSettings:
+def ledger_settings_of(settings: RouterSettings) -> LedgerSettings:
     """Returns the store's part of the router's settings."""
-    return StoreSettings(
+    return LedgerSettings(
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,
         max_queue_bytes=settings.max_queue_bytes,

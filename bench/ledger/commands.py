@@ -1,4 +1,4 @@
-"""The script calls of the load: made by the real `AdmissionStore`, repeated with other ids.
+"""The script calls of the load: made by the real `RedisLedger`, repeated with other ids.
 
 The store is asked once for every kind of call, and its commands are kept as templates. So the load sends what a router
 sends, whatever arguments the scripts take, without a router's cost for each call.
@@ -21,8 +21,8 @@ from inflight.bench.ledger.wire import Template
 from inflight.common.errors import RequestError
 from inflight.router.ledger.connection import connect
 from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Demand, Ending, ExecutorReport, HeldSequence, Snapshot, TenantLimits
 
 BLOCK_SIZE = 16
@@ -151,14 +151,14 @@ class Commands:
 async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> Commands:
     """Registers the routers and records what they send."""
     # A submit says until when it is waited for, and these are sent again and again.
-    settings = StoreSettings(max_queue_requests=10**9, age_ms=AGE_NEVER_MS, call_timeout_ms=AGE_NEVER_MS)
+    settings = LedgerSettings(max_queue_requests=10**9, age_ms=AGE_NEVER_MS, call_timeout_ms=AGE_NEVER_MS)
     ageing = replace(settings, age_ms=AGE_AT_ONCE_MS)
     redis = connect(url, settings)
     try:
         recorder = Recorder(redis)
         names = [router_id(number) for number in range(scale.routers)]
         stores, ageing_stores = (
-            [AdmissionStore(cast(Any, recorder), pool, name, each, lambda event: None) for name in names]
+            [RedisLedger(cast(Any, recorder), pool, name, each, lambda event: None) for name in names]
             for each in (settings, ageing)
         )
         for _ in range(2):  # in the second round all routers know each other
@@ -196,10 +196,10 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
 
 async def take_snapshot(url: str, pool: str) -> Snapshot:
     """Returns the store's snapshot of the pool."""
-    settings = StoreSettings()
+    settings = LedgerSettings()
     redis = connect(url, settings)
     try:
-        return await AdmissionStore(redis, pool, "observer", settings, lambda event: None).snapshot()
+        return await RedisLedger(redis, pool, "observer", settings, lambda event: None).snapshot()
     finally:
         await redis.aclose()
 
@@ -240,7 +240,7 @@ def _prefixes(number: int, scale: PoolScale, random_numbers: random.Random) -> t
 
 
 async def _submit(
-    recorder: Recorder, store: AdmissionStore, demand: Demand, mailboxes: Sequence[str]
+    recorder: Recorder, store: RedisLedger, demand: Demand, mailboxes: Sequence[str]
 ) -> tuple[Template, Template]:
     markers = (ID_MARKERS[0], *PREFIX_MARKERS)
     words = await recorder.record(partial(store.submit, demand))
@@ -248,7 +248,7 @@ async def _submit(
 
 
 async def _batch(
-    recorder: Recorder, store: AdmissionStore, demands: Sequence[Demand], mailboxes: Sequence[str]
+    recorder: Recorder, store: RedisLedger, demands: Sequence[Demand], mailboxes: Sequence[str]
 ) -> Template:
     markers = ID_MARKERS[: len(demands)]
 
@@ -265,7 +265,7 @@ def _with_mailboxes(words: tuple[Any, ...], mailboxes: Sequence[str]) -> tuple[A
     return (*words[:2], int(words[2]) + len(mailboxes), *words[3:first_argument], *mailboxes, *words[first_argument:])
 
 
-async def _settles(recorder: Recorder, store: AdmissionStore, count: int) -> list[Template]:
+async def _settles(recorder: Recorder, store: RedisLedger, count: int) -> list[Template]:
     templates = []
     for usage in range(1, NUM_USAGES + 1):
         endings = [Ending(marker.decode(), 1, 200 * usage, 90 * usage, True) for marker in ID_MARKERS[:count]]
@@ -273,7 +273,7 @@ async def _settles(recorder: Recorder, store: AdmissionStore, count: int) -> lis
     return templates
 
 
-async def _reports(recorder: Recorder, store: AdmissionStore, scale: PoolScale) -> Reports:
+async def _reports(recorder: Recorder, store: RedisLedger, scale: PoolScale) -> Reports:
     markers = (*ID_MARKERS, EXECUTOR_MARKER, SEQ_MARKER)
     templates = []
     for num_held in range(min(len(ID_MARKERS), scale.seats + MAX_EXTRA_HELD) + 1):

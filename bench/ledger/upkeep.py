@@ -1,6 +1,6 @@
 """Periodic calls of the routers: renewals, reaps and relayed reports, at the rates of the code.
 
-A router makes the next call of a kind only after the reply to the one before, as `AdmissionStore` and `LedgerWriter`
+A router makes the next call of a kind only after the reply to the one before, as `RedisLedger` and `LedgerWriter`
 do: if Redis cannot keep up, reports arrive late instead of piling up.
 """
 
@@ -14,10 +14,10 @@ from typing import Protocol
 
 from inflight.bench.ledger.commands import Call
 from inflight.router.dispatch.report_pacer import EARLY_S, INTERVAL_S, counts_from
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 
-RENEW_S = StoreSettings().renew_interval_ms / 1000
-REAP_S = StoreSettings().reap_interval_ms / 1000
+RENEW_S = LedgerSettings().renew_interval_ms / 1000
+REAP_S = LedgerSettings().reap_interval_ms / 1000
 
 
 class Repeated(Protocol):

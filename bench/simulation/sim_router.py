@@ -27,9 +27,9 @@ from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.ledger.codec import Reply
 from inflight.router.ledger.connection import Turns
 from inflight.router.ledger.lua import Argument
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
-from inflight.router.ledger.types import Queued, StoreEvent
+from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.settings import LedgerSettings
+from inflight.router.ledger.types import LedgerEvent, Queued
 from inflight.router.lifecycle.events import DEADLINE_END
 from inflight.router.stream.request_stream import Reader
 from inflight.v1 import executor_pb2
@@ -52,7 +52,7 @@ class RouterShape:
     block_size: int = 16
     max_attempts: int = 3
     no_executor_grace_us: int = 10 * US_PER_S
-    store: StoreSettings = field(default_factory=lambda: StoreSettings(max_queue_requests=1_000_000))
+    store: LedgerSettings = field(default_factory=lambda: LedgerSettings(max_queue_requests=1_000_000))
 
 
 class SimRouter:
@@ -71,7 +71,7 @@ class SimRouter:
         self.loop = VirtualLoop(timeline, self.process)  # type: ignore[abstract]
         redis: Any = VirtualRedis(link, self.process, self.loop, link.keys.mailbox(router_id))
 
-        def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:
+        def open_ledger(on_event: Callable[[LedgerEvent], None]) -> RedisLedger:
             settings = shape.store
             return _Store(
                 redis,
@@ -84,7 +84,7 @@ class SimRouter:
                 reader=redis,
             )
 
-        self.dispatcher = Dispatcher(open_store, shape.max_attempts, shape.no_executor_grace_us / US_PER_S)
+        self.dispatcher = Dispatcher(open_ledger, shape.max_attempts, shape.no_executor_grace_us / US_PER_S)
 
     def start(self) -> None:
         """Runs until the process dies."""
@@ -101,7 +101,7 @@ class SimRouter:
             self._end(client, RequestOutcome.ROUTER_LOST)
         self.close()
 
-    def _deliver(self, on_event: Callable[[StoreEvent], None], event: StoreEvent) -> None:
+    def _deliver(self, on_event: Callable[[LedgerEvent], None], event: LedgerEvent) -> None:
         """A router logs an event that it cannot apply, and goes on. Here it ends the simulation."""
         try:
             on_event(event)
@@ -207,7 +207,7 @@ class SimRouter:
         return self.dispatcher._ledger._reports.wants(executor_id, self.loop.time())
 
 
-class _Store(AdmissionStore):
+class _Store(RedisLedger):
     """The store of a router, which notes when it asks for requests to be admitted."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

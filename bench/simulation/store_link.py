@@ -38,7 +38,7 @@ OBSERVER_ID = "observer"
 ROUND_TRIP_US = 300
 # Redis' clock where the timeline's is 0: so late that it can be set back by hours, again and again.
 EPOCH_MS = 10_000 * 3_600_000
-# As `StoreSettings.call_timeout_ms`.
+# As `LedgerSettings.call_timeout_ms`.
 TIMEOUT_US = 2_000_000
 
 OnReply = Callable[[Any], None]

@@ -25,7 +25,7 @@ from inflight.router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
 from inflight.router.dispatch.waiting_audit import WaitingAudit
 from inflight.router.executors.link import Answer as LinkAnswer
 from inflight.router.executors.link import ExecutorLink, NotAttached, OnAnswer
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import (
     Adopted,
     Attempt,
@@ -34,12 +34,12 @@ from inflight.router.ledger.types import (
     Explanation,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerEvent,
     LedgerState,
     Placement,
     Queued,
     Refused,
     Snapshot,
-    StoreEvent,
     TenantLimits,
 )
 from inflight.router.lifecycle.events import (
@@ -205,14 +205,14 @@ class Dispatcher:
 
     def __init__(
         self,
-        open_store: Callable[[Callable[[StoreEvent], None]], AdmissionStore],
+        open_ledger: Callable[[Callable[[LedgerEvent], None]], RedisLedger],
         max_attempts: int,
         no_executor_grace_s: float,
         queue_event_interval_s: float = QUEUE_EVENT_INTERVAL_S,
         keep_ended_s: float = KEEP_ENDED_S,
         on_lapse: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store = open_store(self._on_store_event)
+        self._store = open_ledger(self._on_ledger_event)
         self._ledger = LedgerWriter(self._store, self._cancel_superseded)
         self._requests = LiveRequests(no_executor_grace_s)
         self._ended = EndedStreams(keep_ended_s)
@@ -315,7 +315,7 @@ class Dispatcher:
     async def check_rates(
         self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
     ) -> Refused | None:
-        """Calls `AdmissionStore.check_rates`. Raises `RequestError` if the ledger does not answer."""
+        """Calls `RedisLedger.check_rates`. Raises `RequestError` if the ledger does not answer."""
         return await self._store.check_rates(tenant, limits, tokens, request_id, takes=takes)
 
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
@@ -494,9 +494,9 @@ class Dispatcher:
 
     # Events of the ledger.
 
-    def _on_store_event(self, event: StoreEvent) -> None:
+    def _on_ledger_event(self, event: LedgerEvent) -> None:
         if not isinstance(event, LeaseLapsed):
-            self._execute(self._requests.on_store_event(event))
+            self._execute(self._requests.on_ledger_event(event))
             return
         if event.is_certain:
             log.warning("the ledger has taken this router for dead; it is asked which waiting requests it still has")

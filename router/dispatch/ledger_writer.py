@@ -18,7 +18,7 @@ from inflight.common.protocol import RESERVATION_VERSION
 from inflight.router.dispatch.report_pacer import ReportPacer
 from inflight.router.dispatch.retry_queue import STORE_RETRY_S
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
 from inflight.v1 import executor_pb2, types_pb2
 
@@ -32,7 +32,7 @@ class LedgerWriter:
     counts its attempt. It must cancel the sequence on the executor.
     """
 
-    def __init__(self, store: AdmissionStore, on_superseded: Callable[[str, Attempt], None]) -> None:
+    def __init__(self, store: RedisLedger, on_superseded: Callable[[str, Attempt], None]) -> None:
         self._store = store
         self._on_superseded = on_superseded
         self._ended: list[Ending] = []

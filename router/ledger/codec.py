@@ -15,7 +15,7 @@ from typing import Any
 
 from inflight.common.errors import Reason
 from inflight.router.ledger.lua import Argument
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     Adopted,
     Attempt,
@@ -35,6 +35,7 @@ from inflight.router.ledger.types import (
     HandBackDetails,
     HandBackRefusal,
     HeldSequence,
+    LedgerEvent,
     LedgerState,
     Lost,
     Placement,
@@ -44,7 +45,6 @@ from inflight.router.ledger.types import (
     Refused,
     ReportOutcome,
     Snapshot,
-    StoreEvent,
     TakenOver,
     TenantLimits,
     TenantQueue,
@@ -57,7 +57,7 @@ _LIMITS = struct.Struct("<29d")
 _RATES = struct.Struct("<5d")
 
 
-def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
+def submit_args(demand: Demand, settings: LedgerSettings) -> list[Argument]:
     """Returns the arguments of submit.lua for one request."""
     pool = (
         settings.max_queue_requests,
@@ -102,7 +102,7 @@ def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
     return args
 
 
-def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argument]:
+def report_args(report: ExecutorReport, settings: LedgerSettings) -> list[Argument]:
     """Returns the arguments of report.lua for one report.
 
     With `preempt_for_priority` the ledger counts seats only. A standby place would not help a request of a higher
@@ -232,7 +232,7 @@ class Reply:
 
     status: str
     values: tuple[Any, ...]
-    events: tuple[StoreEvent, ...]
+    events: tuple[LedgerEvent, ...]
     missing: tuple[str, ...]
     more: bool
     registered: bool
@@ -257,7 +257,7 @@ def parse_outcomes(reply: Reply) -> list[Reply]:
     return [replace(reply, status=outcome[0], values=tuple(outcome[1:])) for outcome in reply.values[0]]
 
 
-def parse_event(fields: Mapping[str, Any]) -> StoreEvent:
+def parse_event(fields: Mapping[str, Any]) -> LedgerEvent:
     """Parses an event of a reply or a mailbox."""
     return _EVENTS[fields["kind"]](fields)
 
@@ -292,7 +292,7 @@ def _dropped(fields: Mapping[str, Any]) -> Dropped:
     return Dropped(fields["request_id"], DropReason(fields["kind"]), fields.get("adapter", ""))
 
 
-_EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
+_EVENTS: dict[str, Callable[[Mapping[str, Any]], LedgerEvent]] = {
     "placed": _placement,
     "lost": _lost,
     "cancel": lambda fields: CancelRequested(fields["request_id"], _number(fields, "attempt")),

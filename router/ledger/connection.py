@@ -29,7 +29,7 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.ledger.call_pool import CallPool, NotSentError
 from inflight.router.ledger.cluster import ClusterClient, Node
 from inflight.router.ledger.redis_url import RedisAddress, RedisKind, parse_redis_url
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Closable(Protocol):
         """Closes its connections."""
 
 
-def connect(url: str, settings: StoreSettings) -> Redis:
+def connect(url: str, settings: LedgerSettings) -> Redis:
     """Returns a client for a URL that `parse_redis_url` accepts. The client connects at the first call. The caller
     closes it with `close`."""
     address = parse_redis_url(url)
@@ -60,7 +60,7 @@ def connect(url: str, settings: StoreSettings) -> Redis:
     return _pooled(options, settings)
 
 
-def connect_reader(redis: Redis, settings: StoreSettings) -> Redis:
+def connect_reader(redis: Redis, settings: LedgerSettings) -> Redis:
     """Returns a client with one connection to the same Redis, for blocking reads."""
     cluster: object = redis  # may be a `ClusterClient`, cast by `_as_redis`
     if isinstance(cluster, ClusterClient):
@@ -79,7 +79,7 @@ class SentinelMaster:
     is_master = True
     check_connection = False
 
-    def __init__(self, address: RedisAddress, settings: StoreSettings) -> None:
+    def __init__(self, address: RedisAddress, settings: LedgerSettings) -> None:
         assert address.sentinel_options is not None
         self._address = address
         self._options = {**address.sentinel_options, **_call_options(settings.call_timeout_ms), "ssl": address.has_tls}
@@ -106,7 +106,7 @@ async def _close(client: Closable) -> None:
         logger.debug("a connection to Redis did not close: %s", error)
 
 
-async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
+async def answered(call: Awaitable[T], settings: LedgerSettings) -> T:
     """Returns the reply to a call. Raises `RequestError` if the store does not answer, `NotSent` if the call was not
     sent.
 
@@ -125,7 +125,7 @@ async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
             raise asyncio.CancelledError
 
 
-def unavailable(settings: StoreSettings, cause: str, kind: type[RequestError] = RequestError) -> RequestError:
+def unavailable(settings: LedgerSettings, cause: str, kind: type[RequestError] = RequestError) -> RequestError:
     """Returns the error for a store that does not answer. `cause` may contain an address, so it is not sent to
     clients."""
     return kind(
@@ -152,7 +152,7 @@ class Turns:
     calls that have waited at least that long are refused.
     """
 
-    def __init__(self, settings: StoreSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: LedgerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
         self._num_free = max(1, settings.max_connections // 2)
@@ -224,11 +224,11 @@ def _call_options(timeout_ms: int) -> dict[str, Any]:
     }
 
 
-def _connect_node(node: Node, options: dict[str, Any], settings: StoreSettings) -> Redis:
+def _connect_node(node: Node, options: dict[str, Any], settings: LedgerSettings) -> Redis:
     return _pooled({**options, "host": node[0], "port": node[1]}, settings)
 
 
-def _pooled(options: dict[str, Any], settings: StoreSettings) -> Redis:
+def _pooled(options: dict[str, Any], settings: LedgerSettings) -> Redis:
     timeout_s = settings.call_timeout_ms / 1000
     return Redis.from_pool(CallPool(settings.max_connections, timeout_s, **options))
 

@@ -17,10 +17,10 @@ from redis.exceptions import NoPermissionError, ResponseError
 from inflight.common.errors import RequestError
 from inflight.router.ledger.connection import Turns, answered, close, connect, unavailable
 from inflight.router.ledger.lua import ScriptCaller, load_scripts
+from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.script_calls import ScriptCalls, execute_at, is_unreadable
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
-from inflight.router.ledger.types import StoreCall, StoreEvent
+from inflight.router.ledger.settings import LedgerSettings
+from inflight.router.ledger.types import LedgerCall, LedgerEvent
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class NoFunctionsError(Exception):
     """Raised if the server has no functions."""
 
 
-async def missing_commands(redis: Redis, settings: StoreSettings) -> list[str]:
+async def missing_commands(redis: Redis, settings: LedgerSettings) -> list[str]:
     """Returns the commands that a router needs and its user in Redis may not call, in capitals. Loads the library of
     scripts if the server does not have it. Raises `RequestError` if Redis does not answer, and `NoFunctionsError`."""
     key = f"inflight:check:{secrets.token_hex(8)}"
@@ -57,7 +57,7 @@ async def missing_commands(redis: Redis, settings: StoreSettings) -> list[str]:
     return missing
 
 
-async def _missing_for_functions(redis: ScriptCaller, settings: StoreSettings, key: str) -> list[str]:
+async def _missing_for_functions(redis: ScriptCaller, settings: LedgerSettings, key: str) -> list[str]:
     library = load_scripts()
     try:
         await answered(execute_at(redis, key, "FCALL", library.function("forget"), 0), settings)
@@ -74,7 +74,7 @@ async def _missing_for_functions(redis: ScriptCaller, settings: StoreSettings, k
     return []
 
 
-async def _is_refused(call: Awaitable[Any], settings: StoreSettings) -> bool:
+async def _is_refused(call: Awaitable[Any], settings: LedgerSettings) -> bool:
     try:
         await answered(call, settings)
     except RequestError as error:
@@ -85,12 +85,12 @@ async def _is_refused(call: Awaitable[Any], settings: StoreSettings) -> bool:
     return False
 
 
-async def shared_secret(redis: Redis, settings: StoreSettings) -> bytes:
+async def shared_secret(redis: Redis, settings: LedgerSettings) -> bytes:
     """Returns the secret in Redis. Generates one if there is none."""
     return await restore_secret(redis, settings, secrets.token_bytes(SECRET_BYTES))
 
 
-async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
+async def restore_secret(redis: Redis, settings: LedgerSettings, secret: bytes) -> bytes:
     """Writes the secret to Redis if there is none. Returns the secret that is then in Redis.
 
     The two differ if Redis lost the caller's secret and another router has already generated a new one.
@@ -108,7 +108,7 @@ async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -
             raise unavailable(settings, f"{KEY} is not what a router puts there") from None
 
 
-async def _shared(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
+async def _shared(redis: Redis, settings: LedgerSettings, secret: bytes) -> bytes:
     """Returns the secret in Redis. Raises `ValueError` if it is none."""
     await answered(redis.set(KEY, secret.hex(), nx=True), settings)
     found = await answered(redis.get(KEY), settings)
@@ -117,13 +117,13 @@ async def _shared(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes
     return bytes.fromhex(str(found))
 
 
-async def learn_secret(redis: Redis, settings: StoreSettings, own: bytes | None) -> bytes:
+async def learn_secret(redis: Redis, settings: LedgerSettings, own: bytes | None) -> bytes:
     """Returns the secret in Redis. If there is none, writes the caller's `own` or a new one."""
     return await (shared_secret(redis, settings) if own is None else restore_secret(redis, settings, own))
 
 
-OnEvent = Callable[[StoreEvent], None]
-OnCall = Callable[[StoreCall], None]
+OnEvent = Callable[[LedgerEvent], None]
+OnCall = Callable[[LedgerCall], None]
 
 
 class Ledgers:
@@ -132,16 +132,16 @@ class Ledgers:
     `router_id` is new at every start of the router. `on_call` is called after every call of a script by a store.
     """
 
-    def __init__(self, url: str, router_id: str, settings: StoreSettings, on_call: OnCall = lambda call: None) -> None:
+    def __init__(self, url: str, router_id: str, settings: LedgerSettings, on_call: OnCall = lambda call: None) -> None:
         self._redis = connect(url, settings)
         self._router_id = router_id
         self._settings = settings
         self._on_call = on_call
         self._turns = Turns(settings)
 
-    def open(self, pool: str, on_event: OnEvent) -> AdmissionStore:
+    def open(self, pool: str, on_event: OnEvent) -> RedisLedger:
         """Returns the store of a pool."""
-        return AdmissionStore(
+        return RedisLedger(
             self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
         )
 

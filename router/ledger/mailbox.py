@@ -34,8 +34,8 @@ from inflight.router.ledger.codec import parse_event
 from inflight.router.ledger.connection import answered
 from inflight.router.ledger.lua import load_scripts
 from inflight.router.ledger.script_calls import ScriptCalls, is_unreadable
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.types import Cancelled, LeaseLapsed, StoreEvent, TakenOver
+from inflight.router.ledger.settings import LedgerSettings
+from inflight.router.ledger.types import Cancelled, LeaseLapsed, LedgerEvent, TakenOver
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +51,15 @@ OVERTAKEN_MS = 5_000
 class Mailbox:
     """Reads one mailbox from its beginning."""
 
-    def __init__(self, redis: Redis, key: str, settings: StoreSettings) -> None:
+    def __init__(self, redis: Redis, key: str, settings: LedgerSettings) -> None:
         self._redis = redis
         self._key = key
         self._settings = settings
         self._cursor = START
 
-    async def run(self, on_event: Callable[[StoreEvent], None], on_failure: Callable[[str], None]) -> None:
+    async def run(self, on_event: Callable[[LedgerEvent], None], on_failure: Callable[[str], None]) -> None:
         """Delivers events until cancelled. Waits while Redis is unavailable and passes the cause to `on_failure`."""
-        num_failures, events = 0, list[StoreEvent]()
+        num_failures, events = 0, list[LedgerEvent]()
         while True:
             try:
                 if not events:
@@ -78,7 +78,7 @@ class Mailbox:
             for event in events:
                 self._deliver(event, on_event)
 
-    def _deliver(self, event: StoreEvent, on_event: Callable[[StoreEvent], None]) -> None:
+    def _deliver(self, event: LedgerEvent, on_event: Callable[[LedgerEvent], None]) -> None:
         """Delivers an event. One that the router cannot apply is skipped, because anything can stand in Redis."""
         try:
             on_event(event)
@@ -91,7 +91,7 @@ class Mailbox:
         """Drops a key of another type in the mailbox's place, so that the next script can write there."""
         await answered(ScriptCalls(self._redis, load_scripts()).forget([self._key]), self._settings)
 
-    async def read(self, block_ms: int | None = None) -> list[StoreEvent]:
+    async def read(self, block_ms: int | None = None) -> list[LedgerEvent]:
         """Returns the events since the last read. If there are none, waits up to `block_ms` for the first one. If
         entries before them may have been lost, the last event is an uncertain `LeaseLapsed`."""
         call = self._redis.xread({self._key: self._cursor}, count=MAX_ENTRIES, block=block_ms)
@@ -104,7 +104,7 @@ class Mailbox:
             self._cursor = entries[-1][0]
         return events
 
-    def _parse(self, entry_id: str, fields: Mapping[str, str]) -> tuple[StoreEvent, ...]:
+    def _parse(self, entry_id: str, fields: Mapping[str, str]) -> tuple[LedgerEvent, ...]:
         """Returns the event of an entry. An entry that no script writes is skipped. It may stand in the place of an
         event, so the router asks the ledger for the state of its waiting requests."""
         try:
@@ -136,7 +136,7 @@ class OwnershipFilter:
     """Passes events to `on_event`. Drops `TakenOver` and `Cancelled` events that are older than this router's current
     ownership of the request."""
 
-    def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:
+    def __init__(self, on_event: Callable[[LedgerEvent], None]) -> None:
         self._on_event = on_event
         # The time since when this router owns each request, in order of time.
         self._since_ms: OrderedDict[str, int] = OrderedDict()
@@ -166,7 +166,7 @@ class OwnershipFilter:
         while now_ms - next(iter(self._since_ms.values())) > KEPT_MS:
             self._since_ms.popitem(last=False)
 
-    def receive(self, event: StoreEvent) -> None:
+    def receive(self, event: LedgerEvent) -> None:
         """Passes on, holds back or drops an event from the mailbox."""
         if not isinstance(event, TakenOver | Cancelled):
             self._on_event(event)
@@ -178,7 +178,7 @@ class OwnershipFilter:
             self._on_event(replace(event, is_certain=False) if isinstance(event, TakenOver) else event)
 
 
-class StoreClock:
+class LedgerClock:
     """The ledger's clock, estimated from its replies."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSettings:
+class LedgerSettings:
     """The defaults suit a Redis in the same zone. Lease durations are constants of `scripts/shared/records.lua`."""
 
     max_queue_requests: int = 10_000

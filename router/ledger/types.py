@@ -505,11 +505,11 @@ class PoolListener(Protocol):
         """Called while the ledger has had no report of the executor, for `silent_s` seconds so far."""
 
 
-StoreEvent = Placement | Lost | CancelRequested | PreemptRequested | Cancelled | Dropped | TakenOver | LeaseLapsed
+LedgerEvent = Placement | Lost | CancelRequested | PreemptRequested | Cancelled | Dropped | TakenOver | LeaseLapsed
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCall:
+class LedgerCall:
     """A finished call of a script. `ended` is a time of `time.monotonic`."""
 
     script: str

@@ -16,12 +16,12 @@ from inflight.router.ledger.types import (
     Dropped,
     Duplicate,
     HandBackRefusal,
+    LedgerEvent,
     LedgerState,
     Placement,
     PreemptRequested,
     Queued,
     Refused,
-    StoreEvent,
 )
 from inflight.v1 import types_pb2
 
@@ -321,5 +321,5 @@ Event = (
     | AttachAnswered
     | AdoptedElsewhere
     | LinkEvent
-    | StoreEvent
+    | LedgerEvent
 )

@@ -51,13 +51,13 @@ from inflight.router.ledger.types import (
     Ending,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerEvent,
     LedgerState,
     Lost,
     Placement,
     PreemptRequested,
     Queued,
     Refused,
-    StoreEvent,
     TakenOver,
 )
 from inflight.router.lifecycle.events import (
@@ -987,7 +987,7 @@ class LiveRequests:
                 self._to_resubmit[life] = None
             elif isinstance(effect, Stray):
                 effects.remove(effect)
-                effects += self.on_store_event(effect.outcome)
+                effects += self.on_ledger_event(effect.outcome)
         return effects
 
     def release(self, life: Lifecycle) -> Effects:
@@ -1040,7 +1040,7 @@ class LiveRequests:
                 effects += self.apply(life, LeaseLapsed())
         return effects
 
-    def on_store_event(self, event: StoreEvent) -> Effects:
+    def on_ledger_event(self, event: LedgerEvent) -> Effects:
         """Applies an event of the ledger. Placements of requests that are not served are settled."""
         if isinstance(event, LeaseLapsed):
             return self._apply_to_all(event)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from inflight.common.time_of_day import unix_ms
-from inflight.router.ledger.types import StoreCall
+from inflight.router.ledger.types import LedgerCall
 
 MAX_EVENTS = 200
 # Executors whose last state is remembered; the one that reported least recently is forgotten first.
@@ -197,7 +197,7 @@ class EventLog:
 
     # Events of the router itself.
 
-    def store_called(self, call: StoreCall) -> None:
+    def ledger_called(self, call: LedgerCall) -> None:
         """A store call has finished."""
         if call.succeeded != self._redis_is_up:
             self._redis_is_up = call.succeeded

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from inflight.common.errors import Reason
-from inflight.router.ledger.types import StoreCall
+from inflight.router.ledger.types import LedgerCall
 from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 
 # The value of gen_ai.provider.name.
@@ -33,7 +33,7 @@ REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 
 class RouterMetrics:
     """The metrics of one router: a `inflight.router.telemetry.events.RequestObserver`. The store calls
-    `store_called`."""
+    `ledger_called`."""
 
     def __init__(self, registry: CollectorRegistry, models: Collection[str]) -> None:
         self._registry = registry
@@ -112,7 +112,7 @@ class RouterMetrics:
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
         self.refusals.labels(model, priority_class, reason.value).inc()
 
-    def store_called(self, call: StoreCall) -> None:
+    def ledger_called(self, call: LedgerCall) -> None:
         """Records a finished store call."""
         self.redis_seconds.labels(call.script).observe(call.seconds)
         if not call.succeeded:

@@ -20,7 +20,7 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, 
 
 from inflight.common.errors import Reason, RequestError
 from inflight.common.telemetry.trace_context import context_in, traceparent_of, unix_ns
-from inflight.router.ledger.types import StoreCall
+from inflight.router.ledger.types import LedgerCall
 from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 from inflight.router.telemetry.metrics import PROVIDER
 
@@ -38,7 +38,7 @@ def call_span(tracer: Tracer, name: str, metadata: Iterable[tuple[str, str | byt
             raise
 
 
-def trace_store_calls(tracer: Tracer, call: StoreCall) -> None:
+def trace_ledger_calls(tracer: Tracer, call: LedgerCall) -> None:
     """Records a finished store call. Ignored if it belongs to no traced request."""
     if not trace.get_current_span().is_recording():
         return

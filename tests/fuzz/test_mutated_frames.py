@@ -26,7 +26,7 @@ from inflight.router.executors.frame_checks import check_description
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.executors.step_feed import StepFeed
 from inflight.router.ledger.codec import report_args
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Adopted, Demand, Snapshot
 from inflight.router.lifecycle.events import RequestState
 from inflight.router.request.executor_context import FrameError
@@ -58,7 +58,7 @@ NUM_ROUTERS = 2
 # Messages to one request. Then the request ends and another one begins.
 MESSAGES_PER_REQUEST = 400
 NUM_LINKS = 60
-SETTINGS, ROUTER_SETTINGS = StoreSettings(), RouterSettings()
+SETTINGS, ROUTER_SETTINGS = LedgerSettings(), RouterSettings()
 TOOL_FORMAT = {"name": "x", "layout": "object", "begin": "<", "end": ">"}
 
 

@@ -18,16 +18,16 @@ from inflight.router.dispatch import dispatcher as dispatching
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.ledger.connection import close, connect
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
-from inflight.router.ledger.types import Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreCall, StoreEvent
+from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.settings import LedgerSettings
+from inflight.router.ledger.types import Demand, ExecutorReport, LeaseLapsed, LedgerCall, LedgerEvent, Placement, Queued
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
 from tests.support.ledger.store_pool import START_MS, steered_scripts
 from tests.support.stack.cluster import PATIENCE_S
 
 # Few connections. The router's own calls come when it starts, and when a test makes them.
-SETTINGS = StoreSettings(
+SETTINGS = LedgerSettings(
     max_connections=4,
     call_timeout_ms=60_000,
     renew_interval_ms=3_600_000,
@@ -44,11 +44,11 @@ class Storm:
 
     redis: Redis
     dispatcher: Dispatcher
-    own: AdmissionStore
-    other: AdmissionStore
+    own: RedisLedger
+    other: RedisLedger
     num_reports: int = 0
     num_lapses: int = 0
-    failed_calls: list[StoreCall] = dataclasses.field(default_factory=list)
+    failed_calls: list[LedgerCall] = dataclasses.field(default_factory=list)
 
     async def take_the_seat(self) -> None:
         """The other router tells the ledger of the executor, and has its seat."""
@@ -82,26 +82,26 @@ def new_stream(request_id: str) -> RequestStream:
 
 
 @asynccontextmanager
-async def storm(redis_url: str, admin: Redis, pool: str, settings: StoreSettings = SETTINGS) -> AsyncIterator[Storm]:
+async def storm(redis_url: str, admin: Redis, pool: str, settings: LedgerSettings = SETTINGS) -> AsyncIterator[Storm]:
     """The dispatcher runs. It waits 0 s for an executor that the ledger does not know. The ledger's clock stands still,
     so however slow the machine is, no lease lapses by time."""
     await admin.set(clock_of(pool), START_MS)
-    redis, stores, calls = connect(redis_url, settings), list[AdmissionStore](), list[StoreCall]()
+    redis, stores, calls = connect(redis_url, settings), list[RedisLedger](), list[LedgerCall]()
 
-    def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:
-        def counting(event: StoreEvent) -> None:
+    def open_ledger(on_event: Callable[[LedgerEvent], None]) -> RedisLedger:
+        def counting(event: LedgerEvent) -> None:
             here.num_lapses += isinstance(event, LeaseLapsed) and event.is_certain
             on_event(event)
 
-        stores.append(AdmissionStore(redis, pool, "a", settings, counting, steered_scripts(), on_call=calls.append))
+        stores.append(RedisLedger(redis, pool, "a", settings, counting, steered_scripts(), on_call=calls.append))
         return stores[0]
 
-    def ignore(event: StoreEvent) -> None:
+    def ignore(event: LedgerEvent) -> None:
         pass
 
-    dispatcher = Dispatcher(open_store, 3, no_executor_grace_s=0.0)
+    dispatcher = Dispatcher(open_ledger, 3, no_executor_grace_s=0.0)
     other_redis = connect(redis_url, SETTINGS)
-    other = AdmissionStore(other_redis, pool, "b", SETTINGS, ignore, steered_scripts())
+    other = RedisLedger(other_redis, pool, "b", SETTINGS, ignore, steered_scripts())
     here = Storm(redis, dispatcher, stores[0], other)
     await here.take_the_seat()
     running = asyncio.create_task(dispatcher.run())

@@ -11,7 +11,7 @@ import pytest
 
 from inflight.executor.scheduler.scheduler import Batching
 from inflight.router.ledger.connection import connect
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.v1 import inference_pb2
 from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, random_requests, rest
 from tests.support.ledger.store_pool import PATIENT
@@ -27,7 +27,7 @@ async def watch_ledger(
     before that stand. Sequences that share have at least one block of their own.
     """
     redis = connect(redis_url, PATIENT)
-    store = AdmissionStore(redis, pool, "watcher", PATIENT, lambda event: None)
+    store = RedisLedger(redis, pool, "watcher", PATIENT, lambda event: None)
     try:
         while True:
             for executor in (await store.snapshot()).executors:

@@ -19,21 +19,21 @@ from inflight.router.config.tenants import Variant, choose_variant
 from inflight.router.ledger.connection import connect
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.ledgers import Ledgers
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     Attempt,
     Demand,
     ExecutorReport,
     HeldSequence,
+    LedgerEvent,
     Placement,
     Queued,
-    StoreEvent,
 )
 from tests.support.ledger.redis_servers import Server, Watched, cluster_servers, sentinel_servers, start
 from tests.support.stack.credentials import ec_key
 
-SETTINGS = StoreSettings(
+SETTINGS = LedgerSettings(
     call_timeout_ms=60_000,
     renew_interval_ms=50,
     reap_interval_ms=50,
@@ -51,13 +51,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 @asynccontextmanager
-async def two_routers(url: str, pool: str) -> AsyncIterator[tuple[AdmissionStore, AdmissionStore, list[StoreEvent]]]:
+async def two_routers(url: str, pool: str) -> AsyncIterator[tuple[RedisLedger, RedisLedger, list[LedgerEvent]]]:
     """Two routers' stores that run, and what the second is told, by its mailbox mostly."""
     clients = [connect(url, SETTINGS) for _ in range(2)]
-    told: list[StoreEvent] = []
+    told: list[LedgerEvent] = []
     stores = [
-        AdmissionStore(clients[0], pool, "a", SETTINGS, lambda event: None),
-        AdmissionStore(clients[1], pool, "b", SETTINGS, told.append),
+        RedisLedger(clients[0], pool, "a", SETTINGS, lambda event: None),
+        RedisLedger(clients[1], pool, "b", SETTINGS, told.append),
     ]
     async with asyncio.timeout(120):
         running = [asyncio.create_task(store.run()) for store in stores]
@@ -69,7 +69,7 @@ async def two_routers(url: str, pool: str) -> AsyncIterator[tuple[AdmissionStore
         await client.aclose()
 
 
-async def take_turns(a: AdmissionStore, b: AdmissionStore, told: list[StoreEvent], name: str, generation: int) -> None:
+async def take_turns(a: RedisLedger, b: RedisLedger, told: list[LedgerEvent], name: str, generation: int) -> None:
     """A request of `a` is placed, one of `b` waits, and is placed, by `b`'s mailbox, when the first has ended."""
     await a.report(ExecutorReport("x", generation, 1, 10, 10, 1, accepting=True))
     first = await a.submit(Demand(f"{name}-1", 2, blocks=1))
@@ -82,7 +82,7 @@ async def take_turns(a: AdmissionStore, b: AdmissionStore, told: list[StoreEvent
     told.clear()
 
 
-async def until_answered(store: AdmissionStore) -> None:
+async def until_answered(store: RedisLedger) -> None:
     """Renews until that is answered."""
     while True:
         try:
@@ -133,7 +133,7 @@ async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(t
 
 async def served(ledgers: Ledgers, name: str, demands: Sequence[Demand]) -> list[str]:
     """Returns the tenants in the order in which their requests get the only seat of a name."""
-    told: list[StoreEvent] = []
+    told: list[LedgerEvent] = []
     store = ledgers.open(name, told.append)
     await store.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
     outcomes = [await store.submit(demand) for demand in demands]
@@ -226,9 +226,9 @@ async def test_store_speaks_tls_and_only_to_who_has_the_right_certificate(redis_
     url = f"rediss://{user}@127.0.0.1:{server.sockets[0].getsockname()[1]}/0?ssl_ca_certs="
     trusting, doubting = connect(f"{url}{authority}", SETTINGS), connect(f"{url}{strangers}", SETTINGS)
 
-    assert await AdmissionStore(trusting, "tls", "a", SETTINGS, print).explain("r") is None
+    assert await RedisLedger(trusting, "tls", "a", SETTINGS, print).explain("r") is None
     with pytest.raises(RequestError, match="does not answer"):
-        await AdmissionStore(doubting, "tls", "a", SETTINGS, print).explain("r")
+        await RedisLedger(doubting, "tls", "a", SETTINGS, print).explain("r")
     assert tunnel.num_accepted == 1
 
     await trusting.aclose()

@@ -32,7 +32,7 @@ async def test_stream_goes_on_whose_placement_ends_before_the_ledger_has_it_back
             return await hand_back(*args, **how)
 
         monkeypatch.setattr(one.dispatcher._store, "hand_back", hand_back_late)
-        one.dispatcher._on_store_event(Lost(stream.request_id, stream.life.attempt, "executor-0", 1))
+        one.dispatcher._on_ledger_event(Lost(stream.request_id, stream.life.attempt, "executor-0", 1))
         cluster.executors[0].brake.release()
         await client.read_rest(call)
     client.check_whole(PROMPT, NUM_TOKENS)

@@ -20,8 +20,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from inflight.common.errors import Reason, RequestError
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.mailbox import Mailbox
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     Adopted,
     Attempt,
@@ -33,12 +33,12 @@ from inflight.router.ledger.types import (
     HandBackRefusal,
     HeldSequence,
     LeaseLapsed,
+    LedgerEvent,
     LedgerState,
     Lost,
     Placement,
     PreemptRequested,
     Refused,
-    StoreEvent,
     TakenOver,
 )
 from tests.support.ledger.store_pool import steered_scripts
@@ -142,11 +142,11 @@ class SimpleRouter:
     """A router. `ended` counts the ends that its clients saw."""
 
     router_id: str
-    store: AdmissionStore
+    store: RedisLedger
     redis: LossyRedis
     mailbox: Mailbox
     executors: dict[str, SimpleExecutor]
-    events: list[StoreEvent]
+    events: list[LedgerEvent]
     is_alive: bool = True
     serves: dict[str, Served] = field(default_factory=dict)
     submitted: set[str] = field(default_factory=set)
@@ -318,12 +318,12 @@ def new_router(
     router_id: str,
     redis: LossyRedis,
     keys: PoolKeys,
-    settings: StoreSettings,
+    settings: LedgerSettings,
     executors: dict[str, SimpleExecutor],
 ) -> SimpleRouter:
     """A router that has just started."""
-    events: list[StoreEvent] = []
+    events: list[LedgerEvent] = []
     scripts = steered_scripts()
-    store = AdmissionStore(cast(Redis, redis), keys.pool, router_id, settings, events.append, scripts)
+    store = RedisLedger(cast(Redis, redis), keys.pool, router_id, settings, events.append, scripts)
     mailbox = Mailbox(redis.redis, keys.mailbox(router_id), settings)
     return SimpleRouter(router_id, store, redis, mailbox, executors, events)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.common.errors import Reason
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     Adopted,
     Attempt,
@@ -51,7 +51,7 @@ IDLE_TENANT_MS = 600_000
 class Ledger:
     """The operations. `known` are routers that have had a lease."""
 
-    settings: StoreSettings
+    settings: LedgerSettings
     pool: Pool = field(default_factory=Pool)
     known: set[str] = field(default_factory=set)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import floor, inf
 
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.types import Demand, ExecutorReport, LedgerState, Lost, Placement, StoreEvent
+from inflight.router.ledger.settings import LedgerSettings
+from inflight.router.ledger.types import Demand, ExecutorReport, LedgerEvent, LedgerState, Lost, Placement
 from inflight.router.request.ids import named_block_counts
 from tests.property.ledger_estimates import Estimates
 from tests.property.ledger_lengths import Lengths
@@ -130,7 +130,7 @@ class Pool:
     """
 
     now_ms: int = 0
-    settings: StoreSettings = field(default_factory=StoreSettings)
+    settings: LedgerSettings = field(default_factory=LedgerSettings)
     executors: dict[str, Executor] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     ended_ms: dict[str, int] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Pool:
     tenants: dict[str, Tenant] = field(default_factory=dict)
     claims: list[str] = field(default_factory=list)
     prefixes: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    told: dict[str, list[StoreEvent]] = field(default_factory=dict)
+    told: dict[str, list[LedgerEvent]] = field(default_factory=dict)
     lengths: Lengths = field(default_factory=Lengths)
     estimates: Estimates = field(default_factory=Estimates)
     overcommits: bool = False
@@ -556,6 +556,6 @@ class Pool:
                 self.endings[name] = End(request.attempt, request.placement, request.digest, was_cancelled)
         self.ended_ms[name] = self.now_ms
 
-    def tell(self, router_id: str, event: StoreEvent) -> None:
+    def tell(self, router_id: str, event: LedgerEvent) -> None:
         """Tells a router."""
         self.told.setdefault(router_id, []).append(event)

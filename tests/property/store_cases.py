@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     NO_LIMITS,
     Adopted,
@@ -47,7 +47,7 @@ ASKED_ADAPTERS = ("",) * 5 + ADAPTERS[:1] * 2 + ADAPTERS
 DEADLINES_MS = (None, None, None, 0, 500, 3000, 3_600_000_000)
 
 pool_settings = st.builds(
-    StoreSettings,
+    LedgerSettings,
     max_queue_requests=st.sampled_from((6, 10)),
     max_queue_tokens=st.sampled_from((None, 500)),
     max_queue_bytes=st.sampled_from((None, 900)),

@@ -22,9 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from inflight.router.ledger.connection import connect
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.mailbox import Mailbox
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
-from inflight.router.ledger.types import Attempt, Demand, Ending, ExecutorReport, HeldSequence, StoreEvent
+from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.settings import LedgerSettings
+from inflight.router.ledger.types import Attempt, Demand, Ending, ExecutorReport, HeldSequence, LedgerEvent
 from tests.property.ledger_comparison import compare
 from tests.property.ledger_explain import explain
 from tests.property.ledger_model import Ledger
@@ -66,7 +66,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.redis, self.routers_redis = connect(admin_url, PATIENT), connect(url, PATIENT)
         self.keys = PoolKeys(f"model-{next(pool_numbers)}")
-        self.told: dict[str, list[StoreEvent]] = {name: [] for name in ROUTERS}
+        self.told: dict[str, list[LedgerEvent]] = {name: [] for name in ROUTERS}
         self.demands: dict[str, Demand] = {}
         # How far the ledger's clock is ahead of that of Redis.
         self.ahead_ms = 0
@@ -77,13 +77,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.runner.close()
 
     @initialize(pool_settings=pool_settings)
-    def there_is_an_executor(self, pool_settings: StoreSettings) -> None:
+    def there_is_an_executor(self, pool_settings: LedgerSettings) -> None:
         scripts = steered_scripts()
         self.model = Ledger(pool_settings)
         self.stores = {
-            name: AdmissionStore(
-                self.routers_redis, self.keys.pool, name, pool_settings, self.told[name].append, scripts
-            )
+            name: RedisLedger(self.routers_redis, self.keys.pool, name, pool_settings, self.told[name].append, scripts)
             for name in ROUTERS
         }
         self.mailboxes = {name: Mailbox(self.routers_redis, self.keys.mailbox(name), pool_settings) for name in ROUTERS}
@@ -441,7 +439,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert Counter(self.told[name] + by_mailbox) == Counter(self.model.pool.told.pop(name, []))
             self.told[name].clear()
 
-    async def _read_mailboxes(self) -> list[list[StoreEvent]]:
+    async def _read_mailboxes(self) -> list[list[LedgerEvent]]:
         return await asyncio.gather(*(self.mailboxes[name].read() for name in ROUTERS))
 
     @invariant()

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.router.ledger.connection import connect
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Demand, TenantLimits
 from tests.property.crashing_pool import (
     BUDGET_BLOCKS,
@@ -47,7 +47,7 @@ class Storm:
     redis: Redis
     rng: random.Random
     keys: PoolKeys
-    settings: StoreSettings
+    settings: LedgerSettings
     now_ms: int = START_MS
     executors: dict[str, SimpleExecutor] = field(default_factory=lambda: {x: SimpleExecutor(x) for x in "xyz"})
     routers: list[SimpleRouter] = field(default_factory=list)
@@ -195,13 +195,13 @@ def test_ledger_survives_any_schedule_of_crashes(redis_url: str, seed: int, max_
     """Invariants tested: one state each, sums and indexes agree, no more reserved than there is, one end each, one
     suspect at a time on an executor, no attempt twice. Redis is emptied and rolled back, too.
     """
-    store_settings = StoreSettings(
+    store_settings = LedgerSettings(
         max_queue_requests=30, max_bypass=max_bypass, age_ms=3000, preempt_for_priority=preempts
     )
     asyncio.run(_run_storm(redis_url, random.Random(seed), store_settings))
 
 
-async def _run_storm(redis_url: str, rng: random.Random, store_settings: StoreSettings) -> None:
+async def _run_storm(redis_url: str, rng: random.Random, store_settings: LedgerSettings) -> None:
     redis = connect(redis_url, PATIENT)
     try:
         storm = Storm(redis, rng, PoolKeys(f"storm-{next(pool_numbers)}"), store_settings)

@@ -23,9 +23,9 @@ from inflight.router.ledger.types import (
     Ending,
     ExecutorReport,
     HeldSequence,
+    LedgerEvent,
     Placement,
     PreemptRequested,
-    StoreEvent,
     TenantLimits,
 )
 from tests.support.ledger.store_pool import RouterSide, StorePool
@@ -166,7 +166,7 @@ class ServedLine:
         if isinstance(result, Placement):
             self._offer(result)
 
-    async def _obey(self, events: list[StoreEvent]) -> None:
+    async def _obey(self, events: list[LedgerEvent]) -> None:
         for event in events:
             if isinstance(event, Placement):
                 self._offer(event)

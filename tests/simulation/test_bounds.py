@@ -27,7 +27,7 @@ from inflight.executor.scheduler.sequence import Sequence
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.ledger_writer import LedgerWriter
 from inflight.router.dispatch.report_pacer import ReportPacer
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from tests.simulation.worlds import ROUTER, make_world, run_world
 
 Result = TypeVar("Result")
@@ -160,7 +160,7 @@ def test_room_that_is_given_with_the_next_report_only_is_seen(
 
 
 def test_leases_that_are_looked_at_every_ten_seconds_are_seen(redis_url: str, pool: str) -> None:
-    router = RouterShape(store=StoreSettings(reap_interval_ms=10_000))
+    router = RouterShape(store=LedgerSettings(reap_interval_ms=10_000))
     exceeds(spacious(redis_url, pool, FaultKind.EXECUTOR_CRASH, router=router), "has a lease")
 
 

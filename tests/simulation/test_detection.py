@@ -19,7 +19,7 @@ from inflight.router.dispatch import dispatcher
 from inflight.router.dispatch.ledger_writer import ledger_report
 from inflight.router.dispatch.waiting_audit import WaitingAudit
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import NO_LIMITS, Demand, ExecutorReport, Lost, Placement
 from inflight.router.lifecycle import lifecycle
 from inflight.router.lifecycle.events import RequeueReason
@@ -165,7 +165,7 @@ def test_reply_that_is_lost_when_the_pool_forgot_the_router_is_seen(
 ) -> None:
     """The reply that says so may be the one that is lost, so every lost reply counts as one that said so."""
     ignoring = property(lambda self: False, lambda self, value: None)
-    monkeypatch.setattr(AdmissionStore, "_missed_reply", ignoring, raising=False)
+    monkeypatch.setattr(RedisLedger, "_missed_reply", ignoring, raising=False)
     monkeypatch.setattr(WaitingAudit, "check_next", _trusting)
     faults = FaultRates(store_away=12.0, store_empty=12.0, router_hang=4.0)
     fails(make_world(redis_url, pool, 8, faults=faults, rate_per_s=10, duration_s=20), "without an end")

@@ -13,7 +13,7 @@ from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.timeline.faults import FaultRates
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import SimRequest, prompt_of
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from tests.simulation.worlds import SHAPE, make_world, run_world
 
 
@@ -40,7 +40,7 @@ def crowd(duration_s: float, per_s: int = 12) -> list[SimRequest]:
 
 
 def routers(**settings: object) -> RouterShape:
-    return RouterShape(store=replace(StoreSettings(max_queue_requests=10_000), **settings))  # type: ignore[arg-type]
+    return RouterShape(store=replace(LedgerSettings(max_queue_requests=10_000), **settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("age_ms", "starves"), [(2_000, False), (600_000, True)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from inflight.router.config.tenants import TenantConfigFile
-from inflight.router.ledger.types import StoreCall
+from inflight.router.ledger.types import LedgerCall
 from inflight.router.telemetry.event_log import MAX_EVENTS, MERGE_S, EventKind, EventLog
 
 
@@ -82,7 +82,7 @@ def test_list_is_bounded_and_tells_what_is_new() -> None:
 def test_redis_is_told_of_when_it_goes_and_when_it_is_back() -> None:
     log = log_of()
     for succeeded in (True, False, False, True, True):
-        log.store_called(StoreCall("submit", 0.0, 0.1, succeeded))
+        log.ledger_called(LedgerCall("submit", 0.0, 0.1, succeeded))
     assert texts(log) == ["Redis is unavailable", "Redis is available again"]
 
 

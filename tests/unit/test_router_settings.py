@@ -11,23 +11,23 @@ from redis import Redis
 
 from inflight.common.settings import SettingError, describe, load
 from inflight.local.redis_server import USER, PrivateRedis
-from inflight.router.app import resume_tokens, store_settings_of
+from inflight.router.app import ledger_settings_of, resume_tokens
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.ledger.ledgers import Ledgers, NoFunctionsError
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.main import load_texts, run_router
 from inflight.router.settings import RouterSettings
 from tests.support.text.text_models import llama_like
 
 
 def test_defaults_are_those_of_the_store() -> None:
-    assert store_settings_of(RouterSettings()) == StoreSettings()
+    assert ledger_settings_of(RouterSettings()) == LedgerSettings()
 
 
 def test_admission_settings_reach_the_store() -> None:
     flags = ["--max-queue-tokens", "5", "--max-queue-bytes", "6", "--max-bypass", "0", "--age-s", "1.5"]
     settings = load(RouterSettings, "inflight router", [*flags, "--preempt-for-priority"])
-    assert store_settings_of(settings) == StoreSettings(
+    assert ledger_settings_of(settings) == LedgerSettings(
         max_queue_tokens=5, max_queue_bytes=6, max_bypass=0, age_ms=1500, preempt_for_priority=True
     )
 

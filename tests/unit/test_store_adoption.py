@@ -20,12 +20,12 @@ from inflight.router.ledger.types import (
     Ending,
     HandBackRefusal,
     HeldSequence,
+    LedgerEvent,
     LedgerState,
     Lost,
     Placement,
     Queued,
     Refused,
-    StoreEvent,
     TakenOver,
 )
 from tests.support.ledger.store_pool import StorePool, steered_scripts
@@ -184,7 +184,7 @@ async def test_request_of_a_dead_router_can_be_adopted_while_its_lease_lasts(sto
 async def test_word_of_a_take_over_from_before_the_request_came_back_is_not_told(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report())
-    told: list[StoreEvent] = []
+    told: list[LedgerEvent] = []
     ownership = OwnershipFilter(told.append)
     a.store._ownership = ownership
     placement = await a.place_demand(KEYED)
@@ -204,7 +204,7 @@ async def test_word_of_a_take_over_from_before_the_request_came_back_is_not_told
 
 
 def test_word_of_a_take_over_is_held_until_the_answer_says_which_came_first() -> None:
-    told: list[StoreEvent] = []
+    told: list[LedgerEvent] = []
     ownership = OwnershipFilter(told.append)
     with ownership.during_call("k"):
         ownership.receive(TakenOver("k", 5))
@@ -218,7 +218,7 @@ def test_word_of_a_take_over_is_held_until_the_answer_says_which_came_first() ->
 
 
 def test_word_of_a_take_over_counts_in_a_ledger_whose_clock_is_behind_that_of_the_lost_one() -> None:
-    told: list[StoreEvent] = []
+    told: list[LedgerEvent] = []
     ownership = OwnershipFilter(told.append)
     ownership.take("k", 3_600_000)
     ownership.take("other", 10_000)
@@ -231,7 +231,7 @@ def test_word_of_a_take_over_counts_in_a_ledger_whose_clock_is_behind_that_of_th
 async def test_word_of_a_cancel_says_nothing_of_a_repeat_that_began_behind_it(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
-    told: list[StoreEvent] = []
+    told: list[LedgerEvent] = []
     ownership = OwnershipFilter(told.append)
     a.store._ownership = ownership
     await a.place("running")

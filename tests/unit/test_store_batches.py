@@ -12,17 +12,17 @@ import pytest
 from inflight.common.errors import Reason, RequestError
 from inflight.router.ledger.batches import MAX_CALLS, MAX_ITEMS, Batches
 from inflight.router.ledger.connection import NotSent, unavailable
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     CancelOutcome,
     Demand,
     Duplicate,
     HandBackRefusal,
+    LedgerCall,
     LedgerState,
     Placement,
     Queued,
     Refused,
-    StoreCall,
     TenantLimits,
 )
 from tests.support.ledger.store_pool import StorePool
@@ -48,7 +48,7 @@ class Calls:
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         if not self.has_turn:
-            raise unavailable(StoreSettings(), "silent", NotSent)
+            raise unavailable(LedgerSettings(), "silent", NotSent)
         yield
 
     def ask(self, count: int) -> list[asyncio.Task[int]]:
@@ -112,14 +112,14 @@ async def test_item_whose_caller_is_gone_delays_no_other() -> None:
 
 
 @pytest.fixture
-def counted(store_pool: StorePool) -> list[StoreCall]:
+def counted(store_pool: StorePool) -> list[LedgerCall]:
     """The calls of router a."""
-    made: list[StoreCall] = []
+    made: list[LedgerCall] = []
     store_pool.router("a").store._on_call = made.append
     return made
 
 
-async def test_each_of_several_submits_gets_its_own_outcome(store_pool: StorePool, counted: list[StoreCall]) -> None:
+async def test_each_of_several_submits_gets_its_own_outcome(store_pool: StorePool, counted: list[LedgerCall]) -> None:
     a = store_pool.router("a").store
     await a.report(store_pool.next_report(blocks=10, sequences=2))
     await a.submit(Demand("known", 2, 1))
@@ -143,7 +143,7 @@ async def test_each_of_several_submits_gets_its_own_outcome(store_pool: StorePoo
     assert waits_too == Queued(waits.position + 1)
 
 
-async def test_several_cancels_and_hand_backs_go_in_one_call(store_pool: StorePool, counted: list[StoreCall]) -> None:
+async def test_several_cancels_and_hand_backs_go_in_one_call(store_pool: StorePool, counted: list[LedgerCall]) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(blocks=100, sequences=20))
     placed = [await a.place(f"p{number}") for number in range(8)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     Attempt,
     Demand,
@@ -21,7 +21,7 @@ NO_BYPASS = dataclasses.replace(SETTINGS, max_bypass=0)
 PREEMPTING = dataclasses.replace(SETTINGS, preempt_for_priority=True)
 
 
-async def pass_twice(pool: StorePool, settings: StoreSettings = TWO_PASS, class_: int = 2) -> RouterSide:
+async def pass_twice(pool: StorePool, settings: LedgerSettings = TWO_PASS, class_: int = 2) -> RouterSide:
     """`large` finds 10 blocks of 16 free of the executor x, is passed as often as it may be, and `third` no more."""
     a = pool.router("a", settings)
     await a.store.report(pool.next_report("x", blocks=16))

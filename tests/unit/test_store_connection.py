@@ -23,24 +23,24 @@ from inflight.router.ledger.cluster import ClusterClient
 from inflight.router.ledger.connection import close, connect
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.mailbox import MAX_ENTRIES
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     Attempt,
     Cancelled,
     Demand,
     ExecutorReport,
     LeaseLapsed,
+    LedgerCall,
+    LedgerEvent,
     Placement,
     Queued,
-    StoreCall,
-    StoreEvent,
 )
 from tests.property.crashing_pool import LossyRedis
 from tests.support.ledger.store_pool import START_MS, StorePool, steered_scripts
 
 # Quick in all that repeats, and patient with each call: a machine that stands still for seconds fails none.
-FAST = StoreSettings(
+FAST = LedgerSettings(
     call_timeout_ms=60_000,
     renew_interval_ms=20,
     reap_interval_ms=20,
@@ -51,7 +51,7 @@ FAST = StoreSettings(
 HASTY = replace(FAST, call_timeout_ms=500)
 
 
-def give_time(redis: Redis, settings: StoreSettings) -> None:
+def give_time(redis: Redis, settings: LedgerSettings) -> None:
     """Gives the client's connections, made and to be made, so much time for a call."""
     timeout_s = settings.call_timeout_ms / 1000
     pool = redis.connection_pool
@@ -114,9 +114,9 @@ async def test_scripts_that_redis_forgot_are_loaded_again(store_pool: StorePool)
 
 async def test_events_arrive_while_the_store_runs(redis_url: str, store_pool: StorePool) -> None:
     redis, pool, scripts = connect(redis_url, FAST), store_pool.keys.pool, steered_scripts()
-    events: asyncio.Queue[StoreEvent] = asyncio.Queue()
-    a = AdmissionStore(redis, pool, "a", FAST, lambda event: None, scripts)
-    b = AdmissionStore(redis, pool, "b", FAST, events.put_nowait, scripts)
+    events: asyncio.Queue[LedgerEvent] = asyncio.Queue()
+    a = RedisLedger(redis, pool, "a", FAST, lambda event: None, scripts)
+    b = RedisLedger(redis, pool, "b", FAST, events.put_nowait, scripts)
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(store.run()) for store in (a, b)]
         await a.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
@@ -141,9 +141,9 @@ async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tm
     socket = tmp_path / "redis.sock"
     server = PrivateRedis.start(tmp_path / "1.log", unix_socket=socket)
     redis = connect(server.url, FAST)
-    events: asyncio.Queue[StoreEvent] = asyncio.Queue()
-    a = AdmissionStore(redis, "pool", "a", FAST, events.put_nowait, steered_scripts())
-    b = AdmissionStore(redis, "pool", "b", FAST, lambda event: None, steered_scripts())
+    events: asyncio.Queue[LedgerEvent] = asyncio.Queue()
+    a = RedisLedger(redis, "pool", "a", FAST, events.put_nowait, steered_scripts())
+    b = RedisLedger(redis, "pool", "b", FAST, lambda event: None, steered_scripts())
     await stop_clock(server)
     running = asyncio.create_task(a.run())
     report = ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True)
@@ -174,7 +174,7 @@ async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tm
 async def test_redis_that_hangs_is_not_waited_for_and_its_late_reply_is_dropped(tmp_path: Path) -> None:
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
         redis = connect(server.url, FAST)
-        store = AdmissionStore(redis, "pool", "a", FAST, lambda event: None)
+        store = RedisLedger(redis, "pool", "a", FAST, lambda event: None)
         await store.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
         give_time(redis, HASTY)
         os.kill(server.pid, signal.SIGSTOP)
@@ -209,7 +209,7 @@ async def test_mailbox_that_began_again_behind_its_reader_is_read_where_no_call_
     redis, key = store_pool.redis, store_pool.keys.mailbox("a")
     was_read, is_new_read = asyncio.Event(), asyncio.Event()
 
-    def on_event(event: StoreEvent) -> None:
+    def on_event(event: LedgerEvent) -> None:
         was_read.set()
         if event == Cancelled("new"):
             is_new_read.set()
@@ -256,7 +256,7 @@ async def test_cancel_that_comes_as_a_command_is_sent_ends_the_store(
 ) -> None:
     """`asyncio.wait_for` of Python 3.11, by which redis-py sends, drops a cancel that comes when the command is out."""
     redis = connect(redis_url, FAST)
-    running = asyncio.create_task(AdmissionStore(redis, pool, "a", FAST, lambda event: None).run())
+    running = asyncio.create_task(RedisLedger(redis, pool, "a", FAST, lambda event: None).run())
     send = AbstractConnection._send_packed_command
 
     async def send_and_cancel(connection: AbstractConnection, command: Iterable[bytes]) -> None:
@@ -273,18 +273,18 @@ async def test_cancel_that_comes_as_a_command_is_sent_ends_the_store(
 
 
 @pytest.fixture
-async def small_store(redis_url: str, pool: str) -> AsyncIterator[tuple[Redis, AdmissionStore, list[StoreEvent]]]:
+async def small_store(redis_url: str, pool: str) -> AsyncIterator[tuple[Redis, RedisLedger, list[LedgerEvent]]]:
     """A registered router's store with one connection for calls, and what it is told."""
     redis = connect(redis_url, replace(FAST, max_connections=1))
-    told: list[StoreEvent] = []
-    store = AdmissionStore(redis, pool, "a", FAST, told.append)
+    told: list[LedgerEvent] = []
+    store = RedisLedger(redis, pool, "a", FAST, told.append)
     await store.renew()
     yield redis, store, told
     await redis.aclose()
 
 
 async def test_call_that_got_no_connection_is_no_lost_reply(
-    small_store: tuple[Redis, AdmissionStore, list[StoreEvent]],
+    small_store: tuple[Redis, RedisLedger, list[LedgerEvent]],
 ) -> None:
     redis, store, told = small_store
     taken = await redis.connection_pool.get_connection()  # type: ignore[no-untyped-call]
@@ -300,8 +300,8 @@ async def test_call_that_could_not_connect_is_no_lost_reply(tmp_path: Path) -> N
     socket = tmp_path / "redis.sock"
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=socket) as server:
         redis = connect(server.url, FAST)
-        told: list[StoreEvent] = []
-        store = AdmissionStore(redis, "pool", "a", FAST, told.append)
+        told: list[LedgerEvent] = []
+        store = RedisLedger(redis, "pool", "a", FAST, told.append)
         await store.renew()
         await redis.connection_pool.disconnect()
         socket.rename(tmp_path / "elsewhere")
@@ -319,9 +319,9 @@ async def test_thousands_of_calls_at_once_wait_for_few_connections_while_redis_a
     # No call times out and no lease lapses by time, however slow the machine is: the ledger's clock stands still. That
     # a turn has no deadline is tested with a clock in test_turns.
     settings = replace(FAST, max_connections=4, renew_interval_ms=5, reap_interval_ms=5)
-    redis, told, calls = connect(redis_url, settings), list[StoreEvent](), list[StoreCall]()
+    redis, told, calls = connect(redis_url, settings), list[LedgerEvent](), list[LedgerCall]()
     pool, scripts = store_pool.keys.pool, steered_scripts()
-    store = AdmissionStore(redis, pool, "a", settings, told.append, scripts, on_call=calls.append)
+    store = RedisLedger(redis, pool, "a", settings, told.append, scripts, on_call=calls.append)
     running = asyncio.create_task(store.run())
     cancels = []
     for number in range(4000):
@@ -347,7 +347,7 @@ async def test_calls_that_wait_are_refused_when_redis_hangs(tmp_path: Path) -> N
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
         redis = connect(server.url, settings)
         give_time(redis, FAST)
-        store = AdmissionStore(redis, "pool", "a", settings, lambda event: None)
+        store = RedisLedger(redis, "pool", "a", settings, lambda event: None)
         await store.renew()
         give_time(redis, HASTY)
         os.kill(server.pid, signal.SIGSTOP)
@@ -363,7 +363,7 @@ async def test_calls_that_wait_are_refused_when_redis_hangs(tmp_path: Path) -> N
 
 async def test_closed_client_leaves_no_connection_open_whatever_is_under_way(redis_url: str, pool: str) -> None:
     redis = connect(redis_url, FAST)
-    store = AdmissionStore(redis, pool, "a", FAST, lambda event: None)
+    store = RedisLedger(redis, pool, "a", FAST, lambda event: None)
     await store.renew()
     calls = [asyncio.create_task(store.cancel(f"r{number}")) for number in range(100)]
     await asyncio.sleep(0.001)

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from inflight.common.errors import RequestError
 from inflight.router.dispatch.ledger_writer import LedgerWriter
 from inflight.router.ledger.outage import QUIET_S, REMINDER_S, Outage
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import Ending, ExecutorReport
 from tests.support.ledger.store_pool import SETTINGS
 
@@ -91,7 +91,7 @@ class Gone:
 
 async def test_all_that_a_router_writes_to_the_ledger_fails_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    store = AdmissionStore(Gone(), "m", "a", SETTINGS, lambda event: None)  # type: ignore[arg-type]
+    store = RedisLedger(Gone(), "m", "a", SETTINGS, lambda event: None)  # type: ignore[arg-type]
     writer = LedgerWriter(store, lambda executor_id, attempt: None)
     writer.settle(Ending("r", 1))
     for _ in range(10):

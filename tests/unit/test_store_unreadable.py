@@ -11,21 +11,21 @@ import pytest
 
 from inflight.router.ledger.keys import POOL_KEYS
 from inflight.router.ledger.mailbox import Mailbox
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import (
     Demand,
     Ending,
     HeldSequence,
     LeaseLapsed,
+    LedgerEvent,
     Placement,
-    StoreEvent,
     TenantLimits,
 )
 from tests.support.ledger.store_pool import RouterSide, StorePool
 
 HASHES = ("executors", "requests", "tenants", "lengths", "endings", "adapters", "prefixes", "attended")
 # All that a router calls. After any of them nothing unreadable is left in its way.
-CALLS: dict[str, Callable[[AdmissionStore], Awaitable[object]]] = {
+CALLS: dict[str, Callable[[RedisLedger], Awaitable[object]]] = {
     "settle": lambda store: store.settle([Ending("r", 1, 1, 1)]),
     "submit": lambda store: store.submit(Demand("n", 2, blocks=1)),
     "hand_back": lambda store: store.hand_back("q", 1, 2, rejected=True),
@@ -41,7 +41,7 @@ CALLS: dict[str, Callable[[AdmissionStore], Awaitable[object]]] = {
 }
 
 
-async def with_work(pool: StorePool) -> AdmissionStore:
+async def with_work(pool: StorePool) -> RedisLedger:
     """A router with a request that is placed and one that waits."""
     a = pool.router("a")
     await a.store.report(pool.next_report(blocks=4))
@@ -127,12 +127,12 @@ ENTRIES: dict[str, dict[Any, Any]] = {
 }
 
 
-async def told(mailbox: Mailbox, number: int, fails: bool = False) -> list[StoreEvent]:
+async def told(mailbox: Mailbox, number: int, fails: bool = False) -> list[LedgerEvent]:
     """The first events that a mailbox delivers."""
-    events: list[StoreEvent] = []
+    events: list[LedgerEvent] = []
     enough = asyncio.Event()
 
-    def on_event(event: StoreEvent) -> None:
+    def on_event(event: LedgerEvent) -> None:
         events.append(event)
         if len(events) >= number:
             enough.set()

@@ -18,11 +18,11 @@ from inflight.router.ledger.types import (
     Duplicate,
     Ending,
     HandBackRefusal,
+    LedgerEvent,
     LedgerState,
     Lost,
     Placement,
     Queued,
-    StoreEvent,
     TakenOver,
 )
 from inflight.router.lifecycle.events import End
@@ -30,8 +30,8 @@ from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from tests.support.ledger.scripted_store import (
+    ScriptedLedger,
     ScriptedRouter,
-    ScriptedStore,
     accepts,
     new_reading,
     new_stream,
@@ -50,7 +50,7 @@ class Scene:
     def __init__(self) -> None:
         self.router = ScriptedRouter("m")
         self.link: ExecutorLink = self.router.link("e0", "m")
-        self.store: ScriptedStore = self.router.stores["m"]
+        self.store: ScriptedLedger = self.router.stores["m"]
         self.dispatcher: Dispatcher = self.router.pools.find("m").dispatcher
         self.stream: RequestStream = new_stream(reading=new_reading())
 
@@ -136,7 +136,7 @@ async def test_router_that_is_displaced_by_a_late_attach_attaches_again(scene: S
 
 
 async def test_takeover_in_the_millisecond_of_an_adoption_is_not_certain() -> None:
-    events: list[StoreEvent] = []
+    events: list[LedgerEvent] = []
     ownership = OwnershipFilter(events.append)
     ownership.take("r", 1000)
     for at_ms in (999, 1000, 1001):
@@ -148,7 +148,7 @@ async def test_takeover_in_the_millisecond_of_an_adoption_is_not_certain() -> No
 
 
 async def test_reply_that_was_overtaken_by_a_later_one_does_not_revive_a_takeover_in_between() -> None:
-    events: list[StoreEvent] = []
+    events: list[LedgerEvent] = []
     ownership = OwnershipFilter(events.append)
     ownership.take("r", 1000)
     ownership.take("r", 990)

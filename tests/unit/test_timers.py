@@ -16,8 +16,8 @@ from inflight.executor.engine.output import EngineStatus
 from inflight.executor.serving.report import Reporter
 from inflight.router.dispatch.dispatcher import ANSWER_WAIT_S, LINK_WAIT_S
 from inflight.router.executors.link import MAX_SILENT_S, LivenessTimer
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import _repeat
+from inflight.router.ledger.redis_ledger import _repeat
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import RequestStream
@@ -204,7 +204,7 @@ def test_adopted_request_waits_for_its_reader_while_another_choice_is_adopted() 
             attached.attached.add(request_id="r", attempt=1, slots=[0], started=True)
             link.receive(attached)
             assert await resuming is stream
-            longest_s = StoreSettings().call_timeout_ms / 1000 + LINK_WAIT_S + ANSWER_WAIT_S
+            longest_s = LedgerSettings().call_timeout_ms / 1000 + LINK_WAIT_S + ANSWER_WAIT_S
             await asyncio.sleep(longest_s - SLACK_S)
             assert dispatcher.stream_of("r") is stream
             assert not stream.life.is_abandoned
@@ -289,7 +289,7 @@ def test_reporter_ends_when_it_is_cancelled_just_as_a_change_comes() -> None:
 
 @pytest.mark.parametrize(
     ("interval_ms", "jitter", "most_s"),
-    [(StoreSettings().reap_interval_ms, 0.5, 0.6), (StoreSettings().renew_interval_ms, 0.1, 1.65)],
+    [(LedgerSettings().reap_interval_ms, 0.5, 0.6), (LedgerSettings().renew_interval_ms, 0.1, 1.65)],
     ids=["reap", "renew"],
 )
 @pytest.mark.parametrize("fails", [True, False])
@@ -312,7 +312,7 @@ def test_leases_are_looked_at_and_renewed_often_enough(
         gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
         assert max(gaps_s) <= most_s + SLACK_S
         # One reply may be waited for in vain, and neither a lease lapses for that nor do all begin again.
-        assert most_s + StoreSettings().call_timeout_ms / 1000 < (MAX_REAP_GAP_S if jitter == 0.5 else LEASE_S)
+        assert most_s + LedgerSettings().call_timeout_ms / 1000 < (MAX_REAP_GAP_S if jitter == 0.5 else LEASE_S)
 
     run_virtual(work)
 

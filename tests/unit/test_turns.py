@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from inflight.router.ledger.connection import NotSent, Turns
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Calls:
 
     def __init__(self, max_connections: int = 2) -> None:
         self.clock = Clock()
-        self.turns = Turns(StoreSettings(max_connections=max_connections, call_timeout_ms=2000), self.clock)
+        self.turns = Turns(LedgerSettings(max_connections=max_connections, call_timeout_ms=2000), self.clock)
         self.begun: list[str] = []
         self.refused: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}

@@ -19,7 +19,7 @@ from inflight.router.config.tenants import NO_CONFIG, TenantConfig, TenantConfig
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.ledger.store import AdmissionStore
+from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import (
     Attempt,
     CancelOutcome,
@@ -27,12 +27,12 @@ from inflight.router.ledger.types import (
     Ending,
     ExecutorReport,
     Explanation,
+    LedgerEvent,
     Placement,
     PoolListener,
     Queued,
     ReportOutcome,
     Snapshot,
-    StoreEvent,
 )
 from inflight.router.lifecycle.events import RequestState, Submit
 from inflight.router.request.delivery import Delivery
@@ -47,10 +47,10 @@ from tests.support.device.fake_device import VOCABULARY_SIZE
 from tests.support.stack.cluster import tiny_tokenizer
 
 
-class ScriptedStore:
+class ScriptedLedger:
     """Answers from what the test has put there; what it has no answer for waits in line. Remembers what it was told."""
 
-    def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:
+    def __init__(self, on_event: Callable[[LedgerEvent], None]) -> None:
         self.tell = on_event
         self.answers: deque[Any] = deque()
         self.before_answer: Callable[[], None] = lambda: None
@@ -153,7 +153,7 @@ class ScriptedRouter:
 
     def __init__(self, *models: str, rules: TenantConfig = NO_CONFIG, no_executor_grace_s: float = 1.0) -> None:
         self._no_executor_grace_s = no_executor_grace_s
-        self.stores: dict[str, ScriptedStore] = {}
+        self.stores: dict[str, ScriptedLedger] = {}
         self.admission = TenantConfigFile(None, rules)
         self.pools = ModelRegistry(
             [self._pool(model) for model in models], "router", lambda: self.admission.config.variants
@@ -165,11 +165,11 @@ class ScriptedRouter:
         )
 
     def _pool(self, model: str) -> ModelBackend:
-        def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:
-            self.stores[model] = ScriptedStore(on_event)
-            return cast(AdmissionStore, self.stores[model])
+        def open_ledger(on_event: Callable[[LedgerEvent], None]) -> RedisLedger:
+            self.stores[model] = ScriptedLedger(on_event)
+            return cast(RedisLedger, self.stores[model])
 
-        return ModelBackend(model, TextModel(tiny_tokenizer()), Dispatcher(open_store, 3, self._no_executor_grace_s))
+        return ModelBackend(model, TextModel(tiny_tokenizer()), Dispatcher(open_ledger, 3, self._no_executor_grace_s))
 
     def link(self, executor_id: str, model: str, **described: Any) -> ExecutorLink:
         """Links an executor that describes itself so; the test plays it by `ExecutorLink.receive`."""

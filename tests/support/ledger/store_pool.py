@@ -10,15 +10,15 @@ from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.lua import Library, load_scripts
 from inflight.router.ledger.mailbox import Mailbox
-from inflight.router.ledger.settings import StoreSettings
-from inflight.router.ledger.store import AdmissionStore
-from inflight.router.ledger.types import Demand, ExecutorReport, HeldSequence, Placement, Queued, StoreEvent
+from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.settings import LedgerSettings
+from inflight.router.ledger.types import Demand, ExecutorReport, HeldSequence, LedgerEvent, Placement, Queued
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
 """Takes the place of `clock.lua`: the time is what `StorePool.set_clock` wrote."""
 
 # No call that a test expects to be answered is too late, however slow the machine is.
-PATIENT = StoreSettings(call_timeout_ms=60_000)
+PATIENT = LedgerSettings(call_timeout_ms=60_000)
 SETTINGS = replace(PATIENT, max_queue_requests=100, mailbox_block_ms=100)
 START_MS = 1_000_000
 KEPT = "kept:"
@@ -34,11 +34,11 @@ def steered_scripts() -> Library:
 class RouterSide:
     """A router as far as the store is concerned."""
 
-    store: AdmissionStore
+    store: RedisLedger
     mailbox: Mailbox
-    replied: list[StoreEvent]
+    replied: list[LedgerEvent]
 
-    async def told(self) -> list[StoreEvent]:
+    async def told(self) -> list[LedgerEvent]:
         """What it was told since the last look, replies first."""
         events = [*self.replied, *await self.mailbox.read()]
         self.replied.clear()
@@ -73,17 +73,17 @@ class StorePool:
     redis: Redis
     routers_redis: Redis
     keys: PoolKeys
-    settings: StoreSettings = SETTINGS
+    settings: LedgerSettings = SETTINGS
     now_ms: int = START_MS
     routers: dict[str, RouterSide] = field(default_factory=dict)
     num_reports: int = 0
 
-    def router(self, router_id: str, settings: StoreSettings | None = None) -> RouterSide:
+    def router(self, router_id: str, settings: LedgerSettings | None = None) -> RouterSide:
         """The router of this name; settings other than the pool's only when it is first named."""
         if router_id not in self.routers:
-            told: list[StoreEvent] = []
+            told: list[LedgerEvent] = []
             scripts = steered_scripts()
-            store = AdmissionStore(
+            store = RedisLedger(
                 self.routers_redis, self.keys.pool, router_id, settings or self.settings, told.append, scripts
             )
             mailbox = Mailbox(self.routers_redis, self.keys.mailbox(router_id), self.settings)

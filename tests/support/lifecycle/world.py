@@ -25,11 +25,11 @@ from inflight.router.ledger.types import (
     Ending,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerEvent,
     LedgerState,
     Lost,
     Placement,
     Queued,
-    StoreEvent,
     TakenOver,
 )
 from inflight.router.lifecycle.events import (
@@ -132,7 +132,7 @@ class Ledger:
     entries: dict[str, Entry] = field(default_factory=dict)
     ended: dict[str, Ended | None] = field(default_factory=dict)
     living: frozenset[str] = frozenset()
-    mail: dict[str, tuple[tuple[int, StoreEvent], ...]] = field(default_factory=dict)
+    mail: dict[str, tuple[tuple[int, LedgerEvent], ...]] = field(default_factory=dict)
     is_suspended: bool = False
     generation: int = 1
     now: int = 0
@@ -149,7 +149,7 @@ class Ledger:
             self.now,
         )
 
-    def tell(self, router: str, event: StoreEvent) -> None:
+    def tell(self, router: str, event: LedgerEvent) -> None:
         if router in self.living:
             self.mail[router] = (*self.mail.get(router, ()), (self.now, event))
 
@@ -460,14 +460,14 @@ class World:
             if held.end is None:
                 yield "finish", name, attempt
 
-    def _is_held_back(self, router: Router, event: StoreEvent) -> bool:
+    def _is_held_back(self, router: Router, event: LedgerEvent) -> bool:
         """See `inflight.router.ledger.ownership`."""
         return isinstance(event, TakenOver | Cancelled) and any(
             call.kind in ("submit", "resubmit", "adopt") and call.request_id == event.request_id
             for call in router.calls
         )
 
-    def _is_late(self, router: Router, at: int, event: StoreEvent) -> bool:
+    def _is_late(self, router: Router, at: int, event: LedgerEvent) -> bool:
         """Whether an event is of the time before this router's ownership."""
         return isinstance(event, TakenOver | Cancelled) and at < router.since.get(event.request_id, 0)
 
@@ -611,10 +611,12 @@ class World:
             return
         life = None if isinstance(event, LeaseLapsed) else router.requests.served.get(event.request_id)
         if life is None:
-            self._execute(router_id, router.requests.on_store_event(event))
+            self._execute(router_id, router.requests.on_ledger_event(event))
         else:
             served = life
-            self._execute(router_id, self._observed(served, lambda: router.requests.on_store_event(event), type(event)))
+            self._execute(
+                router_id, self._observed(served, lambda: router.requests.on_ledger_event(event), type(event))
+            )
 
     def _run_call(self, router_id: str, number: int) -> None:
         router = self.routers[router_id]
@@ -662,7 +664,7 @@ class World:
     def _lapse(self, router_id: str) -> None:
         router = self.routers[router_id]
         before = [(life, life.state) for life in router.requests.served.values()]
-        effects = router.requests.on_store_event(LeaseLapsed())
+        effects = router.requests.on_ledger_event(LeaseLapsed())
         self.seen |= {(state, LeaseLapsed, life.state) for life, state in before}
         self._execute(router_id, effects)
 

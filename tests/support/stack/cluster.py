@@ -41,11 +41,11 @@ from inflight.executor.serving.submission import SubmissionLimits
 from inflight.executor.speculation.proposer import Proposer
 from inflight.router import app
 from inflight.router.api.service import InferenceService
-from inflight.router.app import RouterApp, build_router, store_settings_of
+from inflight.router.app import RouterApp, build_router, ledger_settings_of
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.dispatch import dispatcher
 from inflight.router.dispatch.pools import ModelRegistry
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.source import StatsSource
 from inflight.router.text.tokenizer import TextModel
@@ -329,8 +329,8 @@ async def _work(pools: ModelRegistry, tokens: ResumeTokens, addresses: list[str]
         tasks.create_task(tokens.run())
 
 
-def _patient_settings_of(settings: RouterSettings) -> StoreSettings:
-    return replace(store_settings_of(settings), call_timeout_ms=PATIENCE_MS)
+def _patient_settings_of(settings: RouterSettings) -> LedgerSettings:
+    return replace(ledger_settings_of(settings), call_timeout_ms=PATIENCE_MS)
 
 
 @asynccontextmanager
@@ -347,7 +347,7 @@ async def run_router(
     settings = settings or RouterSettings(no_executor_grace_s=PATIENCE_S)
     own = {"redis_url": SecretStr(redis_url), "router_id": name}
     registry = CollectorRegistry()
-    with patch.object(app, "store_settings_of", _patient_settings_of):
+    with patch.object(app, "ledger_settings_of", _patient_settings_of):
         parts = build_router(settings.model_copy(update=own), {model: TextModel(tiny_tokenizer())}, registry)
     address = await parts.server.start(f"{host}:0")
     work = asyncio.create_task(_work(parts.pools, parts.tokens, addresses))

@@ -46,10 +46,10 @@ from inflight.router.ledger.codec import (
 from inflight.router.ledger.connection import NotSent, Turns, answered, close, connect_reader, unavailable
 from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
 from inflight.router.ledger.lua import Argument, Library, load_scripts
-from inflight.router.ledger.mailbox import Mailbox, OwnershipFilter, StoreClock
+from inflight.router.ledger.mailbox import LedgerClock, Mailbox, OwnershipFilter
 from inflight.router.ledger.outage import Outage
 from inflight.router.ledger.script_calls import ScriptCalls
-from inflight.router.ledger.settings import StoreSettings
+from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     Adopted,
     Attempt,
@@ -63,6 +63,8 @@ from inflight.router.ledger.types import (
     HandBackDetails,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerCall,
+    LedgerEvent,
     LedgerState,
     Placement,
     PoolListener,
@@ -70,8 +72,6 @@ from inflight.router.ledger.types import (
     Refused,
     ReportOutcome,
     Snapshot,
-    StoreCall,
-    StoreEvent,
     TenantLimits,
 )
 
@@ -116,7 +116,7 @@ class _Asked:
 _Answer = tuple[Reply, OwnEvent | None]
 
 
-class AdmissionStore:
+class RedisLedger:
     """One router's view of one pool.
 
     `redis` comes from `connect`. `router_id` is new at every start of the router, because its mailbox is read from the
@@ -131,10 +131,10 @@ class AdmissionStore:
         redis: Redis,
         pool: str,
         router_id: str,
-        settings: StoreSettings,
-        on_event: Callable[[StoreEvent], None],
+        settings: LedgerSettings,
+        on_event: Callable[[LedgerEvent], None],
         scripts: Library | None = None,
-        on_call: Callable[[StoreCall], None] = lambda call: None,
+        on_call: Callable[[LedgerCall], None] = lambda call: None,
         turns: Turns | None = None,
         reader: Redis | None = None,
     ) -> None:
@@ -148,7 +148,7 @@ class AdmissionStore:
         self._on_event = on_event
         self._on_call = on_call
         self._ownership = OwnershipFilter(on_event)
-        self._clock = StoreClock()
+        self._clock = LedgerClock()
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
         self._listener: PoolListener | None = None
@@ -430,7 +430,7 @@ class AdmissionStore:
             raise
         finally:
             ended = time.monotonic()
-            self._on_call(StoreCall(name, ended, ended - began, succeeded))
+            self._on_call(LedgerCall(name, ended, ended - began, succeeded))
         self._turns.heard()
         self._outage.answered()
         self._clock.observe(reply.now_ms)

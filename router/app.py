@@ -144,7 +144,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
 
 
 def ledger_settings_of(settings: RouterSettings) -> LedgerSettings:
-    """Returns the store's part of the router's settings."""
+    """Returns the ledger's part of the router's settings."""
     return LedgerSettings(
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,

@@ -182,10 +182,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],
             [await _about_one(recorder, store.explain) for store in stores],
-            [
-                Template(await recorder.record(partial(store._operate, "board")), ID_MARKERS).fill({})
-                for store in stores
-            ],
+            [Template(await recorder.record(partial(store._repeat, "board")), ID_MARKERS).fill({}) for store in stores],
             [Template(await recorder.record(store.renew), ID_MARKERS).fill({}) for store in stores],
             [Template(await recorder.record(store.reap), ID_MARKERS).fill({}) for store in stores],
             mailboxes,

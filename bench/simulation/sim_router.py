@@ -73,7 +73,7 @@ class SimRouter:
 
         def open_ledger(on_event: Callable[[LedgerEvent], None]) -> RedisLedger:
             settings = shape.store
-            return _Store(
+            return _Ledger(
                 redis,
                 link.keys.pool,
                 router_id,
@@ -122,9 +122,9 @@ class SimRouter:
     def arrive(self, request: SimRequest) -> None:
         """A client's request."""
         record = self._checker.submitted(request, self.router_id, self._timeline.now_us)
-        store = cast(_Store, self.dispatcher._store)
+        ledger = cast(_Ledger, self.dispatcher._ledger)
         client = SimClient(
-            request, record, self._shape.block_size, self._timeline, self._checker, store.asked_us.__getitem__
+            request, record, self._shape.block_size, self._timeline, self._checker, ledger.asked_us.__getitem__
         )
         self._clients[request.request_id] = client
         call = self.loop.start(self._serve(client))
@@ -204,10 +204,10 @@ class SimRouter:
 
     def wants_report(self, executor_id: str) -> bool:
         """Whether this router relays the executor's reports, or would if others do not."""
-        return self.dispatcher._ledger._reports.wants(executor_id, self.loop.time())
+        return self.dispatcher._writer._reports.wants(executor_id, self.loop.time())
 
 
-class _Store(RedisLedger):
+class _Ledger(RedisLedger):
     """The store of a router, which notes when it asks for requests to be admitted."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

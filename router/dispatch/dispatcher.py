@@ -25,13 +25,14 @@ from inflight.router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
 from inflight.router.dispatch.waiting_audit import WaitingAudit
 from inflight.router.executors.link import Answer as LinkAnswer
 from inflight.router.executors.link import ExecutorLink, NotAttached, OnAnswer
-from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.ledger import Ledger, OnEvent
 from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     CancelOutcome,
     Ending,
     Explanation,
+    HandBackOutcome,
     HandBackRefusal,
     LeaseLapsed,
     LedgerEvent,
@@ -51,13 +52,12 @@ from inflight.router.lifecycle.events import (
     Event,
     Forgotten,
     HandBackAnswered,
-    HandBackOutcome,
     LinkEvent,
     NotLinked,
     Rejected,
     RequestState,
     RequeueReason,
-    SubmitOutcome,
+    SubmitAnswer,
     Unlinked,
     WithdrawAnswered,
 )
@@ -205,15 +205,15 @@ class Dispatcher:
 
     def __init__(
         self,
-        open_ledger: Callable[[Callable[[LedgerEvent], None]], RedisLedger],
+        open_ledger: Callable[[OnEvent], Ledger],
         max_attempts: int,
         no_executor_grace_s: float,
         queue_event_interval_s: float = QUEUE_EVENT_INTERVAL_S,
         keep_ended_s: float = KEEP_ENDED_S,
         on_lapse: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store = open_ledger(self._on_ledger_event)
-        self._ledger = LedgerWriter(self._store, self._cancel_superseded)
+        self._ledger = open_ledger(self._on_ledger_event)
+        self._writer = LedgerWriter(self._ledger, self._cancel_superseded)
         self._requests = LiveRequests(no_executor_grace_s)
         self._ended = EndedStreams(keep_ended_s)
         self._links: dict[str, ExecutorLink] = {}
@@ -227,8 +227,8 @@ class Dispatcher:
         self._resuming: dict[str, asyncio.Task[RequestStream | RequestError]] = {}
         self._resubmissions: RetryQueue[Lifecycle] = RetryQueue(self._try_to_submit, self._spawn)
         self._withdrawals: RetryQueue[Lifecycle] = RetryQueue(self._try_to_withdraw, self._spawn)
-        self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
-        self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
+        self._queue_watch = QueueWatch(self._ledger.explain, queue_event_interval_s)
+        self._waiting_audit = WaitingAudit(self, self._ledger.find_forgotten)
         self._turns = SubmitTurns()
         self._on_effect = self._effect_table()
         self._tasks = asyncio.TaskGroup()
@@ -265,8 +265,8 @@ class Dispatcher:
         """Runs the background tasks until cancelled."""
         try:
             async with self._tasks:
-                self._tasks.create_task(self._store.run(), name="store")
                 self._tasks.create_task(self._ledger.run(), name="ledger")
+                self._tasks.create_task(self._writer.run(), name="ledger writer")
                 self._tasks.create_task(self._queue_watch.run(), name="queue watch")
                 self._tasks.create_task(self._waiting_audit.run(), name="waiting audit")
                 self._tasks.create_task(self._waiting_audit.run_after_lapses(), name="waiting audit after a lapse")
@@ -275,8 +275,8 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Settles the placements that have ended, if the ledger answers now."""
-        await self._ledger.settle_now()
-        await self._store.aclose()
+        await self._writer.settle_now()
+        await self._ledger.aclose()
 
     # Calls of the service.
 
@@ -315,8 +315,8 @@ class Dispatcher:
     async def check_rates(
         self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
     ) -> Refused | None:
-        """Calls `RedisLedger.check_rates`. Raises `RequestError` if the ledger does not answer."""
-        return await self._store.check_rates(tenant, limits, tokens, request_id, takes=takes)
+        """Calls `Ledger.check_rates`. Raises `RequestError` if the ledger does not answer."""
+        return await self._ledger.check_rates(tenant, limits, tokens, request_id, takes=takes)
 
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
         """Returns the request that this one repeats, if it is served or kept here. Raises `RequestError` if the id
@@ -433,7 +433,7 @@ class Dispatcher:
 
     async def cancel(self, request_id: str) -> LedgerState | None:
         """Ends a request of any router. Returns its state before; None if there is no such request."""
-        outcome = await self._store.cancel(request_id)
+        outcome = await self._ledger.cancel(request_id)
         if outcome.state is None:
             return None
         life = self._requests.served.get(request_id)
@@ -448,15 +448,15 @@ class Dispatcher:
         """Returns whether a request of any router waits, runs or has ended recently."""
         if self.stream_of(request_id) is not None or self._ended.find(request_id, time.monotonic()) is not None:
             return True
-        return await self._store.explain(request_id) is not None
+        return await self._ledger.explain(request_id) is not None
 
     async def explain(self, request_id: str) -> Explanation | None:
         """Returns the state of a request of any router; None if there is no such request."""
-        return await self._store.explain(request_id)
+        return await self._ledger.explain(request_id)
 
     async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         """Returns the current state of the ledger."""
-        return await self._store.snapshot(max_tenant_queues)
+        return await self._ledger.snapshot(max_tenant_queues)
 
     # Callbacks of links.
 
@@ -473,14 +473,14 @@ class Dispatcher:
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         """Queues a report of an executor for the ledger. Only the newest report counts."""
-        self._ledger.report(ledger_report(link, report))
+        self._writer.report(ledger_report(link, report))
 
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
         """Hands the requests of a lost executor back to the queue, with their output so far."""
         if self._links.get(link.executor_id) is link:
             del self._links[link.executor_id]
             self._description = None
-            self._ledger.forget(link.executor_id)
+            self._writer.forget(link.executor_id)
         for stream in streams:
             self._apply(stream.life, Unlinked(stream.life.current_attempt))
         if not self._links:
@@ -501,7 +501,7 @@ class Dispatcher:
         if event.is_certain:
             log.warning("the ledger has taken this router for dead; it is asked which waiting requests it still has")
         self._on_lapse()
-        self._ledger.start_over()
+        self._writer.start_over()
         self._execute(self._requests.apply_lapse_outside_queue())
         self._waiting_audit.lapsed()
 
@@ -543,9 +543,9 @@ class Dispatcher:
             Send: self._send,
             CancelSequence: self._cancel_sequence,
             HandBack: lambda effect: self._spawn(self._hand_back(effect)),
-            ExpectReport: lambda effect: self._ledger.expect_report(effect.executor_id),
-            Settle: lambda effect: self._ledger.settle(stream_of(effect.life).ending(effect.attempt)),
-            SettleUnused: lambda effect: self._ledger.settle(effect.ending),
+            ExpectReport: lambda effect: self._writer.expect_report(effect.executor_id),
+            Settle: lambda effect: self._writer.settle(stream_of(effect.life).ending(effect.attempt)),
+            SettleUnused: lambda effect: self._writer.settle(effect.ending),
             ClearSuspicion: lambda effect: self._spawn(self._clear_suspicion(effect)),
             RecordRequeued: self._record_requeued,
             PublishEnd: lambda effect: stream_of(effect.life).publish_end(),
@@ -600,7 +600,7 @@ class Dispatcher:
             self._ended.keep(stream, time.monotonic())
 
     async def _submit_first(self, life: Lifecycle) -> None:
-        async def submit_unless_abandoned() -> SubmitOutcome:
+        async def submit_unless_abandoned() -> SubmitAnswer:
             if life.is_abandoned:  # the client left while the request waited for its turn
                 return draining("the client is gone")
             return await self._submit_to_ledger(life)
@@ -617,10 +617,10 @@ class Dispatcher:
         self._execute(self._requests.resubmit_answered(life, outcome, asyncio.get_running_loop().time()))
         return not life.is_resubmit_queued
 
-    async def _submit_to_ledger(self, life: Lifecycle, *, is_served: bool = False) -> SubmitOutcome:
+    async def _submit_to_ledger(self, life: Lifecycle, *, is_served: bool = False) -> SubmitAnswer:
         try:
-            await self._ledger.settled(life.request_id)
-            return await self._store.submit(stream_of(life).demand(is_served=is_served))
+            await self._writer.settled(life.request_id)
+            return await self._ledger.submit(stream_of(life).demand(is_served=is_served))
         except RequestError as error:
             return error
 
@@ -630,7 +630,7 @@ class Dispatcher:
             return True
         outcome: CancelOutcome | None = None
         try:
-            outcome = await self._store.cancel(life.request_id, is_own=True)
+            outcome = await self._ledger.withdraw(life.request_id)
         except RequestError as error:
             log.debug("%s cannot be withdrawn yet: %s", life.request_id, error)
         self._apply(life, WithdrawAnswered(outcome))
@@ -644,7 +644,7 @@ class Dispatcher:
         stream, placement, why = stream_of(effect.life), effect.placement, effect.why
         while True:
             with suppress(RequestError):  # the ledger does not answer
-                outcome = await self._store.hand_back(
+                outcome = await self._ledger.hand_back(
                     placement.request_id,
                     placement.attempt,
                     self._max_attempts,
@@ -661,7 +661,7 @@ class Dispatcher:
 
     async def _clear_suspicion(self, effect: ClearSuspicion) -> None:
         try:
-            await self._store.absolve(effect.life.request_id, effect.attempt)
+            await self._ledger.absolve(effect.life.request_id, effect.attempt)
         except RequestError as error:
             log.debug("%s stays under suspicion: %s", effect.life.request_id, error)
 
@@ -695,7 +695,7 @@ class Dispatcher:
         """Adopts a request of which only the id is known. Returns its stream, or the error if it cannot be
         continued."""
         try:
-            adopted = await self._store.adopt(ledger_id)
+            adopted = await self._ledger.adopt(ledger_id)
         except RequestError as error:
             return error
         if adopted is None:
@@ -723,7 +723,7 @@ class Dispatcher:
             return opened[0]
         if answer is NotAttached.NOT_HELD and not adopted.ended:
             # The prompt is lost, so the request cannot run. Its reservation is released.
-            self._ledger.settle(Ending(ledger_id, adopted.placement.attempt, cancelled=True))
+            self._writer.settle(Ending(ledger_id, adopted.placement.attempt, cancelled=True))
         return output_lost("its executor does not hold the request any more, or cannot be reached")
 
     async def _ask_executor(self, placement: Placement, on_answer: OnAnswer) -> LinkAnswer:

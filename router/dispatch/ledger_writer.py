@@ -18,7 +18,7 @@ from inflight.common.protocol import RESERVATION_VERSION
 from inflight.router.dispatch.report_pacer import ReportPacer
 from inflight.router.dispatch.retry_queue import STORE_RETRY_S
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.ledger import Ledger
 from inflight.router.ledger.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
 from inflight.v1 import executor_pb2, types_pb2
 
@@ -32,18 +32,18 @@ class LedgerWriter:
     counts its attempt. It must cancel the sequence on the executor.
     """
 
-    def __init__(self, store: RedisLedger, on_superseded: Callable[[str, Attempt], None]) -> None:
-        self._store = store
+    def __init__(self, ledger: Ledger, on_superseded: Callable[[str, Attempt], None]) -> None:
+        self._ledger = ledger
         self._on_superseded = on_superseded
         self._ended: list[Ending] = []
         # By request: the number of ends that the ledger does not know yet.
         self._num_unsettled: Counter[str] = Counter()
         # Set by the next call of `settle_now`, to its error or None; None while no task waits for it.
         self._settling: asyncio.Future[RequestError | None] | None = None
-        self._reports = ReportPacer(store.router_id)
+        self._reports = ReportPacer(ledger.router_id)
         self._ended_wake = asyncio.Event()
         self._report_wake = asyncio.Event()
-        store.listen(self)
+        ledger.listen(self)
 
     def settle(self, ending: Ending) -> None:
         """Queues the end of a placement, which releases its reservation."""
@@ -109,13 +109,13 @@ class LedgerWriter:
             tasks.create_task(self._relay_reports(), name="reports")
 
     async def settle_now(self) -> bool:
-        """Settles all collected ends. Returns False if the store does not answer; the ends then stay queued."""
+        """Settles all collected ends. Returns False if the ledger does not answer; the ends then stay queued."""
         ended, self._ended = self._ended, []
         failure: RequestError | None = None
         try:
-            await self._store.settle(ended)
+            await self._ledger.settle(ended)
         except RequestError as error:
-            log.debug("%d ends cannot be settled yet: %s", len(ended), error)  # the store logs its outage
+            log.debug("%d ends cannot be settled yet: %s", len(ended), error)  # the ledger logs its outage
             self._ended = ended + self._ended
             failure = error
         else:
@@ -145,7 +145,7 @@ class LedgerWriter:
 
     async def _relay(self, reports: Sequence[ExecutorReport]) -> None:
         try:
-            outcomes = await self._store.report_all(reports)
+            outcomes = await self._ledger.report_all(reports)
         except RequestError as error:
             log.debug("%d reports cannot be relayed: %s", len(reports), error)
             for report in reports:

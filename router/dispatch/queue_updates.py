@@ -53,7 +53,7 @@ class QueueWatch:
             try:
                 explanation = await self._explain(stream.request_id)
             except RequestError:
-                return  # the ledger does not answer; the store logs the outage
+                return  # the ledger does not answer; it logs the outage
             if explanation is not None and explanation.state is LedgerState.WAITING:
                 self._update(stream, Queued(explanation.position, explanation.estimated_wait_ms))
 

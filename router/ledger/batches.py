@@ -51,8 +51,8 @@ class Batches(Generic[Item, Outcome]):
         self._waiting: deque[_Waiter[Item, Outcome]] = deque()
         self._num_calls = 0
 
-    async def ask(self, item: Item) -> Outcome:
-        """Returns the item's outcome. Raises `RequestError` if its call fails or gets no turn."""
+    async def add(self, item: Item) -> Outcome:
+        """Adds the item to a call and returns its outcome. Raises `RequestError` if its call fails or gets no turn."""
         answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(item, answered)
         self._waiting.append(waiter)

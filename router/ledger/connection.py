@@ -26,8 +26,7 @@ from redis.exceptions import RedisError
 
 from inflight.common.cancellation import task_is_cancelled
 from inflight.common.errors import Reason, RequestError
-from inflight.router.ledger.call_pool import CallPool, NotSentError
-from inflight.router.ledger.cluster import ClusterClient, Node
+from inflight.router.ledger.clients import CallPool, ClusterClient, Node, NotSentError
 from inflight.router.ledger.redis_url import RedisAddress, RedisKind, parse_redis_url
 from inflight.router.ledger.settings import LedgerSettings
 
@@ -107,7 +106,7 @@ async def _close(client: Closable) -> None:
 
 
 async def answered(call: Awaitable[T], settings: LedgerSettings) -> T:
-    """Returns the reply to a call. Raises `RequestError` if the store does not answer, `NotSent` if the call was not
+    """Returns the reply to a call. Raises `RequestError` if Redis does not answer, `NotSent` if the call was not
     sent.
 
     Also raises `CancelledError` if redis-py has swallowed it. redis-py sends with `asyncio.wait_for`, which in Python
@@ -234,5 +233,5 @@ def _pooled(options: dict[str, Any], settings: LedgerSettings) -> Redis:
 
 
 def _as_redis(client: ClusterClient) -> Redis:
-    """Casts a cluster client to `Redis`. redis-py has no common type for the methods that the store calls on both."""
+    """Casts a cluster client to `Redis`. redis-py has no common type for the methods that the ledger calls on both."""
     return cast(Redis, client)

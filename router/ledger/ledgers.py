@@ -1,4 +1,4 @@
-"""A router's connection to Redis, with the stores of all pools and the secret that all routers share.
+"""A router's connection to Redis, with the ledgers of all pools and the secret that all routers share.
 
 If no secret is configured, the first router generates one and stores it in Redis, outside all pools. If Redis loses the
 secret, a router that knows it writes it again.
@@ -16,11 +16,12 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from inflight.common.errors import RequestError
 from inflight.router.ledger.connection import Turns, answered, close, connect, unavailable
+from inflight.router.ledger.ledger import Ledger, OnEvent
 from inflight.router.ledger.lua import ScriptCaller, load_scripts
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.script_calls import ScriptCalls, execute_at, is_unreadable
 from inflight.router.ledger.settings import LedgerSettings
-from inflight.router.ledger.types import LedgerCall, LedgerEvent
+from inflight.router.ledger.types import LedgerCall
 
 logger = logging.getLogger(__name__)
 
@@ -122,14 +123,13 @@ async def learn_secret(redis: Redis, settings: LedgerSettings, own: bytes | None
     return await (shared_secret(redis, settings) if own is None else restore_secret(redis, settings, own))
 
 
-OnEvent = Callable[[LedgerEvent], None]
 OnCall = Callable[[LedgerCall], None]
 
 
 class Ledgers:
     """The Redis client of one router. It connects at the first call.
 
-    `router_id` is new at every start of the router. `on_call` is called after every call of a script by a store.
+    `router_id` is new at every start of the router. `on_call` is called after every call of a script by a ledger.
     """
 
     def __init__(self, url: str, router_id: str, settings: LedgerSettings, on_call: OnCall = lambda call: None) -> None:
@@ -139,8 +139,8 @@ class Ledgers:
         self._on_call = on_call
         self._turns = Turns(settings)
 
-    def open(self, pool: str, on_event: OnEvent) -> RedisLedger:
-        """Returns the store of a pool."""
+    def open(self, pool: str, on_event: OnEvent) -> Ledger:
+        """Returns the ledger of a pool."""
         return RedisLedger(
             self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
         )
@@ -153,5 +153,5 @@ class Ledgers:
         return await missing_commands(self._redis, self._settings)
 
     async def aclose(self) -> None:
-        """Closes the connection. The stores cannot be used afterwards."""
+        """Closes the connection. The ledgers cannot be used afterwards."""
         await close(self._redis)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 # An outage is over after this time without a failed call. A success between failures is no recovery: Redis may answer
-# reads while it refuses writes. Longer than the interval of the store's periodic calls.
+# reads while it refuses writes. Longer than the interval of the ledger's periodic calls.
 QUIET_S = 3.0
 REMINDER_S = 60.0
 

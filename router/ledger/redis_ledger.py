@@ -1,7 +1,12 @@
-"""The admission store: a pool's queues and its ledger of reservations in Redis, shared by all routers.
+"""The ledger in Redis, shared by all routers.
 
 The scripts (`scripts/*.lua`) make all decisions, atomically. This module calls them and delivers their results. It
-repeats a call that stopped at a bound (`scripts/shared/records.lua` says when). It keeps no copy of the ledger.
+keeps no copy of the ledger. A call passes three layers:
+
+1. Batch (`Batches`): submits, cancels and hand-backs that arrive while calls are in flight share the next call.
+2. Repeat (`_repeat`, `_repeat_batch`): a call that stopped at a bound is repeated (`scripts/shared/records.lua` says
+   when), then boarding continues. A failed call is not repeated here.
+3. Call (`_call`): one call of a script, whose events are delivered.
 
 Every operation runs in its own shielded task. A gRPC handler may be cancelled at any moment, and a reply can contain
 placements of other requests. Such a reply must not be lost, and must not reach another caller.
@@ -14,7 +19,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, Unpack
@@ -45,33 +50,32 @@ from inflight.router.ledger.codec import (
 )
 from inflight.router.ledger.connection import NotSent, Turns, answered, close, connect_reader, unavailable
 from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
+from inflight.router.ledger.ledger import OnEvent
 from inflight.router.ledger.lua import Argument, Library, load_scripts
 from inflight.router.ledger.mailbox import LedgerClock, Mailbox, OwnershipFilter
 from inflight.router.ledger.outage import Outage
 from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
-    Adopted,
+    AdoptOutcome,
     Attempt,
     CancelOutcome,
     Demand,
     Dropped,
-    Duplicate,
     Ending,
     ExecutorReport,
     Explanation,
     HandBackDetails,
-    HandBackRefusal,
+    HandBackOutcome,
     LeaseLapsed,
     LedgerCall,
-    LedgerEvent,
-    LedgerState,
     Placement,
     PoolListener,
     Queued,
     Refused,
     ReportOutcome,
     Snapshot,
+    SubmitOutcome,
     TenantLimits,
 )
 
@@ -93,7 +97,6 @@ OWNED = frozenset({"PLACED", "QUEUED", "ADOPTED"})
 UNPROMPTED = frozenset({"settle", "report", "renew", "reap"})
 
 OwnEvent = Placement | Dropped
-SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
 
 
 @dataclass(slots=True)
@@ -117,13 +120,12 @@ _Answer = tuple[Reply, OwnEvent | None]
 
 
 class RedisLedger:
-    """One router's view of one pool.
+    """One router's view of one pool. Implements `inflight.router.ledger.ledger.Ledger`.
 
     `redis` comes from `connect`. `router_id` is new at every start of the router, because its mailbox is read from the
-    beginning. `on_event` must not raise. It gets each event exactly once, possibly before the call that caused the
-    event returns. The caller settles a `Placement` of a request that it no longer serves. `on_call` is called after
-    every call of a script, in the `contextvars` context of the caller. All users of `redis` share `turns`. `reader`
-    reads the mailbox; None: a client that is connected for it.
+    beginning. `on_event` must not raise. `on_call` is called after every call of a script, in the `contextvars` context
+    of the caller. All users of `redis` share `turns`. `reader` reads the mailbox; None: a client that is connected for
+    it.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class RedisLedger:
         pool: str,
         router_id: str,
         settings: LedgerSettings,
-        on_event: Callable[[LedgerEvent], None],
+        on_event: OnEvent,
         scripts: Library | None = None,
         on_call: Callable[[LedgerCall], None] = lambda call: None,
         turns: Turns | None = None,
@@ -166,98 +168,62 @@ class RedisLedger:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(mailbox.run(self._ownership.receive, self._outage.failed))
-                group.create_task(_repeat(self.renew, self._settings.renew_interval_ms, jitter=0.1))
-                group.create_task(_repeat(self.reap, self._settings.reap_interval_ms, jitter=0.5))
+                group.create_task(_every(self.renew, self._settings.renew_interval_ms, jitter=0.1))
+                group.create_task(_every(self.reap, self._settings.reap_interval_ms, jitter=0.5))
         finally:
             await close(reader)
 
     async def aclose(self) -> None:
-        """Waits for operations whose callers were cancelled."""
         await asyncio.gather(*self._operations, return_exceptions=True)
 
     # Requests --------------------------------------------------------------------------------------------------
 
     async def submit(self, demand: Demand) -> SubmitOutcome:
-        """Enqueues a request, and places it at once if its turn has come. This router becomes its owner.
-
-        A submit with a known id and the same digest is a repeat. This router then becomes the owner of the request in
-        its current state. For an ended request the result is `Adopted` with `ended`; but a request that was cancelled
-        or never placed starts again.
-
-        Cancelling the call withdraws the request. After STORE_UNAVAILABLE the request may be in the queue nevertheless.
-        The caller then repeats the call, or settles the placement when it arrives.
-        """
         operation = self._start(self._submit(demand))
         try:
             return await asyncio.shield(operation)
         except asyncio.CancelledError:
-            self._start(self._withdraw(operation, demand.request_id))
+            self._start(self._undo_submit(operation, demand.request_id))
             raise
 
     async def check_rates(
         self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
     ) -> Refused | None:
-        """Returns why the tenant's rates refuse a request of `tokens` tokens now, or None. Consumes from the rates only
-        if `takes`. A repeat of the known request `request_id` is not refused."""
         args = rates_args(tenant, limits, tokens, request_id, takes)
-        reply = await self._detached(self._operate("rates", *args))
+        reply = await self._detached(self._repeat("rates", *args))
         return parse_rates(reply)
 
     async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
-        """Ends placements and releases their reservations. Ignores stale placements. Returns how many it ended."""
         return await self._detached(self._settle(endings))
 
-    async def cancel(self, request_id: str, *, is_own: bool = False) -> CancelOutcome:
-        """Ends a waiting request of any owner. Asks the owner of a placed request to cancel it.
+    async def cancel(self, request_id: str) -> CancelOutcome:
+        return await self._detached(self._cancel(request_id, is_own=False))
 
-        The owner calls this with `is_own` when its client disconnects. If another live router owns the request by then,
-        because the client reconnected there, the request counts as unknown.
-        """
-        reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, int(is_own)])))
-        return parse_cancel(request_id, reply)
+    async def withdraw(self, request_id: str) -> CancelOutcome:
+        return await self._detached(self._cancel(request_id, is_own=True))
 
     async def hand_back(
         self, request_id: str, attempt: int, max_attempts: int, **details: Unpack[HandBackDetails]
-    ) -> Placement | Queued | Dropped | HandBackRefusal:
-        """Returns a failed placement to the ledger. If attempts are left, the request waits at its former position.
-
-        UNDECIDED: whether attempts are left depends on whether executors died. This is known within seconds, so the
-        caller calls again.
-        """
+    ) -> HandBackOutcome:
         args = hand_back_args(request_id, attempt, max_attempts, details)
-        reply, event = await self._detached(self._hand_backs.ask(_Asked(request_id, args)))
+        reply, event = await self._detached(self._hand_backs.add(_Asked(request_id, args)))
         if isinstance(event, Dropped):
             return event
         return event or parse_hand_back(request_id, reply)
 
-    async def adopt(self, request_id: str) -> Adopted | LedgerState | Refused | None:
-        """Makes this router the owner of a placed request, so that it can attach to its executor. None: unknown id.
-        Refused: it is a choice of a request whose first choice another router has taken over.
-
-        A WAITING or LOST request is not changed: only a router that has its prompt can continue it, by a submit. ENDED:
-        the request has ended, and it was never placed or its executor is not known.
-        """
+    async def adopt(self, request_id: str) -> AdoptOutcome:
         reply = await self._detached(self._adopt(request_id))
         return parse_adopt(request_id, reply)
 
     async def absolve(self, request_id: str, attempt: int) -> None:
-        """Clears the suspicion of a request whose placement has produced a token. Its earlier losses no longer
-        count."""
-        await self._detached(self._operate("absolve", request_id, attempt))
+        await self._detached(self._repeat("absolve", request_id, attempt))
 
     async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
-        """Returns those of this router's waiting requests that the ledger does not have in its queue. The caller
-        submits them again.
-
-        `waiting` has at most 256 requests, each with the last attempt that the router knows of. With `ANY_ATTEMPT` the
-        result includes a request that was placed or lost meanwhile.
-        """
-        reply = await self._detached(self._operate("verify", *verify_args(waiting)))
+        reply = await self._detached(self._repeat("verify", *verify_args(waiting)))
         return frozenset(reply.values[0])
 
     async def explain(self, request_id: str) -> Explanation | None:
-        """Returns the state of a request and what it waits for; None for an unknown id."""
-        reply = await self._detached(self._operate("explain", request_id))
+        reply = await self._detached(self._repeat("explain", request_id))
         return parse_explain(reply)
 
     # Executors and leases --------------------------------------------------------------------------------------
@@ -268,18 +234,16 @@ class RedisLedger:
         return outcome
 
     async def report_all(self, reports: Sequence[ExecutorReport]) -> list[ReportOutcome]:
-        """Relays reports of several executors in one call. Returns their outcomes in the same order."""
         args = [arg for report in reports for arg in report_args(report, self._settings)]
-        reply = await self._detached(self._operate("report", *args))
+        reply = await self._detached(self._repeat("report", *args))
         return parse_reports(reply)
 
     def listen(self, listener: PoolListener) -> None:
-        """Sets the listener for what the periodic calls report about the pool."""
         self._listener = listener
 
     async def renew(self) -> None:
         """Renews this router's lease. Updates the list of other live routers."""
-        reply = await self._detached(self._operate("renew"))
+        reply = await self._detached(self._repeat("renew"))
         peers = frozenset(reply.values[0]) - {self.router_id}
         has_changed, self._peers = peers != self._peers, peers
         if has_changed and self._listener is not None:
@@ -291,11 +255,10 @@ class RedisLedger:
         await self._detached(self._reap())
 
     async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
-        """Returns the state of the pool, with the queues of at most `max_tenant_queues` tenants."""
-        reply = await self._detached(self._operate("snapshot", max_tenant_queues))
+        reply = await self._detached(self._repeat("snapshot", max_tenant_queues))
         return parse_snapshot(reply)
 
-    # How a script is called ------------------------------------------------------------------------------------
+    # Operations ------------------------------------------------------------------------------------------------
 
     async def _submit(self, demand: Demand) -> SubmitOutcome:
         assert 1 <= demand.priority_class <= NUM_CLASSES
@@ -303,13 +266,13 @@ class RedisLedger:
         assert demand.sequences > 0
         asked = _Asked(demand.request_id, submit_args(demand, self._settings))
         with self._ownership.during_call(demand.request_id):
-            reply, event = await self._submits.ask(asked)
+            reply, event = await self._submits.add(asked)
             self._take_ownership(demand.request_id, reply)
         return event or parse_submit(demand.request_id, reply)
 
     async def _adopt(self, request_id: str) -> Reply:
         with self._ownership.during_call(request_id):
-            reply = await self._operate("adopt", request_id)
+            reply = await self._repeat("adopt", request_id)
             self._take_ownership(request_id, reply)
         return reply
 
@@ -317,13 +280,16 @@ class RedisLedger:
         if reply.status in OWNED:
             self._ownership.take(request_id, reply.now_ms)
 
-    async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
+    async def _cancel(self, request_id: str, *, is_own: bool) -> CancelOutcome:
+        reply, _ = await self._cancels.add(_Asked(request_id, [request_id, int(is_own)]))
+        return parse_cancel(request_id, reply)
+
+    async def _undo_submit(self, submit: asyncio.Task[Any], request_id: str) -> None:
         """Undoes a submit whose caller was cancelled. Nothing has been sent to an executor yet."""
         result = await submit
         placement = result if isinstance(result, Placement) else None
         if isinstance(result, Queued):
-            reply, _ = await self._cancels.ask(_Asked(request_id, [request_id, 1]))
-            placement = parse_cancel(request_id, reply).placement
+            placement = (await self._cancel(request_id, is_own=True)).placement
         if placement:
             async with self._turns.turn("settle"):
                 await self._settle([Ending(request_id, placement.attempt, cancelled=True)])
@@ -332,7 +298,7 @@ class RedisLedger:
         num_settled = 0
         for start in range(0, len(attempts), MAX_SETTLED_PER_CALL):
             chunk = attempts[start : start + MAX_SETTLED_PER_CALL]
-            reply = await self._operate("settle", *settle_args(chunk))
+            reply = await self._repeat("settle", *settle_args(chunk))
             num_settled += reply.values[0]
         return num_settled
 
@@ -347,11 +313,13 @@ class RedisLedger:
                 self._listener.on_report_overdue(executor_id, silent_s)
         await self._board(operation, reply)
 
+    # How a script is called: batch, repeat, call ---------------------------------------------------------------
+
     def _batches(self, name: str) -> Batches[_Asked, _Answer]:
         """Returns the batches of a script that handles several requests per call."""
-        return Batches(partial(self._ask_all, name), partial(self._turns.turn, name), self._start)
+        return Batches(partial(self._repeat_batch, name), partial(self._turns.turn, name), self._start)
 
-    async def _ask_all(self, name: str, asked: Sequence[_Asked]) -> list[_Answer]:
+    async def _repeat_batch(self, name: str, asked: Sequence[_Asked]) -> list[_Answer]:
         """Calls a script for several requests until it is done with each. Then continues boarding until nothing more
         fits.
 
@@ -375,22 +343,17 @@ class RedisLedger:
                 return [(outcomes[index], operation.own_events.get(one.request_id)) for index, one in enumerate(asked)]
         raise self._endless(name)
 
-    async def _operate(self, name: str, *args: Argument) -> Reply:
+    async def _repeat(self, name: str, *args: Argument) -> Reply:
         """Calls a script until it is done, then continues boarding until nothing more fits. Takes a turn, unless the
         script is `UNPROMPTED`."""
-        if name in UNPROMPTED:
-            return await self._operate_now(name, *args)
-        async with self._turns.turn(name):
-            return await self._operate_now(name, *args)
-
-    async def _operate_now(self, name: str, *args: Argument) -> Reply:
-        operation = _Operation(set(self._peers), frozenset())
-        for _ in range(MAX_ROUNDS):
-            reply = await self._call(operation, name, (*args, *self._waits_until(name)))
-            if reply.status not in ("AGAIN", "LATE"):
-                await self._board(operation, reply)
-                return reply
-        raise self._endless(name)
+        async with nullcontext() if name in UNPROMPTED else self._turns.turn(name):
+            operation = _Operation(set(self._peers), frozenset())
+            for _ in range(MAX_ROUNDS):
+                reply = await self._call(operation, name, (*args, *self._waits_until(name)))
+                if reply.status not in ("AGAIN", "LATE"):
+                    await self._board(operation, reply)
+                    return reply
+            raise self._endless(name)
 
     def _endless(self, name: str) -> RequestError:
         endless = unavailable(self._settings, f"{name} found no end")
@@ -416,6 +379,7 @@ class RedisLedger:
             logger.debug("boarding stopped half-way: %s", error)
 
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
+        """Calls a script once and delivers the events of its reply."""
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
         call = self._calls.run(name, keys, [self.router_id, *args])
         began, succeeded = time.monotonic(), False
@@ -466,7 +430,7 @@ class RedisLedger:
             logger.error("store operation failed", exc_info=error)
 
 
-async def _repeat(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:
+async def _every(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:
     """Runs the operation until cancelled, about every `interval_ms`."""
     while True:
         with suppress(RequestError):  # logged as an outage

@@ -22,7 +22,7 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from inflight.router.ledger.cluster import ClusterClient
+from inflight.router.ledger.clients import ClusterClient
 from inflight.router.ledger.lua import LIBRARY_PREFIX, Argument, Library, ScriptCaller
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Settings of the store: queue bounds, calls of Redis, and intervals of periodic work."""
+"""Settings of the ledger: queue bounds, calls of Redis, and intervals of periodic work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments, results and events of the store, and snapshots of a pool. Plain data.
+"""Arguments, results and events of the ledger, and snapshots of a pool. Plain data.
 
 A *placement* is one attempt of a request on one executor. `attempt` fences it. `generation` identifies the start of the
 executor. A result answers a call. An event arrives without a call. Some types are used for both.
@@ -372,6 +372,10 @@ class Dropped:
     adapter: str = field(default="", compare=False)
 
 
+SubmitOutcome = Placement | Queued | Dropped | Adopted | Refused | Duplicate
+AdoptOutcome = Adopted | Refused | LedgerState | None
+
+
 class HandBackDetails(TypedDict, total=False):
     """Why a placement is handed back, and what it has produced. Without a reason, its executor was lost."""
 
@@ -404,6 +408,9 @@ class HandBackRefusal(Enum):
     """It ended, has a newer attempt, or another router has adopted it. Nothing was changed."""
     UNKNOWN = "UNKNOWN"
     """The ledger has lost it. The caller submits it again with its `last_attempt`."""
+
+
+HandBackOutcome = Placement | Queued | Dropped | HandBackRefusal
 
 
 @dataclass(frozen=True, slots=True)

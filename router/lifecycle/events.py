@@ -14,20 +14,18 @@ from inflight.router.ledger.types import (
     Adopted,
     CancelOutcome,
     Dropped,
-    Duplicate,
-    HandBackRefusal,
+    HandBackOutcome,
     LedgerEvent,
     LedgerState,
     Placement,
     PreemptRequested,
     Queued,
-    Refused,
+    SubmitOutcome,
 )
 from inflight.v1 import types_pb2
 
-SubmitOutcome = Placement | Queued | Dropped | Adopted | Refused | Duplicate | RequestError
+SubmitAnswer = SubmitOutcome | RequestError
 Admitted = Placement | Queued | Dropped | Adopted
-HandBackOutcome = Placement | Queued | Dropped | HandBackRefusal
 
 
 class RequestState(Enum):
@@ -150,7 +148,7 @@ class GiveUp:
 class SubmitAnswered:
     """The answer to the first submit."""
 
-    outcome: SubmitOutcome
+    outcome: SubmitAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class ResubmitDue:
 class ResubmitAnswered:
     """The answer to a later submit."""
 
-    outcome: SubmitOutcome
+    outcome: SubmitAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,8 @@ from inflight.router.lifecycle.events import (
     ResubmitDue,
     SequenceEnded,
     Submit,
+    SubmitAnswer,
     SubmitAnswered,
-    SubmitOutcome,
     Unlinked,
     WithdrawAnswered,
     WithdrawDue,
@@ -686,7 +686,7 @@ class Lifecycle:
         """Whether it is in the queue, as far as this router knows, or was, and its client wants it."""
         return self.state in (S.SUBMITTING, S.WAITING, S.RESUBMITTING) and not self.is_abandoned
 
-    def _admitted_or_error(self, outcome: SubmitOutcome, *, is_served: bool) -> Admitted | RequestError:
+    def _admitted_or_error(self, outcome: SubmitAnswer, *, is_served: bool) -> Admitted | RequestError:
         if self.state is S.LEFT and self.error is not None:
             return self.error  # the answer is for the router that has it now
         if isinstance(outcome, Refused):
@@ -994,7 +994,7 @@ class LiveRequests:
         """Handles a client that wants no more. Safe to repeat, also after the request's end."""
         return self.apply(life, Release()) if self._served.get(life.request_id) is life else []
 
-    def submit_answered(self, life: Lifecycle, outcome: SubmitOutcome) -> Effects:
+    def submit_answered(self, life: Lifecycle, outcome: SubmitAnswer) -> Effects:
         """Applies the ledger's answer to a first submit."""
         effects = self.apply(life, SubmitAnswered(outcome))
         if self._draining is not None and life.is_served:
@@ -1006,7 +1006,7 @@ class LiveRequests:
         self._to_resubmit.pop(life, None)
         return self.apply(life, ResubmitDue())
 
-    def resubmit_answered(self, life: Lifecycle, outcome: SubmitOutcome, now: float) -> Effects:
+    def resubmit_answered(self, life: Lifecycle, outcome: SubmitAnswer, now: float) -> Effects:
         """Applies the ledger's answer to a later submit."""
         effects = self.apply(life, ResubmitAnswered(outcome))
         if not isinstance(outcome, RequestError | Refused | Duplicate):

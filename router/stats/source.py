@@ -55,7 +55,7 @@ class SnapshotCache:
         try:
             self._snapshot = await self._ask(MAX_TENANT_QUEUES)
         except RequestError:
-            self._snapshot = None  # the ledger is away; the store's log says so
+            self._snapshot = None  # the ledger is away; its log says so
         finally:
             self._asking = None
 

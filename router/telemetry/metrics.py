@@ -1,6 +1,6 @@
 """Prometheus metrics of a router's requests and store calls; docs/metrics.md defines each name.
 
-The registry belongs to the process. All input comes from `inflight.router.telemetry.events` and the store. In the path
+The registry belongs to the process. All input comes from `inflight.router.telemetry.events` and the ledger. In the path
 of a token there is one count and one observation for each delivery.
 """
 

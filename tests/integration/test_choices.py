@@ -336,7 +336,7 @@ async def test_choices_that_never_fit_the_queue_are_refused_as_one(redis_url: st
 async def test_choice_that_is_refused_ends_the_others(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool, shape=SHAPE) as cluster:
         (router,) = cluster.routers
-        store = router.pools.by_name[pool].dispatcher._store  # the ledger's answer for one choice
+        store = router.pools.by_name[pool].dispatcher._ledger  # the ledger's answer for one choice
         await store.submit(Demand("r~2", 2, 1))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(router, request_of(request_id="r"))

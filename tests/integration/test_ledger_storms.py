@@ -20,7 +20,16 @@ from inflight.router.ledger.connection import close, connect
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.settings import LedgerSettings
-from inflight.router.ledger.types import Demand, ExecutorReport, LeaseLapsed, LedgerCall, LedgerEvent, Placement, Queued
+from inflight.router.ledger.types import (
+    Demand,
+    ExecutorReport,
+    LeaseLapsed,
+    LedgerCall,
+    LedgerEvent,
+    Placement,
+    Queued,
+    SubmitOutcome,
+)
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
 from tests.support.ledger.store_pool import START_MS, steered_scripts
@@ -182,11 +191,11 @@ async def test_clients_that_leave_while_redis_is_silent_cost_no_lease_and_no_oth
         streams = await here.queue(num_waiting)
         submit = here.own.submit
 
-        async def counting(demand: Demand) -> object:
+        async def counting(demand: Demand) -> SubmitOutcome:
             submitted_again.append(demand.request_id)
             return await submit(demand)
 
-        here.own.submit = counting  # type: ignore[method-assign, assignment]
+        here.own.submit = counting  # type: ignore[method-assign]
         leaving, staying = streams[:num_cancelled], streams[num_cancelled:]
         server = int((await admin.info("server"))["process_id"])
         os.kill(server, signal.SIGSTOP)

@@ -135,7 +135,7 @@ async def served(ledgers: Ledgers, name: str, demands: Sequence[Demand]) -> list
     """Returns the tenants in the order in which their requests get the only seat of a name."""
     told: list[LedgerEvent] = []
     store = ledgers.open(name, told.append)
-    await store.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
+    await store.report_all([ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True)])
     outcomes = [await store.submit(demand) for demand in demands]
     tenant_of = {demand.request_id: demand.tenant for demand in demands}
     placed = [one for one in outcomes if isinstance(one, Placement)]
@@ -144,7 +144,7 @@ async def served(ledgers: Ledgers, name: str, demands: Sequence[Demand]) -> list
         seated = placed.pop()
         tenants.append(tenant_of[seated.request_id])
         held = (HeldSequence(seated.request_id, seated.attempt, 1),)
-        await store.report(ExecutorReport("x", 1, len(tenants) + 1, 10, 10, 1, accepting=True, held=held))
+        await store.report_all([ExecutorReport("x", 1, len(tenants) + 1, 10, 10, 1, accepting=True, held=held)])
         await store.settle([Attempt(seated.request_id, seated.attempt)])
         placed += [one for one in told if isinstance(one, Placement)]
         told.clear()

@@ -167,14 +167,14 @@ async def test_the_ledger_is_asked_only_while_a_client_watches_and_once_for_all(
     async with run_cluster(redis_url, pool) as cluster:
         router = cluster.routers[0]
         dispatcher, num_asked = router.pools.by_name[pool].dispatcher, 0
-        snapshot = dispatcher._store.snapshot
+        snapshot = dispatcher._ledger.snapshot
 
         async def counted(max_tenant_queues: int = 0) -> Any:
             nonlocal num_asked
             num_asked += 1
             return await snapshot(max_tenant_queues)
 
-        dispatcher._store.snapshot = counted  # type: ignore[method-assign]
+        dispatcher._ledger.snapshot = counted  # type: ignore[method-assign]
         async with AsyncExitStack() as stack:
             for _ in range(5):
                 await anext(await stack.enter_async_context(watching(router, interval_ms=60_000)))

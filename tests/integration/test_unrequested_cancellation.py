@@ -24,14 +24,14 @@ async def test_stream_goes_on_whose_placement_ends_before_the_ledger_has_it_back
         (stream,) = one.dispatcher.streams
         link = one.dispatcher.link_of("executor-0")
         assert link is not None
-        hand_back = one.dispatcher._store.hand_back
+        hand_back = one.dispatcher._ledger.hand_back
 
         async def hand_back_late(*args: Any, **how: Any) -> Any:
             if link._seated:
                 raise RequestError(Reason.STORE_UNAVAILABLE, "Redis is away")
             return await hand_back(*args, **how)
 
-        monkeypatch.setattr(one.dispatcher._store, "hand_back", hand_back_late)
+        monkeypatch.setattr(one.dispatcher._ledger, "hand_back", hand_back_late)
         one.dispatcher._on_ledger_event(Lost(stream.request_id, stream.life.attempt, "executor-0", 1))
         cluster.executors[0].brake.release()
         await client.read_rest(call)

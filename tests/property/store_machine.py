@@ -244,7 +244,7 @@ class StoreMachine(RuleBasedStateMachine):
     def cancel(self, router_id: str, name: str, is_own: bool, is_reply_lost: bool = False) -> None:
         store, model = self.stores[router_id], self.model
         decide = functools.partial(model.cancel, router_id, name, is_own)
-        self._do(router_id, lambda: store.cancel(name, is_own=is_own), decide, is_reply_lost)
+        self._do(router_id, lambda: store.withdraw(name) if is_own else store.cancel(name), decide, is_reply_lost)
 
     @rule(router_id=router_ids, request_id=request_ids)
     def explain(self, router_id: str, request_id: str) -> None:

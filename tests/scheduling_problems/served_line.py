@@ -64,7 +64,7 @@ class ServedLine:
 
     async def open(self) -> None:
         """The executor reports for the first time."""
-        await self.router.ledger.report(self._report())
+        await self.router.store.report(self._report())
 
     async def learn(self, asked: Asked) -> None:
         """So many requests of this kind have ended that the ledger takes their length for likely."""
@@ -74,13 +74,13 @@ class ServedLine:
             ending = Ending(
                 placement.request_id, placement.attempt, asked.prompt_tokens, asked.output_tokens, by_itself=True
             )
-            await self.router.ledger.settle([ending])
+            await self.router.store.settle([ending])
 
     async def submit(self, asked: Asked) -> None:
         """A request arrives; it is offered to the executor at once where the ledger says so."""
         self.asked[asked.request_id] = asked
         self.output[asked.request_id] = []
-        result = await self.router.ledger.submit(self._demand(asked))
+        result = await self.router.store.submit(self._demand(asked))
         if isinstance(result, Placement):
             self._offer(result)
 
@@ -98,8 +98,8 @@ class ServedLine:
             finished += outcome.finished
         await self.pool.wait(STEP_MS)
         await self._settle(finished)
-        await self.router.ledger.report(self._report())
-        await self.router.ledger.reap()  # which also does what only time makes possible
+        await self.router.store.report(self._report())
+        await self.router.store.reap()  # which also does what only time makes possible
         await self._obey(await self.router.told())
         return plan
 
@@ -156,11 +156,11 @@ class ServedLine:
             ending = Ending(
                 sequence.request_id, sequence.attempt, sequence.num_prompt_tokens, sequence.num_output_tokens, True
             )
-            await self.router.ledger.settle([ending])
+            await self.router.store.settle([ending])
 
     async def _hand_back(self, sequence: Sequence) -> None:
         num_tokens = len(self.output[sequence.request_id])
-        result = await self.router.ledger.hand_back(
+        result = await self.router.store.hand_back(
             sequence.request_id, sequence.attempt, 3, preempted=True, output_tokens=num_tokens
         )
         if isinstance(result, Placement):

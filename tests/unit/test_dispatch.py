@@ -259,7 +259,7 @@ async def test_withdrawal_that_the_ledger_did_not_hear_is_repeated_until_it_does
     store, dispatcher = router.stores["m"], router.pools.find("m").dispatcher
     asked: list[str] = []
 
-    async def cancel(request_id: str, *, is_own: bool = False) -> CancelOutcome:
+    async def cancel(request_id: str) -> CancelOutcome:
         asked.append(request_id)
         if len(asked) < 3:
             raise RequestError(Reason.STORE_UNAVAILABLE, "Redis is away")

@@ -17,10 +17,10 @@ async def a(store_pool: StorePool) -> RouterSide:
     """A router that calls functions. One of two blocks is taken by `running`; `waiting`, which needs two, was examined
     and did not fit. The functions keep it and the executor."""
     router = store_pool.router("a")
-    await router.ledger.report(store_pool.next_report(blocks=2, sequences=2))
+    await router.store.report(store_pool.next_report(blocks=2, sequences=2))
     await router.place("running")
     await router.queue(Demand("waiting", 2, blocks=2))
-    await router.ledger.report(store_pool.next_report(blocks=2, sequences=3))
+    await router.store.report(store_pool.next_report(blocks=2, sequences=3))
     return router
 
 
@@ -43,26 +43,26 @@ async def test_records_are_read_again_after_a_call_that_failed_half_way(a: Route
 async def test_tenants_that_are_kept_outlive_the_loss_of_their_key(store_pool: StorePool) -> None:
     router = store_pool.router("a")
     limits = TenantLimits(max_running=1)
-    await router.ledger.report(store_pool.next_report())
+    await router.store.report(store_pool.next_report())
     await router.place_demand(Demand("first", 2, blocks=1, limits=limits))
     await store_pool.redis.delete(store_pool.keys.key("tenants"))
 
-    assert await router.ledger.submit(Demand("second", 2, blocks=1, limits=limits)) == Queued(0)
+    assert await router.store.submit(Demand("second", 2, blocks=1, limits=limits)) == Queued(0)
     assert await store_pool.redis.hlen(store_pool.keys.key("tenants")) == 1
-    await router.ledger.settle([Attempt("first", 1)])
+    await router.store.settle([Attempt("first", 1)])
     assert await router.placed() == ["second"]
 
 
 async def test_lengths_that_are_kept_outlive_the_loss_of_their_key(store_pool: StorePool) -> None:
     router, long = store_pool.router("a"), Demand("r", 2, blocks=65, prompt_tokens=16, max_tokens=1024)
-    await router.ledger.report(store_pool.next_report(blocks=1000, sequences=1000, reserve_quantile=0.5))
+    await router.store.report(store_pool.next_report(blocks=1000, sequences=1000, reserve_quantile=0.5))
     for number in range(33):
         await router.place_demand(replace(long, request_id=f"{number}"))
-        await router.ledger.settle([Ending(f"{number}", 1, 16, 128, by_itself=True)])
+        await router.store.settle([Ending(f"{number}", 1, 16, 128, by_itself=True)])
     await store_pool.redis.delete(store_pool.keys.key("lengths"))
 
     assert (await router.place_demand(long)).blocks == 1 + 8 + 1  # prompt, 128 tokens, one in hand
-    await router.ledger.settle([Ending("r", 1, 16, 128, by_itself=True)])
+    await router.store.settle([Ending("r", 1, 16, 128, by_itself=True)])
     assert await store_pool.redis.hlen(store_pool.keys.key("lengths")) == 2
 
 
@@ -71,12 +71,12 @@ async def test_requests_that_come_after_a_queue_was_read_get_seats_in_order(
     store_pool: StorePool, num_behind: int
 ) -> None:
     router = store_pool.router("a")
-    await router.ledger.report(store_pool.next_report(sequences=1))
+    await router.store.report(store_pool.next_report(sequences=1))
     await router.place("running")
     behind = [f"{number:02}" for number in range(num_behind)]
     for one in ("first", *behind):
-        await router.ledger.submit(Demand(one, 2, blocks=1))
-    await router.ledger.settle([Attempt("running", 1)])  # reads the queue
+        await router.store.submit(Demand(one, 2, blocks=1))
+    await router.store.settle([Attempt("running", 1)])  # reads the queue
     assert await router.placed() == ["first"]
 
     for late in (
@@ -84,8 +84,8 @@ async def test_requests_that_come_after_a_queue_was_read_get_seats_in_order(
         Demand("due", 2, blocks=1, deadline_ms=50_000),
         Demand("of a higher class", 1, blocks=1),
     ):
-        await router.ledger.submit(late)
+        await router.store.submit(late)
     order = ["of a higher class", "due", *behind, "last"]
     for before, after in zip(["first", *order], order, strict=False):
-        await router.ledger.settle([Attempt(before, 1)])
+        await router.store.settle([Attempt(before, 1)])
         assert await router.placed() == [after]

@@ -192,7 +192,7 @@ async def test_redis_without_memory_refuses_submits_and_ends_placements(
     store_pool = StorePool(admin, redis, PoolKeys(pool))
     await store_pool.set_clock(1_000_000)
     router = store_pool.router("a")
-    await router.ledger.report(store_pool.next_report())
+    await router.store.report(store_pool.next_report())
     placement = await router.place("first")
     calls, keys = ScriptCalls(redis, load_scripts(STEERED_CLOCK)), PoolKeys(pool).for_script(())
     await admin.config_set("maxmemory", 1)

@@ -69,7 +69,7 @@ async def test_late_withdrawal_leaves_a_repeat_its_place(scene: Scene) -> None:
 
         cancelled: list[str] = []
 
-        async def cancel(request_id: str, *, is_own: bool = False) -> CancelOutcome:
+        async def cancel(request_id: str) -> CancelOutcome:
             cancelled.append(request_id)
             if len(cancelled) == 1:
                 raise AWAY

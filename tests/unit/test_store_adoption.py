@@ -357,9 +357,9 @@ async def test_router_that_lets_a_request_go_leaves_it_to_another_that_has_it(st
     await a.queue(KEYED)
     assert await b.store.submit(KEYED) == Queued(0)
 
-    assert await a.store.cancel("k", is_own=True) == CancelOutcome(None)
+    assert await a.store.withdraw("k") == CancelOutcome(None)
     assert await b.told() == []
-    assert (await b.store.cancel("k", is_own=True)).state is LedgerState.WAITING
+    assert (await b.store.withdraw("k")).state is LedgerState.WAITING
 
 
 async def test_router_that_has_lost_the_first_choice_gets_none_of_the_later_ones(store_pool: StorePool) -> None:

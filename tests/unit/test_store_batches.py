@@ -52,7 +52,7 @@ class Calls:
         yield
 
     def ask(self, count: int) -> list[asyncio.Task[int]]:
-        return [asyncio.create_task(self.batches.ask(item)) for item in range(count)]
+        return [asyncio.create_task(self.batches.add(item)) for item in range(count)]
 
 
 async def settled() -> None:

@@ -12,7 +12,7 @@ from tests.support.ledger.store_pool import RouterSide, StorePool
 async def a(store_pool: StorePool) -> RouterSide:
     """A router of a pool whose only seat is taken by the request `running`."""
     router = store_pool.router("a")
-    await router.ledger.report(store_pool.next_report(sequences=1))
+    await router.store.report(store_pool.next_report(sequences=1))
     await router.place("running")
     return router
 

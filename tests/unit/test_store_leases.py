@@ -233,10 +233,10 @@ async def test_dead_routers_requests_leave_the_line(store_pool: StorePool) -> No
 
 
 async def _comes_back(router: RouterSide) -> None:
-    await router.ledger.renew()
+    await router.store.renew()
     assert await router.told() == [LeaseLapsed()]
-    assert await router.ledger.submit(Demand("of b", 2, blocks=1)) == Queued(1)
-    await router.ledger.renew()
+    assert await router.store.submit(Demand("of b", 2, blocks=1)) == Queued(1)
+    await router.store.renew()
     assert await router.told() == []
 
 

@@ -142,7 +142,7 @@ async def test_undecided_request_can_be_cancelled(store_pool: StorePool) -> None
     await a.store.report(store_pool.next_report())
     await a.place("r")
     assert await lose(a, 1, max_attempts=1) is HandBackRefusal.UNDECIDED
-    assert await a.store.cancel("r", is_own=True) == CancelOutcome(LedgerState.LOST, owner_id="a")
+    assert await a.store.withdraw("r") == CancelOutcome(LedgerState.LOST, owner_id="a")
     assert await lose(a, 1, max_attempts=1) is HandBackRefusal.STALE
 
 

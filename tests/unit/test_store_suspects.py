@@ -11,9 +11,9 @@ async def suspects(store_pool: StorePool, router: RouterSide, *names: str, repor
     for name in names:
         await router.place(name)
     for name in names:
-        assert isinstance(await router.ledger.hand_back(name, 1, max_attempts=2, stood_still=True), Queued)
+        assert isinstance(await router.store.hand_back(name, 1, max_attempts=2, stood_still=True), Queued)
     for executor_id in reporting:
-        await router.ledger.report(store_pool.next_report(executor_id))
+        await router.store.report(store_pool.next_report(executor_id))
 
 
 async def test_executor_seats_one_suspect_at_a_time(store_pool: StorePool) -> None:

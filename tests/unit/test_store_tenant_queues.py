@@ -20,7 +20,7 @@ def demand(request_id: str, tenant: str, priority_class: int = 2, prompt_tokens:
 
 async def test_a_snapshot_tells_what_each_tenant_has_waiting_by_class(store_pool: StorePool) -> None:
     router = store_pool.router("a")
-    await router.ledger.report(store_pool.next_report(blocks=10))
+    await router.store.report(store_pool.next_report(blocks=10))
     await router.place_demand(demand("runs", "ann"))
     await router.queue(demand("one", "ann"))
     await store_pool.wait(400)
@@ -28,7 +28,7 @@ async def test_a_snapshot_tells_what_each_tenant_has_waiting_by_class(store_pool
         await router.queue(one)
     await store_pool.wait(100)
 
-    snapshot = await router.ledger.snapshot(10)
+    snapshot = await router.store.snapshot(10)
 
     # Of ann, who runs all that it may, too.
     assert snapshot.tenant_queues == (
@@ -45,14 +45,14 @@ async def test_a_snapshot_tells_what_each_tenant_has_waiting_by_class(store_pool
 
 async def test_a_snapshot_tells_of_no_more_queues_of_tenants_than_asked_for(store_pool: StorePool) -> None:
     router = store_pool.router("a")
-    await router.ledger.report(store_pool.next_report(blocks=10))
+    await router.store.report(store_pool.next_report(blocks=10))
     await router.place_demand(demand("runs", "someone"))
     for number in range(5):
         await router.queue(demand(f"r{number}", f"tenant-{number}"))
 
-    assert [one.tenant for one in (await router.ledger.snapshot(3)).tenant_queues] == [
+    assert [one.tenant for one in (await router.store.snapshot(3)).tenant_queues] == [
         "tenant-0",
         "tenant-1",
         "tenant-2",
     ]
-    assert (await router.ledger.snapshot()).tenant_queues == ()
+    assert (await router.store.snapshot()).tenant_queues == ()

@@ -16,7 +16,7 @@ from inflight.executor.engine.output import EngineStatus
 from inflight.executor.serving.report import Reporter
 from inflight.router.dispatch.dispatcher import ANSWER_WAIT_S, LINK_WAIT_S
 from inflight.router.executors.link import MAX_SILENT_S, LivenessTimer
-from inflight.router.ledger.redis_ledger import _repeat
+from inflight.router.ledger.redis_ledger import _every
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
 from inflight.router.stream.relay import Relay
@@ -151,11 +151,11 @@ def test_client_that_leaves_the_line_has_its_place_freed_at_once() -> None:
         router.link("e0", "m")
         store, withdrawn = router.stores["m"], []
 
-        async def cancel(request_id: str, *, is_own: bool = False) -> CancelOutcome:
-            withdrawn.append((request_id, is_own))
+        async def withdraw(request_id: str) -> CancelOutcome:
+            withdrawn.append(request_id)
             return CancelOutcome(None)
 
-        store.cancel = cancel  # type: ignore[method-assign]
+        store.withdraw = withdraw  # type: ignore[method-assign]
         async with router.running():
             stream = new_stream(reading=new_reading())
             dispatcher = router.pools.find("m").dispatcher
@@ -163,7 +163,7 @@ def test_client_that_leaves_the_line_has_its_place_freed_at_once() -> None:
             before_s = now_s()
             dispatcher.leave(stream, stream.reader)
             await settled()
-            assert (withdrawn, now_s()) == ([("r", True)], before_s)
+            assert (withdrawn, now_s()) == (["r"], before_s)
 
     run_virtual(work)
 
@@ -306,7 +306,7 @@ def test_leases_are_looked_at_and_renewed_often_enough(
             if fails:
                 raise AWAY
 
-        task = asyncio.create_task(_repeat(operation, interval_ms, jitter))
+        task = asyncio.create_task(_every(operation, interval_ms, jitter))
         await asyncio.sleep(10.0)
         task.cancel()
         gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 from inflight.common.errors import RequestError
 from inflight.router.api.service import InferenceService
@@ -19,7 +19,7 @@ from inflight.router.config.tenants import NO_CONFIG, TenantConfig, TenantConfig
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
 from inflight.router.executors.link import ExecutorLink
-from inflight.router.ledger.redis_ledger import RedisLedger
+from inflight.router.ledger.ledger import Ledger, OnEvent
 from inflight.router.ledger.types import (
     Attempt,
     CancelOutcome,
@@ -31,8 +31,10 @@ from inflight.router.ledger.types import (
     Placement,
     PoolListener,
     Queued,
+    Refused,
     ReportOutcome,
     Snapshot,
+    TenantLimits,
 )
 from inflight.router.lifecycle.events import RequestState, Submit
 from inflight.router.request.delivery import Delivery
@@ -110,8 +112,16 @@ class ScriptedLedger:
     def listen(self, listener: PoolListener) -> None:
         pass
 
-    async def cancel(self, request_id: str, *, is_own: bool = False) -> CancelOutcome:
+    async def cancel(self, request_id: str) -> CancelOutcome:
         return self.cancels.get(request_id, CancelOutcome(None))
+
+    async def withdraw(self, request_id: str) -> CancelOutcome:
+        return await self.cancel(request_id)
+
+    async def check_rates(
+        self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
+    ) -> Refused | None:
+        return None
 
     async def explain(self, request_id: str) -> Explanation | None:
         return self.explanations.get(request_id)
@@ -165,9 +175,9 @@ class ScriptedRouter:
         )
 
     def _pool(self, model: str) -> ModelBackend:
-        def open_ledger(on_event: Callable[[LedgerEvent], None]) -> RedisLedger:
+        def open_ledger(on_event: OnEvent) -> Ledger:
             self.stores[model] = ScriptedLedger(on_event)
-            return cast(RedisLedger, self.stores[model])
+            return self.stores[model]
 
         return ModelBackend(model, TextModel(tiny_tokenizer()), Dispatcher(open_ledger, 3, self._no_executor_grace_s))
 

@@ -18,6 +18,7 @@ from inflight.router.ledger.types import (
     Dropped,
     DropReason,
     Duplicate,
+    HandBackOutcome,
     HandBackRefusal,
     LeaseLapsed,
     LedgerState,
@@ -41,7 +42,6 @@ from inflight.router.lifecycle.events import (
     Forgotten,
     GiveUp,
     HandBackAnswered,
-    HandBackOutcome,
     Leave,
     NoExecutor,
     NotLinked,
@@ -55,8 +55,8 @@ from inflight.router.lifecycle.events import (
     ResubmitDue,
     SequenceEnded,
     Submit,
+    SubmitAnswer,
     SubmitAnswered,
-    SubmitOutcome,
     Unlinked,
     WithdrawAnswered,
     WithdrawDue,
@@ -74,7 +74,7 @@ AWAY = RequestError(Reason.STORE_UNAVAILABLE, "")
 DROPPED = Dropped("r", DropReason.EXPIRED)
 PLACEMENTS = tuple(Placement("r", attempt, "e", 1) for attempt in range(1, MAX_ATTEMPT + 1))
 ADOPTED = tuple(Adopted(placement, ended) for placement in PLACEMENTS for ended in (True, False))
-SUBMITTED: tuple[SubmitOutcome, ...] = (
+SUBMITTED: tuple[SubmitAnswer, ...] = (
     *PLACEMENTS,
     *ADOPTED,
     Queued(0),

@@ -1,9 +1,13 @@
-"""A client of a Redis Cluster. Every call concerns one pool, and all keys of a pool are in one hash slot, on one node.
+"""Clients of Redis for calls: the connection pool of one node, and the client of a Redis Cluster.
 
-The client therefore keeps no map of the cluster. A call goes to the node that answered the last call for the same slot.
-The first call goes to a seed node. A node that does not have the slot redirects to the node that has it (MOVED).
-redis-py's own cluster client is not used: it sends more commands, refuses calls beyond its connection limit instead of
-queueing them, and leaves connections open when nodes leave the cluster.
+The connection pool distinguishes a call that was not sent from a call that got no reply. After it is closed no
+connection stays open, even if calls were in progress.
+
+Every call concerns one pool, and all keys of a pool are in one hash slot, on one node. So the client of a cluster
+keeps no map of the cluster. A call goes to the node that answered the last call for the same slot. The first call goes
+to a seed node. A node that does not have the slot redirects to the node that has it (MOVED). redis-py's own cluster
+client is not used: it sends more commands, refuses calls beyond its connection limit instead of queueing them, and
+leaves connections open when nodes leave the cluster.
 """
 
 from __future__ import annotations
@@ -13,13 +17,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import MovedError, ResponseError
+from redis.exceptions import MovedError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-
-from inflight.router.ledger.call_pool import NotSentError
 
 T = TypeVar("T")
 
@@ -28,8 +30,50 @@ Node = tuple[str, int]
 MAX_HOPS = 16
 
 
+class NotSentError(RedisConnectionError):
+    """Raised if there is no connection for a command: none was free in time, or none could be opened. The text contains
+    the cause."""
+
+
+class CallPool(BlockingConnectionPool):
+    """redis-py's blocking pool. It raises `NotSentError` instead of redis-py's errors, and closing it ends calls in
+    progress."""
+
+    _is_closed = False
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        """Returns a connection that is ready for a command. Raises `NotSentError`."""
+        self._check_open()
+        try:
+            connection = await super().get_connection()  # type: ignore[no-untyped-call]
+        except (RedisError, OSError, TimeoutError) as error:
+            raise NotSentError(f"{type(error).__name__}: {error}") from error
+        try:
+            self._check_open()  # the pool may have been closed while the connection was opened
+        except NotSentError:
+            await self.release(connection)
+            raise
+        return connection
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NotSentError("the connections are closed")
+
+    async def release(self, connection: Any) -> None:
+        """Puts a connection back into the pool. Disconnects it if the pool is closed."""
+        if self._is_closed:
+            await connection.disconnect(nowait=True)
+        await super().release(connection)
+
+    async def aclose(self) -> None:
+        """Closes all connections. Calls in progress fail."""
+        self._is_closed = True
+        await super().aclose()
+
+
 class ClusterClient:
-    """The client methods that the store calls. `open_node` returns a client of one node. `nodes` are the seed nodes."""
+    """The methods of a client that the ledger calls. `open_node` returns a client of one node.
+    `nodes` are the seed nodes."""
 
     def __init__(self, nodes: Sequence[Node], open_node: Callable[[Node], Redis]) -> None:
         self.nodes = tuple(nodes)

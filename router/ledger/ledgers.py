@@ -86,16 +86,12 @@ async def _is_refused(call: Awaitable[Any], settings: LedgerSettings) -> bool:
     return False
 
 
-async def shared_secret(redis: Redis, settings: LedgerSettings) -> bytes:
-    """Returns the secret in Redis. Generates one if there is none."""
-    return await restore_secret(redis, settings, secrets.token_bytes(SECRET_BYTES))
+async def learn_secret(redis: Redis, settings: LedgerSettings, own: bytes | None = None) -> bytes:
+    """Returns the secret in Redis. If there is none, writes the caller's `own` or a new one.
 
-
-async def restore_secret(redis: Redis, settings: LedgerSettings, secret: bytes) -> bytes:
-    """Writes the secret to Redis if there is none. Returns the secret that is then in Redis.
-
-    The two differ if Redis lost the caller's secret and another router has already generated a new one.
+    The result differs from `own` if Redis lost it and another router has already generated a new one.
     """
+    secret = secrets.token_bytes(SECRET_BYTES) if own is None else own
     try:
         return await _shared(redis, settings, secret)
     except (RequestError, ValueError) as error:
@@ -116,11 +112,6 @@ async def _shared(redis: Redis, settings: LedgerSettings, secret: bytes) -> byte
     if found is None:
         raise unavailable(settings, f"{KEY} vanished")
     return bytes.fromhex(str(found))
-
-
-async def learn_secret(redis: Redis, settings: LedgerSettings, own: bytes | None) -> bytes:
-    """Returns the secret in Redis. If there is none, writes the caller's `own` or a new one."""
-    return await (shared_secret(redis, settings) if own is None else restore_secret(redis, settings, own))
 
 
 OnCall = Callable[[LedgerCall], None]

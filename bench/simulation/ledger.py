@@ -14,6 +14,7 @@ from inflight.bench.redis.wire import command, encode
 from inflight.bench.simulation.store_link import StoreLink
 from inflight.bench.timeline.timeline import US_PER_MS, Process
 from inflight.router.store.codec import (
+    Argument,
     Reply,
     hand_back_args,
     parse_cancel,
@@ -28,7 +29,6 @@ from inflight.router.store.codec import (
     submit_args,
     verify_args,
 )
-from inflight.router.store.lua import Argument
 from inflight.router.store.settings import StoreSettings
 from inflight.router.store.types import (
     Adopted,

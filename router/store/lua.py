@@ -22,10 +22,12 @@ import functools
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from inflight.router.store.codec import ARGUMENTS, Arguments
 
 _CONSTANT = re.compile(r"^local ([A-Z][A-Z_]*) = ([\d.e]+|(?:KEYS|ARGV)\[\d+\])\n", re.MULTILINE)
 _FUNCTION = re.compile(r"^local function (\w+)\((?:[^\n]* end\n|.*?^end\n)", re.MULTILINE | re.DOTALL)
@@ -272,6 +274,33 @@ def _field(index: int, field: str) -> tuple[str, str, str, str]:
     return "d", f"record.{name}", variable, f"{name}={variable}"
 
 
+def arguments_source() -> str:
+    """Returns Lua code with the functions `read_…`. Each reads the arguments of one item of a script, from the argument
+    at `at`, into the fields of a table, and returns where the next item begins."""
+    return "".join(_reader(name, arguments) for name, arguments in ARGUMENTS.items())
+
+
+def _reader(script: str, arguments: Arguments[...]) -> str:
+    """Returns the Lua code of one of these functions."""
+    places = [f"ARGV[at + {place}]" if place else "ARGV[at]" for place in range(len(arguments.own) + 1)]
+    own = {
+        field.rstrip("?$"): place
+        if field.endswith("$")
+        else f"{place} == '1'"
+        if field.endswith("?")
+        else f"tonumber({place})"
+        for field, place in zip(arguments.own, places, strict=False)
+    }
+    code = f"local function read_{script}(into, at)\n  {_assigned(own)} = {', '.join(own.values())}\n"
+    if arguments.packed:
+        code += f"  {_assigned(arguments.packed)} = struct.unpack('{arguments.layout}', {places[len(own)]})\n"
+    return code + f"  return at + {len(own) + bool(arguments.packed)}\nend\n"
+
+
+def _assigned(fields: Iterable[str]) -> str:
+    return ", ".join(f"into.{field}" for field in fields)
+
+
 SOURCES = Path(__file__).with_name("scripts")
 SHARED = ("clock", "records", "owners", "lengths", "tenants", "estimates", "adapters", "states", "places", "board")
 NAMES = (
@@ -290,8 +319,6 @@ NAMES = (
     "snapshot",
     "rates",
 )
-
-Argument = str | int | float | bytes
 
 
 class ScriptCaller(Protocol):
@@ -335,7 +362,9 @@ def compose_scripts(shared: str) -> Library:
 
 def shared_source(clock: str | None = None) -> str:
     """Returns the shared source of all scripts."""
-    return (clock or _read("shared/clock")) + "".join(_read(f"shared/{part}") for part in SHARED[1:])
+    return (
+        (clock or _read("shared/clock")) + arguments_source() + "".join(_read(f"shared/{part}") for part in SHARED[1:])
+    )
 
 
 def _read(name: str) -> str:

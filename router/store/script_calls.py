@@ -23,7 +23,8 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from inflight.router.store.cluster import ClusterClient
-from inflight.router.store.lua import LIBRARY_PREFIX, Argument, Library, ScriptCaller
+from inflight.router.store.codec import Argument
+from inflight.router.store.lua import LIBRARY_PREFIX, Library, ScriptCaller
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,8 @@ from redis.asyncio import Redis
 from inflight.common.errors import RequestError
 from inflight.router.store.batches import Batches
 from inflight.router.store.codec import (
+    CANCEL,
+    Argument,
     Reply,
     hand_back_args,
     parse_adopt,
@@ -45,7 +47,7 @@ from inflight.router.store.codec import (
 )
 from inflight.router.store.connection import NotSent, Turns, answered, close, connect_reader, unavailable
 from inflight.router.store.keys import NUM_CLASSES, PoolKeys
-from inflight.router.store.lua import Argument, Library, load_scripts
+from inflight.router.store.lua import Library, load_scripts
 from inflight.router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
 from inflight.router.store.outage import Outage
 from inflight.router.store.script_calls import ScriptCalls
@@ -210,7 +212,7 @@ class AdmissionStore:
         The owner calls this with `is_own` when its client disconnects. If another live router owns the request by then,
         because the client reconnected there, the request counts as unknown.
         """
-        reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, [request_id, int(is_own)])))
+        reply, _ = await self._detached(self._cancels.ask(_Asked(request_id, CANCEL.of(request_id, is_own))))
         return parse_cancel(request_id, reply)
 
     async def hand_back(
@@ -319,7 +321,7 @@ class AdmissionStore:
         result = await submit
         placement = result if isinstance(result, Placement) else None
         if isinstance(result, Queued):
-            reply, _ = await self._cancels.ask(_Asked(request_id, [request_id, 1]))
+            reply, _ = await self._cancels.ask(_Asked(request_id, CANCEL.of(request_id, True)))
             placement = parse_cancel(request_id, reply).placement
         if placement:
             async with self._turns.turn("settle"):

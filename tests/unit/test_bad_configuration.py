@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from inflight.common.errors import Reason
-from inflight.router.store.codec import settle_args, submit_args
-from inflight.router.store.lua import Argument
+from inflight.router.store.codec import Argument, settle_args, submit_args
 from inflight.router.store.script_calls import ScriptCalls
 from inflight.router.store.types import (
     NO_LIMITS,

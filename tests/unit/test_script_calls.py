@@ -178,7 +178,7 @@ async def test_call_that_fails_leaves_nothing_to_the_next(routers: Redis, keys: 
     await calls.run("renew", keys, CALLER)
     before = await calls.run("snapshot", keys, [*CALLER, 10])
     with pytest.raises(RedisError):
-        await calls.run("submit", keys, [*CALLER, "", "r", "tenant", "no numbers", "", "", "0"])
+        await calls.run("submit", keys, [*CALLER, "", "r", "tenant", "", "", "0", "", "no numbers"])
     with pytest.raises(RedisError):
         await calls.run("report", keys, [*CALLER, "executor"])  # of nothing
     after = await calls.run("snapshot", keys, [*CALLER, 10])

@@ -1,8 +1,8 @@
 -- cancel: removes requests that have no executor, and asks the owners of placed requests to cancel them there.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller  [2] until when the caller waits, or ''  then for each: request id, 1 to cancel it only if the
---             caller owns it
+-- ARGV        [1] caller  [2] until when the caller waits, or ''  then for each the fields of CANCEL (codec.py):
+--             `is_own` to cancel it only if the caller owns it
 -- returns     {'CANCELLED', {outcome, …}} | {'LATE'}: the caller no longer waits. Of each request: {state, attempt,
 --             executor, generation, owner, 1 where another router was notified} with state WAITING, PLACED or LOST as it
 --             was found | {'ENDED'} | {'UNKNOWN'} | {'AGAIN'}: call again for this one
@@ -44,8 +44,10 @@ if is_late(ARGV[2]) then -- by now an id may belong to a repeated request in the
   return finish({'LATE'})
 end
 local outcomes = {}
-for at = 3, #ARGV, 2 do
-  outcomes[#outcomes + 1] = cancel(ARGV[at], ARGV[at + 1] == '1')
+local asked, at = {}, 3
+while at <= #ARGV do
+  at = read_cancel(asked, at)
+  outcomes[#outcomes + 1] = cancel(asked.id, asked.is_own)
 end
 if has_found then
   board()

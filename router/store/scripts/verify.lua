@@ -1,16 +1,18 @@
 -- verify: names those of the caller's waiting requests that the ledger does not have in its queue.
 --
 -- KEYS        the pool's keys
--- ARGV        [1] caller  then pairs: request id, last attempt that the caller knows of
+-- ARGV        [1] caller  then for each the fields of VERIFY (codec.py): `attempt` is the last that the caller
+--             knows of
 -- returns     {'VERIFIED', {request id, …}}: those that are unknown, another router's, or placed or lost by an attempt
 --             that the caller knows to be over
 -- complexity  O(N) for N requests, of which a caller names at most 256
 -- Changes nothing. A request placed or lost by a later attempt is not named: an event to the caller, or the audit,
 -- reports it.
 --@flags no-writes
-local ids, attempts = {}, {}
-for i = 2, #ARGV, 2 do
-  ids[#ids + 1], attempts[#attempts + 1] = ARGV[i], tonumber(ARGV[i + 1])
+local ids, attempts, asked, at = {}, {}, {}, 2
+while at <= #ARGV do
+  at = read_verify(asked, at)
+  ids[#ids + 1], attempts[#attempts + 1] = asked.id, asked.attempt
 end
 
 local forgotten = {}

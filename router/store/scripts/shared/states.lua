@@ -92,21 +92,19 @@ local function unclaim(request)
   request.claim = ''
 end
 
--- Makes a new request. If only an executor knew of it, it has no owner, the tenant '' and the digest '?', which fits
--- any.
-local function new_request(
-  owner, tenant, prefixes, digest, class, deadline_in_ms, blocks, placement_blocks, sequences, attempt, prompt, max,
-  output, block_size, bytes, adapter
-)
+-- Makes a new request from the fields of `asked`. If only an executor knew of it, it has no owner, the tenant '' and the
+-- digest '?', which fits any.
+local function new_request(owner, asked, attempt)
   state.arrivals = state.arrivals + 1
   return request{
-    owner = owner, tenant = tenant, prefixes = prefixes, digest = digest, class = class, asked_class = class,
-    deadline_in_ms = deadline_in_ms, deadline_ms = NOW + deadline_in_ms,
-    order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals, blocks = blocks,
-    placement_blocks = placement_blocks, sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size, bytes = bytes,
-    attempt = attempt, strikes = 0, blamed = '', counted = 0, passed = 0, state = '',
-    executor_id = '', claim = '', estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0, placed_ms = 0,
-    reserved = 0, preempting = 0, adapter = adapter,
+    owner = owner, tenant = asked.tenant, prefixes = asked.prefixes, digest = asked.digest, class = asked.class,
+    asked_class = asked.class, deadline_in_ms = asked.deadline_in_ms, deadline_ms = NOW + asked.deadline_in_ms,
+    order_ms = NOW + math.min(asked.deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals,
+    blocks = asked.blocks, placement_blocks = asked.placement_blocks, sequences = asked.sequences,
+    prompt = asked.prompt, max = asked.max, output = asked.output, block_size = asked.block_size, bytes = asked.bytes,
+    attempt = attempt, strikes = 0, blamed = '', counted = 0, passed = 0, state = '', executor_id = '', claim = '',
+    estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0,
+    placed_ms = 0, reserved = 0, preempting = 0, adapter = asked.adapter,
   }
 end
 

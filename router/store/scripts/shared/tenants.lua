@@ -149,22 +149,22 @@ local function rate_wait(full_ms, cost_ms, burst_ms)
   return math.max(0, math.ceil(full_ms + math.min(cost_ms, burst_ms) - burst_ms - NOW))
 end
 
--- Takes a request of so many tokens from the tenant's rates. Returns nil, or the limit that refuses it and for how
--- long.
-local function take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
-  local request_wait = rate_wait(tenant.request_ms, ms_per_request, request_burst * ms_per_request)
+-- Takes a request of so many tokens from the tenant's rates, which are fields of `asked`. Returns nil, or the
+-- limit that refuses it and for how long.
+local function take_rates(tenant, asked, tokens)
+  local request_wait = rate_wait(tenant.request_ms, asked.ms_per_request, asked.request_burst * asked.ms_per_request)
   if request_wait > 0 then
     return 'tenant requests_per_s', request_wait
   end
-  local token_wait = rate_wait(tenant.token_ms, tokens * ms_per_token, token_burst * ms_per_token)
+  local token_wait = rate_wait(tenant.token_ms, tokens * asked.ms_per_token, asked.token_burst * asked.ms_per_token)
   if token_wait > 0 then
     return 'tenant tokens_per_s', token_wait
   end
-  if ms_per_request > 0 then
-    tenant.request_ms = math.max(NOW, tenant.request_ms) + ms_per_request
+  if asked.ms_per_request > 0 then
+    tenant.request_ms = math.max(NOW, tenant.request_ms) + asked.ms_per_request
   end
-  if ms_per_token > 0 then
-    tenant.token_ms = math.max(NOW, tenant.token_ms) + tokens * ms_per_token
+  if asked.ms_per_token > 0 then
+    tenant.token_ms = math.max(NOW, tenant.token_ms) + tokens * asked.ms_per_token
   end
   return nil
 end

@@ -52,7 +52,13 @@ class ScriptCalls:
             if not is_unreadable(error):
                 raise
             # At once: the script may have written half of its changes, and a repeated call may not fail again.
-            logger.error("the ledger's state is unreadable and is built again from reports: %s: %s", keys[0], error)
+            place = self._library.find_place(str(error))
+            logger.error(
+                "the ledger's state is unreadable and is built again from reports: %s: %s%s",
+                keys[0],
+                error,
+                f" ({place})" if place else "",
+            )
         await self.forget(keys)
         return await self._call(name, keys, args)
 

@@ -16,8 +16,7 @@
 -- complexity  O(log N) for each, and that of board
 -- A repeated call finds the request waiting or undecided, or is stale. Unless the request was preempted, the executor
 -- gets no new work before its next report: it rejected, or its link broke, and the ledger does not know its state.
---@flags allow-oom
-local asked = asked or {} -- the placement at hand
+local asked = {} -- the placement at hand
 
 local function suspend(executor_id)
   local executor = load_executor(executor_id)
@@ -32,37 +31,37 @@ local function return_to_line(request)
   if request.state == 'PLACED' and asked.why ~= 'preempted' then
     suspend(request.executor_id)
   end
-  withdraw(asked.id, request)
+  states.withdraw(asked.id, request)
   if asked.why == 'lost' or asked.why == 'stood_still' or asked.progressed then
-    strike(request, asked.progressed, asked.why == 'stood_still')
-    local num_undecided, num_stalls = judge(request)
+    states.strike(request, asked.progressed, asked.why == 'stood_still')
+    local num_undecided, num_stalls = states.judge(request)
     local num_deaths = request.strikes - num_undecided - num_stalls
     if num_deaths >= asked.max_attempts or num_stalls >= asked.max_attempts then
-      bury_with_ending(asked.id, request, false)
-      sweep_tombstones(2)
+      states.bury_with_ending(asked.id, request, false)
+      states.sweep_tombstones(2)
       return num_deaths >= asked.max_attempts and 'EXHAUSTED' or 'STALLED'
     elseif num_deaths + num_undecided >= asked.max_attempts then
       request.owner = CALLER
-      set_lost(asked.id, request)
+      states.set_lost(asked.id, request)
       return 'UNDECIDED'
     end
   end
   if asked.blocks then
-    set_placement_blocks(request, asked.blocks)
+    states.set_placement_blocks(request, asked.blocks)
   end
-  requeue(asked.id, request, asked.output)
+  states.requeue(asked.id, request, asked.output)
   return nil
 end
 
-local has_found = false
+local has_found
 
 -- Returns the outcome, or nil for a request that is in the queue.
 local function hand_back()
   local request = load_request(asked.id)
   if not request then
-    return {ended_ms(asked.id) and 'STALE' or 'UNKNOWN'}
+    return {states.ended_ms(asked.id) and 'STALE' or 'UNKNOWN'}
   end
-  local is_anothers = request.owner ~= CALLER and (request.state == 'WAITING' or lives(request.owner))
+  local is_anothers = request.owner ~= CALLER and (request.state == 'WAITING' or owners.lives(request.owner))
   if request.attempt ~= asked.attempt or is_anothers then
     return {'STALE'}
   end
@@ -77,20 +76,25 @@ local function outcome_of(id)
   if request and request.state == 'WAITING' and #missing > 0 then
     return {'AGAIN'}
   end
-  return request and standing(id, request) or {'DROPPED'}
+  return request and states.standing(id, request) or {'DROPPED'}
 end
 
-register()
-local outcomes, ids, at = {}, {}, 2
-while at <= #ARGV do
-  at = read_hand_back(asked, at)
-  ids[#ids + 1] = asked.id
-  outcomes[#ids] = hand_back() or false
+local function run()
+  has_found = false
+  owners.register()
+  local outcomes, ids, at = {}, {}, 2
+  while at <= #ARGV do
+    at = read_hand_back(asked, at)
+    ids[#ids + 1] = asked.id
+    outcomes[#ids] = hand_back() or false
+  end
+  if has_found then
+    board.run()
+  end
+  for number, id in ipairs(ids) do
+    outcomes[number] = outcomes[number] or outcome_of(id)
+  end
+  return reply.finish({'HANDED_BACK', outcomes})
 end
-if has_found then
-  board()
-end
-for number, id in ipairs(ids) do
-  outcomes[number] = outcomes[number] or outcome_of(id)
-end
-return finish({'HANDED_BACK', outcomes})
+
+script('hand_back', run, {'allow-oom'})

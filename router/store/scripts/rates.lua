@@ -7,21 +7,26 @@
 -- complexity  O(1)
 -- Changes nothing unless `takes`. A request that is known or ended recently is a repeat for submit: rates do not
 -- refuse it.
-local asked = {}
-read_rates(asked, 2)
 
-if asked.id ~= '' and (load_request(asked.id) or ended_ms(asked.id)) then
-  return finish({'WITHIN'})
+local function run()
+  local asked = {}
+  read_rates(asked, 2)
+
+  if asked.id ~= '' and (load_request(asked.id) or states.ended_ms(asked.id)) then
+    return reply.finish({'WITHIN'})
+  end
+  local tenant = load_tenant(asked.tenant)
+  local request_ms, token_ms = tenant.request_ms, tenant.token_ms
+  local limit, wait_ms = tenants.take_rates(tenant, asked, asked.tokens)
+  if limit then
+    return reply.finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
+  end
+  if asked.takes then
+    save_tenant(asked.tenant, tenant)
+  else
+    tenant.request_ms, tenant.token_ms = request_ms, token_ms -- the next call finds this table
+  end
+  return reply.finish({'WITHIN'})
 end
-local tenant = load_tenant(asked.tenant)
-local request_ms, token_ms = tenant.request_ms, tenant.token_ms
-local limit, wait_ms = take_rates(tenant, asked, asked.tokens)
-if limit then
-  return finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
-end
-if asked.takes then
-  save_tenant(asked.tenant, tenant)
-else
-  tenant.request_ms, tenant.token_ms = request_ms, token_ms -- the next call finds this table
-end
-return finish({'WITHIN'})
+
+script('rates', run, {})

@@ -14,12 +14,11 @@
 -- earlier call could not finish it because a mailbox was unknown. A report like the one before makes no room, and most are:
 -- then nothing is boarded. What only the time makes possible waits for the next end, or for `reap`. A call that marks many
 -- placements as lost boards nothing either, but asks for `board`.
---@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
 local MAX_LOST = 32 -- placements that one call marks as lost: about a millisecond of Redis
-local report = report or {} -- the report at hand
+local report = {} -- the report at hand
 local may_board -- whether a report of this call may have made room
-local num_lost = 0 -- by this call
+local num_lost -- by this call
 
 local function is_old(executor)
   if report.generation ~= executor.generation then
@@ -33,7 +32,7 @@ end
 local function lose_placements(unmatched)
   local complete = true
   flush_writes(PLACEMENTS)
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, placements_of(report.id))) do
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, states.placements_of(report.id))) do
     if unmatched and unmatched[member] then
       unmatched[member] = nil
     else
@@ -45,7 +44,7 @@ local function lose_placements(unmatched)
         if num_lost == MAX_LOST then
           return false
         end
-        complete = lose(request_id, request, unmatched ~= nil) and complete
+        complete = states.lose(request_id, request, unmatched ~= nil) and complete
         may_board, num_lost = true, num_lost + 1
       end
     end
@@ -73,22 +72,22 @@ local function account_for(request_id, attempt, blocks, adapter)
   end
   may_board = true
   if request then -- the ledger has lost this placement: the executor's report counts
-    withdraw(request_id, request)
-    forgive(request) -- its attempts before this one; and the executor may have a suspect
-    seat(request_id, request, report.id, attempt, blocks)
+    states.withdraw(request_id, request)
+    states.forgive(request) -- its attempts before this one; and the executor may have a suspect
+    states.seat(request_id, request, report.id, attempt, blocks)
     return false
   end
-  local ended = ended_ms(request_id)
+  local ended = states.ended_ms(request_id)
   if ended then -- the executor may have reported before it knew of a recent end
     return NOW - ended > AUDIT_GRACE_MS
   end
-  request = new_request('', {
+  request = states.new_request('', {
     tenant = '', prefixes = '', digest = '?', class = 2, deadline_in_ms = math.huge, blocks = blocks,
     placement_blocks = blocks, sequences = 1, prompt = 0, max = 0, output = 0, block_size = 1, bytes = 0,
     adapter = adapter,
   }, 0)
   request.charged = true
-  seat(request_id, request, report.id, attempt, blocks)
+  states.seat(request_id, request, report.id, attempt, blocks)
   return false
 end
 
@@ -103,7 +102,7 @@ local function audit()
   if not lose_placements(unmatched) then
     return false
   end
-  list_tenants() -- tenants that lost placements may return before the floor follows
+  tenants.list_tenants() -- tenants that lost placements may return before the floor follows
   local superseded, i = {}, 0
   at = next(unmatched) and 1 or #report.held + 1 -- in their order
   while at <= #report.held do
@@ -133,12 +132,12 @@ end
 -- Whether the report at hand may make room on the executor, or changes what would fit there. A request
 -- that did not fit before does not fit on less.
 local function may_make_room(executor)
-  return not takes_work(executor)
+  return not places.takes_work(executor)
     or report.budget_blocks > executor.budget_blocks or report.total_blocks ~= executor.total_blocks
     or report.budget_sequences ~= executor.budget_sequences or report.accepting ~= executor.accepting
     or report.quantile ~= executor.quantile or report.ends_at_reservation ~= executor.ends_at_reservation
     or report.num_adapter_slots ~= executor.num_adapter_slots
-    or executor.num_adapter_slots > 0 and served_on(report.id) ~= report.adapters
+    or executor.num_adapter_slots > 0 and adapters.served_on(report.id) ~= report.adapters
 end
 
 -- Applies the report at hand. Returns its outcome, or nil if an owner could not be notified.
@@ -156,7 +155,7 @@ local function apply()
     claim, num_slots, executor = executor.claim, executor.num_adapter_slots, nil
   end
   may_board = may_board or not executor or may_make_room(executor)
-  executor = executor or executor{
+  executor = executor or {
     generation = report.generation, seq = report.seq, budget_blocks = 0, total_blocks = 0, budget_sequences = 0,
     reserved_blocks = 0, reserved_sequences = 0, quantile = 1, last_report_ms = 0, audited_ms = 0, accepting = false, suspended = false,
     audit_due = false, has_suspect = false, ends_at_reservation = false, claim = claim, prefill_speed = 0, prefilled_ms = 0,
@@ -168,7 +167,7 @@ local function apply()
   executor.suspended, executor.quantile = false, report.quantile
   executor.last_report_ms = math.max(executor.last_report_ms, NOW - report.age_ms)
   executor.ends_at_reservation, executor.prefill_speed = report.ends_at_reservation, report.prefill_tokens_per_s / 1000
-  set_served(executor, report.num_adapter_slots, report.adapters)
+  adapters.set_served(executor, report.num_adapter_slots, report.adapters)
   state.overcommits = state.overcommits or executor.quantile < 1
   observe_speeds(report.step_ms, report.prefill_tokens_per_s)
   write_later('ZADD', SIZES, string.format('%d', report.total_blocks), report.id)
@@ -188,29 +187,34 @@ local function apply()
   return {'TAKEN', superseded}
 end
 
-local outcomes, taken, is_complete, at = {}, {}, true, 2
-while at <= #ARGV do
-  at = read_report(report, at)
-  local outcome = apply()
-  is_complete = is_complete and outcome ~= nil
-  outcomes[#outcomes + 1] = outcome
-  if outcome and outcome[1] == 'TAKEN' then
-    taken[#taken + 1] = report.id
+local function run()
+  may_board, num_lost = nil, 0
+  local outcomes, taken, is_complete, at = {}, {}, true, 2
+  while at <= #ARGV do
+    at = read_report(report, at)
+    local outcome = apply()
+    is_complete = is_complete and outcome ~= nil
+    outcomes[#outcomes + 1] = outcome
+    if outcome and outcome[1] == 'TAKEN' then
+      taken[#taken + 1] = report.id
+    end
   end
-end
-if not is_complete then
-  for _, executor_id in ipairs(taken) do -- the repeated call returns these again
-    local executor = load_executor(executor_id)
-    executor.audit_due = true
-    save_executor(executor_id, executor)
+  if not is_complete then
+    for _, executor_id in ipairs(taken) do -- the repeated call returns these again
+      local executor = load_executor(executor_id)
+      executor.audit_due = true
+      save_executor(executor_id, executor)
+    end
+    state.unboarded = state.unboarded or may_board
+    return reply.finish({'AGAIN'})
   end
-  state.unboarded = state.unboarded or may_board
-  return finish({'AGAIN'})
+  if num_lost > MAX_BOARDED then -- that took long enough: the caller calls `board`
+    more, state.unboarded = 1, true
+  elseif may_board or state.unboarded then
+    flush_writes(SIZES)
+    board.run()
+  end
+  return reply.finish({'REPORTED', outcomes})
 end
-if num_lost > MAX_BOARDED then -- that took long enough: the caller calls `board`
-  more, state.unboarded = 1, true
-elseif may_board or state.unboarded then
-  flush_writes(SIZES)
-  board()
-end
-return finish({'REPORTED', outcomes})
+
+script('report', run, {'allow-oom'})

@@ -23,7 +23,7 @@
 -- bounds refuse them.
 -- Requests that already wait could not be placed when a seat last opened, so boarding is tried only if there is room
 -- for this request, or an earlier call stopped half-way.
-local asked = asked or {} -- the request at hand
+local asked = {} -- the request at hand
 local request_ms, token_ms -- of its tenant, before this request
 local newest_report -- of all executors
 
@@ -45,58 +45,58 @@ end
 -- Makes the caller the owner of the request in its current state; one that has just lost its executor is enqueued again
 -- first. That is no strike if the caller, its owner, never learned of the placement, and so did not submit it.
 local function adopt(known)
-  if not reachable(known.owner) then
+  if not owners.reachable(known.owner) then
     return {'AGAIN'}
   end
   local was_told = known.owner ~= CALLER or asked.last_attempt >= known.attempt
-  take_over(asked.id, known)
+  states.take_over(asked.id, known)
   if known.digest ~= '?' or known.state ~= 'PLACED' then -- otherwise the executor returns the request to the router that attaches
     known.digest = asked.digest
   end
   if known.state ~= 'LOST' then
     known.adopted = known.state == 'PLACED'
     save_request(asked.id, known)
-    return standing(asked.id, known)
+    return states.standing(asked.id, known)
   end
-  withdraw(asked.id, known)
+  states.withdraw(asked.id, known)
   if was_told then
-    strike(known, asked.output > known.output)
+    states.strike(known, asked.output > known.output)
   end
-  set_placement_blocks(known, asked.placement_blocks)
-  requeue(asked.id, known, asked.output)
+  states.set_placement_blocks(known, asked.placement_blocks)
+  states.requeue(asked.id, known, asked.output)
   return nil
 end
 
 -- Handles a request that is known already.
 local function repeat_of(known)
   local outcome
-  local is_owner_free = not asked.is_served or known.owner == CALLER or not lives(known.owner)
+  local is_owner_free = not asked.is_served or known.owner == CALLER or not owners.lives(known.owner)
   if is_same(known) and is_owner_free and (known.owner ~= CALLER or known.state == 'LOST') then
     outcome = adopt(known)
   elseif not is_own_repeat(known) or known.state == 'LOST' then
     outcome = {'DUPLICATE', known.state}
   elseif known.state == 'PLACED' or not state.unboarded then
-    outcome = standing(asked.id, known)
+    outcome = states.standing(asked.id, known)
   end
   if outcome then
     return outcome
   end
-  board() -- it was enqueued again, or an earlier call for that stopped half-way
+  board.run() -- it was enqueued again, or an earlier call for that stopped half-way
   known = load_request(asked.id)
   if not known then
     return {'DROPPED'}
   end
-  return known.state == 'WAITING' and #missing > 0 and {'AGAIN'} or standing(asked.id, known)
+  return known.state == 'WAITING' and #missing > 0 and {'AGAIN'} or states.standing(asked.id, known)
 end
 
 -- Handles a request that ended recently: returns an outcome, or nil and the attempt after which it starts again.
 local function repeat_of_ended()
-  local ending = load_ending(asked.id)
+  local ending = states.load_ending(asked.id)
   local is_other = ending and ending.digest ~= asked.digest and ending.digest ~= '?'
   if asked.digest == '' and not asked.is_served or is_other then
     return {'DUPLICATE', 'ENDED'}
   elseif ending and not ending.cancelled then
-    return placed_once(ending)
+    return states.placed_once(ending)
   elseif asked.is_served then
     return {'DUPLICATE', 'ENDED'}
   end
@@ -104,8 +104,8 @@ local function repeat_of_ended()
 end
 
 local function is_served_anywhere(adapter)
-  for _, executor_id in ipairs(redis.call('ZRANGE', SIZES, '0', MAX_SERVING - 1)) do
-    if serves(load_executor(executor_id), adapter) then
+  for _, executor_id in ipairs(redis.call('ZRANGE', SIZES, '0', places.MAX_SERVING - 1)) do
+    if adapters.serves(load_executor(executor_id), adapter) then
       return true
     end
   end
@@ -115,14 +115,14 @@ end
 -- Returns why no executor can run the request, now or ever.
 local function impossible(request)
   local fitting = kept.fitting and executors[kept.fitting]
-  if would_hold(fitting, request) and NOW - fitting.last_report_ms <= LEASE_MS then
+  if places.would_hold(fitting, request) and NOW - fitting.last_report_ms <= LEASE_MS then
     return nil
   end
   newest_report = newest_report or redis.call('ZREVRANGE', REPORTS, '0', '0', 'WITHSCORES')
   if #newest_report == 0 or NOW - tonumber(newest_report[2]) > LEASE_MS then
     return {'REFUSED', 'NO_EXECUTOR', '', ''}
   end
-  if fits_somewhere(request) then
+  if places.fits_somewhere(request) then
     return nil
   elseif request.adapter ~= '' and not is_served_anywhere(request.adapter) then
     return {'REFUSED', 'NO_EXECUTOR', 'adapter', ''} -- its executors may be about to report
@@ -151,7 +151,7 @@ local function refusal_of_waiting(request, tenant, wait_ms)
   if limit then
     return {'REFUSED', 'QUEUE_FULL', limit, wait_ms and math.max(100, math.min(60000, math.ceil(wait_ms / 4))) or ''}
   end
-  local late_ms = (wait_ms or 0) * MARGIN + prefill_ms(request) - asked.deadline_in_ms
+  local late_ms = (wait_ms or 0) * estimates.MARGIN + estimates.prefill_ms(request) - asked.deadline_in_ms
   if late_ms > 0 and asked.deadline_in_ms < math.huge then
     return {'REFUSED', 'DEADLINE_UNMEETABLE', 'first token deadline', math.ceil(math.max(100, math.min(60000, late_ms)))}
   end
@@ -160,7 +160,7 @@ end
 
 -- Removes a request that was just enqueued, and returns its rate tokens.
 local function take_back(request, tenant)
-  withdraw(asked.id, request)
+  states.withdraw(asked.id, request)
   delete_request(asked.id)
   tenant.request_ms, tenant.token_ms = request_ms, token_ms
 end
@@ -177,21 +177,21 @@ local function without_seat(known, request, executor_id)
     save_tenant(asked.tenant, tenant) -- its limits may be new
     return refused
   end
-  enqueue(asked.id, request)
+  states.enqueue(asked.id, request)
   if executor_id or state.unboarded then
     save_request(asked.id, request)
-    board()
+    board.run()
     request = load_request(asked.id)
   end
   if not request then
     return {'DROPPED'}
   elseif request.state == 'PLACED' then
-    return standing(asked.id, request)
+    return states.standing(asked.id, request)
   elseif #missing > 0 then -- requests ahead of it could not be placed
     take_back(request, tenant)
     return {'AGAIN'}
   end
-  local ahead, wait_ms = outlook(asked.id, request)
+  local ahead, wait_ms = states.outlook(asked.id, request)
   refused = refusal_of_waiting(request, tenant, wait_ms)
   if refused then
     take_back(request, tenant)
@@ -204,14 +204,14 @@ end
 
 -- Handles the request at hand. Returns its outcome.
 local function submit()
-  if asked.choices == 0 and not asked.is_served and has_lost_first_choice(asked.id) then
+  if asked.choices == 0 and not asked.is_served and states.has_lost_first_choice(asked.id) then
     return {'REFUSED', 'TAKEN_OVER', '', ''}
   end
   local known = load_request(asked.id)
   if known then
     return without_seat(known)
   end
-  local ended, first_attempt = ended_ms(asked.id), asked.last_attempt + 1
+  local ended, first_attempt = states.ended_ms(asked.id), asked.last_attempt + 1
   if ended then
     local outcome, spent = repeat_of_ended()
     if outcome then
@@ -224,7 +224,7 @@ local function submit()
   state.max_bypass, state.age_ms, state.preempts = asked.max_bypass, asked.age_ms, asked.preempts == 1
   state.remember_ms, state.tolerated_ttft_ms = asked.remember_ms, asked.tolerated_ttft_ms
   request_ms, token_ms = tenant.request_ms, tenant.token_ms
-  local request = new_request(CALLER, asked, first_attempt - 1)
+  local request = states.new_request(CALLER, asked, first_attempt - 1)
   if asked.last_attempt == 0 and asked.output == 0 then
     local limit = asked.choices > 1 and exceeded(request, tenant, asked.choices - 1)
     if limit then
@@ -233,7 +233,7 @@ local function submit()
     local wait_ms
     if asked.choices > 0 then
       local tokens = asked.choices * reserved_tokens(request)
-      limit, wait_ms = take_rates(tenant, asked, tokens)
+      limit, wait_ms = tenants.take_rates(tenant, asked, tokens)
     end
     if limit then
       return {'REFUSED', 'RATE_LIMITED', limit, wait_ms}
@@ -244,29 +244,34 @@ local function submit()
   save_tenant(asked.tenant, tenant)
 
   local is_first = state.waiting == 0 and tenant.running < tenant.max_running
-  local executor_id, reserved, cached = choose(asked.id, request)
-  if is_first and executor_id and not is_dead(request) then -- it need not be enqueued first, which halves the work
-    seat(asked.id, request, executor_id, first_attempt, reserved, cached)
-    remember_prefixes(request, executor_id)
+  local executor_id, reserved, cached = places.choose(asked.id, request)
+  if is_first and executor_id and not board.is_dead(request) then -- it need not be enqueued first, which halves the work
+    states.seat(asked.id, request, executor_id, first_attempt, reserved, cached)
+    places.remember_prefixes(request, executor_id)
     if ended then
-      forget_end(asked.id)
+      states.forget_end(asked.id)
     end
-    return placed(request)
+    return states.placed(request)
   end
   local outcome = without_seat(nil, request, executor_id)
   if ended and (outcome[1] == 'PLACED' or outcome[1] == 'QUEUED') then
-    forget_end(asked.id)
+    states.forget_end(asked.id)
   end
   return outcome
 end
 
-if is_late(ARGV[2]) then
-  return finish({'LATE'})
+local function run()
+  newest_report = nil
+  if owners.is_late(ARGV[2]) then
+    return reply.finish({'LATE'})
+  end
+  owners.register()
+  local outcomes, at = {}, 3
+  while at <= #ARGV do
+    at = read_submit(asked, at)
+    outcomes[#outcomes + 1] = submit()
+  end
+  return reply.finish({'SUBMITTED', outcomes})
 end
-register()
-local outcomes, at = {}, 3
-while at <= #ARGV do
-  at = read_submit(asked, at)
-  outcomes[#outcomes + 1] = submit()
-end
-return finish({'SUBMITTED', outcomes})
+
+script('submit', run, {})

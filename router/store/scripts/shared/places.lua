@@ -16,47 +16,47 @@
 -- whose speed is not known.
 local MAX_IMBALANCE = 0.25
 local MAX_CLAIMS = 8
-local MAX_SUSPECT_CANDIDATES = 64 -- executors examined for one without another suspect
-local MAX_ADAPTER_CANDIDATES = 64 -- executors examined for one with a slot for an adapter
-local MAX_SERVING = 1024 -- executors examined for one that serves an adapter
+places.MAX_SUSPECT_CANDIDATES = 64 -- executors examined for one without another suspect
+places.MAX_ADAPTER_CANDIDATES = 64 -- executors examined for one with a slot for an adapter
+places.MAX_SERVING = 1024 -- executors examined for one that serves an adapter
 
-local function takes_work(executor)
+function places.takes_work(executor)
   return executor and executor.accepting and not executor.suspended and NOW - executor.last_report_ms <= SILENT_MS
 end
 
 -- Whether the executor already runs a suspect and the request is one, too: one of them could crash the other.
-local function are_both_suspect(request, executor)
+function places.are_both_suspect(request, executor)
   return request.strikes > 0 and executor.has_suspect
 end
 
 -- The blocks to reserve for the request, if it fits whatever its adapter is.
-local function room_without_adapter(request, executor)
-  if are_both_suspect(request, executor) then
+function places.room_without_adapter(request, executor)
+  if places.are_both_suspect(request, executor) then
     return nil
   end
   if executor.budget_sequences - executor.reserved_sequences < request.sequences then
     return nil
   end
-  if available_blocks(executor) < least_blocks(request, executor) then
+  if available_blocks(executor) < lengths.least_blocks(request, executor) then
     return nil
   end
-  local blocks = needed_blocks(request, executor)
+  local blocks = lengths.needed_blocks(request, executor)
   return available_blocks(executor) >= blocks and blocks or nil
 end
 
 -- The blocks to reserve for the request, if there is room for it.
-local function room_for(request, executor)
-  if request.adapter ~= '' and not may_pin(executor, request.adapter, pins_of(executor)) then
+function places.room_for(request, executor)
+  if request.adapter ~= '' and not adapters.may_pin(executor, request.adapter, adapters.pins_of(executor)) then
     return nil
   end
-  return room_without_adapter(request, executor)
+  return places.room_without_adapter(request, executor)
 end
 
 -- Whether the executor takes work. Removes a silent one from `room`; only a save adds it again.
 local function is_heard(id)
   if silent_executors[id] then
     return false
-  elseif takes_work(load_executor(id)) then
+  elseif places.takes_work(load_executor(id)) then
     return true
   end
   silent_executors[id] = true
@@ -66,6 +66,13 @@ end
 
 local room = {} -- what the key had in front when it was read
 local num_read = 0 -- how many were asked for
+local hashes_of, hashes -- of the last examined request: the one that will be placed
+local holders_of, holders -- and who holds them
+
+at_begin(function()
+  room, num_read = cleared(room), 0
+  hashes_of, hashes, holders_of, holders = nil, nil, nil, nil
+end)
 
 local function is_roomier(id, other)
   local blocks, other_blocks = available_blocks(executors[id]), available_blocks(executors[other])
@@ -74,7 +81,7 @@ end
 
 -- The executors with most available blocks that accept work: those that this call has changed, and of the others as many
 -- as are asked for.
-local function roomiest(count)
+function places.roomiest(count)
   if roomiest_found[count] then
     return roomiest_found[count]
   end
@@ -112,21 +119,19 @@ local function roomiest(count)
   return found
 end
 
-local function load_of(executor)
+function places.load_of(executor)
   return math.max(
     executor.reserved_blocks / math.max(1, executor.budget_blocks),
     executor.reserved_sequences / math.max(1, executor.budget_sequences))
 end
 
 local MAX_HOLDERS = 4 -- remembered for a prefix that several prompts share
-local HOLDER = '([^ ;]+) (%d+)' -- of a prefix: the executor, and the tokens of the prompt; a semicolon between two
+places.HOLDER = '([^ ;]+) (%d+)' -- of a prefix: the executor, and the tokens of the prompt; a semicolon between two
 -- The price of a full executor, as a multiple of the time to compute all of the prompt; a half full one costs half. The more
 -- there is on an executor, the slower are its steps and the sooner it evicts a prefix that is to be used again.
-local FULLNESS_WEIGHT = 2
-local hashes_of, hashes -- of the last examined request: the one that will be placed
-local holders_of, holders -- and who holds them
+places.FULLNESS_WEIGHT = 2
 
-local function split_prefixes(prefixes)
+function places.split_prefixes(prefixes)
   if prefixes ~= hashes_of then
     hashes_of, hashes = prefixes, {}
     for hash in prefixes:gmatch('%S+') do
@@ -137,7 +142,7 @@ local function split_prefixes(prefixes)
 end
 
 -- The milliseconds until the executor has computed the prompts that it was given.
-local function prefill_wait(executor)
+function places.prefill_wait(executor)
   return math.max(0, executor.prefilled_ms - NOW)
 end
 
@@ -154,7 +159,7 @@ end
 
 -- The tokens that are cached where a prompt of `length` tokens with the `i`-th name was placed, and none with the next
 -- name. All of that prompt, if it ends before the next name would begin to differ.
-local function cached_tokens(request, names, i, length)
+function places.cached_tokens(request, names, i, length)
   local tokens = prefix_tokens(request, names, i)
   local next_tokens = i < #names and prefix_tokens(request, names, i + 1) or tokens
   return length < next_tokens and math.max(tokens, length) or tokens
@@ -162,16 +167,16 @@ end
 
 -- How many milliseconds the prompts in front of the request may take on the holder of a prefix. No limit where they take
 -- longer on `best`, too: where all executors are that busy, prompts that leave their prefixes make them busier.
-local function tolerated_wait(request, best)
+function places.tolerated_wait(request, best)
   local until_deadline = request.output == 0 and request.deadline_ms - NOW or math.huge
   local tolerated_ms = math.min(state.tolerated_ttft_ms, until_deadline)
-  return prefill_wait(best) > tolerated_ms and math.huge or tolerated_ms
+  return places.prefill_wait(best) > tolerated_ms and math.huge or tolerated_ms
 end
 
 -- The executors that were given each prefix of the request, the last one first, with the tokens of the prompt that had
 -- it; false where none is known.
-local function load_holders(request)
-  local names = split_prefixes(request.prefixes)
+function places.load_holders(request)
+  local names = places.split_prefixes(request.prefixes)
   if holders_of ~= request.prefixes then
     holders_of, holders = request.prefixes, redis.call('HMGET', PREFIXES, unpack(names))
     local old = state.has_old_prefixes and redis.call('HMGET', OLD_PREFIXES, unpack(names)) or {}
@@ -193,37 +198,37 @@ local function cheapest(request, best, best_blocks)
   if request.prefixes == '' then
     return best, best_blocks, 0
   end
-  local names, tolerated_ms = split_prefixes(request.prefixes), tolerated_wait(request, load_executor(best))
+  local names, tolerated_ms = places.split_prefixes(request.prefixes), places.tolerated_wait(request, load_executor(best))
   local tokens = request.prompt + request.output
   local seen, chosen, reserved, most_cached, least_ms = {}, nil, nil, 0, math.huge
   local function consider(id, executor, cached)
-    if not takes_work(executor) or executor.claim ~= '' then
+    if not places.takes_work(executor) or executor.claim ~= '' then
       return
     end
-    local wait_ms, speed, load = prefill_wait(executor), executor.prefill_speed, load_of(executor)
-    if speed == 0 and load > load_of(load_executor(best)) + MAX_IMBALANCE then
+    local wait_ms, speed, load = places.prefill_wait(executor), executor.prefill_speed, places.load_of(executor)
+    if speed == 0 and load > places.load_of(load_executor(best)) + MAX_IMBALANCE then
       return
     end
-    local blocks = id == best and best_blocks or room_for(request, executor)
+    local blocks = id == best and best_blocks or places.room_for(request, executor)
     if not blocks or id ~= best and cached > 0 and wait_ms > tolerated_ms then
       return
     end
     local missing = math.max(0, tokens - cached)
-    local ms = speed > 0 and wait_ms + (missing + FULLNESS_WEIGHT * load * tokens) / speed or 0
+    local ms = speed > 0 and wait_ms + (missing + places.FULLNESS_WEIGHT * load * tokens) / speed or 0
     if ms < least_ms then
       chosen, reserved, most_cached, least_ms = id, blocks, cached, ms
     end
   end
-  local found = load_holders(request)
+  local found = places.load_holders(request)
   for i = #names, 1, -1 do
     if found[i] and found[i] ~= found[i + 1] then
-      for id, length in found[i]:gmatch(HOLDER) do
+      for id, length in found[i]:gmatch(places.HOLDER) do
         if not seen[id] then
           seen[id] = true
           local executor = load_executor(id)
           -- Looked at first: while requests wait, most holders have no free sequence.
           if executor and executor.budget_sequences - executor.reserved_sequences >= request.sequences then
-            consider(id, executor, cached_tokens(request, names, i, tonumber(length)))
+            consider(id, executor, places.cached_tokens(request, names, i, tonumber(length)))
           end
         end
       end
@@ -241,7 +246,7 @@ local function is_shared(request, names, found)
   for i = #names, 1, -1 do
     if found[i] then
       local length = tonumber(found[i]:match(' (%d+)'))
-      return cached_tokens(request, names, i, length) < length
+      return places.cached_tokens(request, names, i, length) < length
     end
   end
   return false
@@ -249,11 +254,11 @@ end
 
 -- Records that the executor will hold these prefixes. Of a prefix that several prompts share the executors before it are
 -- kept, too. A chat has one executor: else it would go back and forth between two, and take up the caches of both.
-local function remember_prefixes(request, executor_id)
+function places.remember_prefixes(request, executor_id)
   if request.prefixes == '' then
     return
   end
-  local names, found = split_prefixes(request.prefixes), load_holders(request)
+  local names, found = places.split_prefixes(request.prefixes), places.load_holders(request)
   local are_shared = is_shared(request, names, found)
   local own = string.format('%s %d', executor_id, request.prompt)
   local merged_of, merged -- most prefixes have the same executors
@@ -263,7 +268,7 @@ local function remember_prefixes(request, executor_id)
       if found[i] ~= merged_of then
         merged_of, merged = found[i], own
         local count = 1
-        for id, length in found[i]:gmatch(HOLDER) do
+        for id, length in found[i]:gmatch(places.HOLDER) do
           if id ~= executor_id and count < MAX_HOLDERS then
             merged, count = merged .. ';' .. id .. ' ' .. length, count + 1
           end
@@ -279,13 +284,13 @@ end
 -- As `choose_open`, for a request with an adapter. `lowest` is the rank of `best` by `loading_rank`.
 local function choose_with_adapter(request)
   local best, reserved, lowest
-  for _, most in ipairs({MAX_CANDIDATES, MAX_ADAPTER_CANDIDATES}) do
+  for _, most in ipairs({MAX_CANDIDATES, places.MAX_ADAPTER_CANDIDATES}) do
     local roomiest_load
-    for _, executor_id in ipairs(lowest == 0 and {} or roomiest(most)) do
+    for _, executor_id in ipairs(lowest == 0 and {} or places.roomiest(most)) do
       local executor = load_executor(executor_id)
-      local blocks = room_for(request, executor)
-      roomiest_load = roomiest_load or blocks and load_of(executor)
-      local rank = blocks and load_of(executor) <= roomiest_load + MAX_IMBALANCE and loading_rank(executor, request.adapter)
+      local blocks = places.room_for(request, executor)
+      roomiest_load = roomiest_load or blocks and places.load_of(executor)
+      local rank = blocks and places.load_of(executor) <= roomiest_load + MAX_IMBALANCE and adapters.loading_rank(executor, request.adapter)
       if rank and rank < (lowest or math.huge) then
         best, reserved, lowest = executor_id, blocks, rank
       end
@@ -301,10 +306,10 @@ local function choose_open(request)
   if request.adapter ~= '' then
     return choose_with_adapter(request)
   end
-  local most = request.strikes > 0 and MAX_SUSPECT_CANDIDATES or MAX_CANDIDATES
+  local most = request.strikes > 0 and places.MAX_SUSPECT_CANDIDATES or MAX_CANDIDATES
   for count = 1, most, most - 1 do -- the first is usually enough
-    for _, executor_id in ipairs(roomiest(count)) do
-      local blocks = room_for(request, load_executor(executor_id))
+    for _, executor_id in ipairs(places.roomiest(count)) do
+      local blocks = places.room_for(request, load_executor(executor_id))
       if blocks then
         return cheapest(request, executor_id, blocks)
       end
@@ -322,7 +327,7 @@ local function choose_claimed(id, request, for_itself)
   for _, claim in ipairs(claims) do
     if for_itself and claim.id == id or not for_itself and request.class < claim.class then
       local executor = load_executor(claim.executor_id)
-      local blocks = takes_work(executor) and room_for(request, executor)
+      local blocks = places.takes_work(executor) and places.room_for(request, executor)
       if blocks then
         return claim.executor_id, blocks, 0
       end
@@ -333,7 +338,7 @@ end
 
 -- The executor for the request now, the blocks to reserve there, and the tokens of its prompt that are cached there;
 -- nil if there is none. Ties by id.
-local function choose(id, request)
+function places.choose(id, request)
   if #claims == 0 then
     return choose_open(request)
   end
@@ -348,25 +353,25 @@ local function choose(id, request)
 end
 
 -- Whether the executor, if empty, would hold this much.
-local function would_hold(executor, request)
+function places.would_hold(executor, request)
   return executor and executor.total_blocks >= request.blocks and executor.budget_sequences >= request.sequences
-    and (request.adapter == '' or serves(executor, request.adapter))
+    and (request.adapter == '' or adapters.serves(executor, request.adapter))
 end
 
 -- Whether the executor accepts work and would hold this much.
-local function could_hold(executor, request)
-  return takes_work(executor) and would_hold(executor, request)
+function places.could_hold(executor, request)
+  return places.takes_work(executor) and places.would_hold(executor, request)
 end
 
 -- Whether some executor that serves its adapter, if empty, would hold this much. Silent ones count until their lease
 -- lapses: they may return.
-local function fits_somewhere(request)
-  if kept.fitting and would_hold(executors[kept.fitting], request) then -- the one that was found last
+function places.fits_somewhere(request)
+  if kept.fitting and places.would_hold(executors[kept.fitting], request) then -- the one that was found last
     return true
   end
-  for _, count in ipairs({1, request.adapter == '' and 64 or MAX_SERVING}) do -- the first is usually enough
+  for _, count in ipairs({1, request.adapter == '' and 64 or places.MAX_SERVING}) do -- the first is usually enough
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', '0', count)) do
-      if would_hold(load_executor(id), request) then
+      if places.would_hold(load_executor(id), request) then
         kept.fitting = id
         return true
       end
@@ -376,15 +381,15 @@ local function fits_somewhere(request)
 end
 
 -- Claims for the request the executor that is closest to having room for it. Returns false if there is none.
-local function claim_executor(id, request)
+function places.claim_executor(id, request)
   if #claims >= MAX_CLAIMS then
     return false
   end
   local best, most = nil, nil
-  local count = request.adapter == '' and 64 or MAX_SERVING
+  local count = request.adapter == '' and 64 or places.MAX_SERVING
   for _, executor_id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, count)) do
     local executor = load_executor(executor_id)
-    if could_hold(executor, request) and executor.claim == ''
+    if places.could_hold(executor, request) and executor.claim == ''
       and (not most or available_blocks(executor) > most) then
       best, most = executor_id, available_blocks(executor)
     end

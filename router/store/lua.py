@@ -1,9 +1,9 @@
 """The library of Redis Functions with the Lua scripts.
 
 It is one Lua text: the files below `scripts`, as they are, and the generated schema. Lua allows 200 local variables at
-a time, so a script is a block, and so is a file of `scripts/shared`, with a table of its name for what later files use.
-The files of `BASE`, on which all others build, have no block. Redis reports an error by its line of the library, from
-which `Library.find_place` finds its file and line.
+a time, so each file is a block. A file of `scripts/shared` has a table of its name for what other files use. The files
+of `BASE`, on which all others build, have no block. Redis reports an error by its line of the library, from which
+`Library.find_place` finds its file and line.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from inflight.router.store.scripts import schema
 
 SOURCES = Path(__file__).with_name("scripts")
 LIBRARY_PREFIX = "inflight_"
+_FILE = "-- File: "
 BASE = ("library", "clock", "schema", "records")
-SHARED = ("owners", "lengths", "tenants", "reply", "estimates", "adapters", "states", "places", "board")
+OTHERS = (path.relative_to(SOURCES) for path in SOURCES.glob("shared/**/*.lua") if path.stem not in BASE)
+BLOCKS = sorted(path.with_suffix("").as_posix() for path in OTHERS)
 NAMES = tuple(sorted(path.stem for path in SOURCES.glob("*.lua")))
 
 
@@ -59,7 +61,7 @@ class Library:
 def compose_library(shared: str, scripts: Mapping[str, str]) -> Library:
     """Returns the library of these scripts. The names of the library and of its functions contain the hash of its text,
     so that routers of different versions can use one Redis."""
-    text = shared + "".join(f"do\n{_file(name, source)}end\n" for name, source in scripts.items())
+    text = shared + "".join(_block(name, source) for name, source in scripts.items())
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Library(digest, f"#!lua name={LIBRARY_PREFIX}{digest}\nlocal DIGEST = '{digest}'\n{text}")
 
@@ -78,17 +80,18 @@ def compose_scripts(shared: str) -> Library:
 
 def shared_source(clock: str | None = None) -> str:
     """Returns the shared source of all scripts."""
-    others = {"clock": clock, "schema": schema.source()}
-    base = (_file(f"shared/{name}", others.get(name) or _read(f"shared/{name}")) for name in BASE)
-    blocks = (f"local {name} = {{}}\ndo\n{_file(f'shared/{name}', _read(f'shared/{name}'))}end\n" for name in SHARED)
-    return "".join((*base, *blocks))
-
-
-_FILE = "-- File: "
+    given = {"clock": clock, "schema": schema.source()}
+    base = (_file(f"shared/{name}", given.get(name) or _read(f"shared/{name}")) for name in BASE)
+    tables = f"local {', '.join(Path(name).name for name in BLOCKS)} = {', '.join('{}' for _ in BLOCKS)}\n"
+    return "".join((*base, tables, *(_block(name, _read(name)) for name in BLOCKS)))
 
 
 def _file(name: str, source: str) -> str:
     return f"{_FILE}{name}.lua\n{source}"
+
+
+def _block(name: str, source: str) -> str:
+    return f"do\n{_file(name, source)}end\n"
 
 
 def _read(name: str) -> str:

@@ -34,7 +34,7 @@ end
 -- Whether some executor has a seat that the request may take. A suspect may not run beside another suspect.
 local function may_find_blocks(request)
   for _, executor_id in ipairs(with_room(request.strikes > 0 and places.MAX_SUSPECT_CANDIDATES or 1)) do
-    if not places.are_both_suspect(request, load_executor(executor_id)) then
+    if suspects.allows(request, load_executor(executor_id)) then
       return true
     end
   end
@@ -45,7 +45,7 @@ end
 local function waits_for_slot(request)
   for _, executor_id in ipairs(request.adapter ~= '' and with_room(places.MAX_ADAPTER_CANDIDATES) or {}) do
     local executor = load_executor(executor_id)
-    if places.room_without_adapter(request, executor) and not places.room_for(request, executor) then
+    if places.room_for(request, executor, adapters) and not places.room_for(request, executor) then
       return true
     end
   end
@@ -55,17 +55,18 @@ end
 -- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait: as
 -- long as on the executor with most available blocks and as the prefix saves, less the fuller the holder is than that one.
 local function prefix_holder(request)
-  local names = places.split_prefixes(request.prefixes)
-  local found = #names > 0 and places.load_holders(request) or {}
+  local names = prefix.split_prefixes(request.prefixes)
+  local found = #names > 0 and prefix.load_holders(request) or {}
   for i = #names, 1, -1 do
-    for id, length in (found[i] or ''):gmatch(places.HOLDER) do
+    for id, length in (found[i] or ''):gmatch(prefix.HOLDER) do
       local executor = load_executor(id)
       if executor then
         local best = load_executor(with_room(1)[1] or id)
-        local wait_ms, tolerated_ms, speed = places.prefill_wait(executor), places.tolerated_wait(request, best), executor.prefill_speed
-        local price = places.FULLNESS_WEIGHT * (places.load_of(executor) - places.load_of(best)) * (request.prompt + request.output)
-        local saved = math.max(0, places.cached_tokens(request, names, i, tonumber(length)) - price)
-        local cheaper_ms = speed > 0 and places.prefill_wait(best) + saved / speed or wait_ms
+        local wait_ms, tolerated_ms, speed = prefix.prefill_wait(executor), prefix.tolerated_wait(request, best), executor.prefill_speed
+        local fuller = fullness.of(executor) - fullness.of(best)
+        local price = fullness.WEIGHT * fuller * (request.prompt + request.output)
+        local saved = math.max(0, prefix.cached_tokens(request, names, i, tonumber(length)) - price)
+        local cheaper_ms = speed > 0 and prefix.prefill_wait(best) + saved / speed or wait_ms
         return id, math.ceil(wait_ms), math.floor(math.min(tolerated_ms, cheaper_ms))
       end
     end

@@ -4,7 +4,7 @@
 -- ARGV        [1] caller  then for each report the fields of REPORT (codec.py): `quantile` is that of outputs that the
 --             executor reserves for, 1 for their end; speeds are 0 where not measured; `age_ms` is the time since the
 --             report came to the caller; `held` is what the executor holds, packed: of each the member of `placements`
---             that it should be, with its length, and blocks; `adapters` are those that it serves (adapters.lua);
+--             that it should be, with its length, and blocks; `adapters` are those that it serves (rules/adapters.lua);
 --             `held_adapters` are those of what it holds, separated by spaces, '-' for none, or '' for none at all
 -- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
 --             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}

@@ -247,7 +247,7 @@ local function submit()
   local executor_id, reserved, cached = places.choose(asked.id, request)
   if is_first and executor_id and not board.is_dead(request) then -- it need not be enqueued first, which halves the work
     states.seat(asked.id, request, executor_id, first_attempt, reserved, cached)
-    places.remember_prefixes(request, executor_id)
+    prefix.remember_prefixes(request, executor_id)
     if ended then
       states.forget_end(asked.id)
     end

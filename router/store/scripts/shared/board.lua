@@ -155,7 +155,7 @@ local function preempt_for(id, request)
     end
     local executor = victim and load_executor(victim.executor_id)
     local may_use = places.takes_work(executor) and (executor.claim == '' or executor.claim == id)
-      and not places.are_both_suspect(request, executor)
+      and suspects.allows(request, executor)
       and (request.adapter == '' or adapters.serves(executor, request.adapter))
     if may_use and (not executor_id or executor_id == victim.executor_id) and owners.lives(victim.owner) then
       if not executor_id then
@@ -234,7 +234,7 @@ local function board_one(id, request)
   estimates.observe_wait(request)
   states.withdraw(id, request)
   states.seat(id, request, executor_id, request.attempt + 1, blocks, cached)
-  places.remember_prefixes(request, executor_id)
+  prefix.remember_prefixes(request, executor_id)
   owners.notify('placed', id, request)
   return 'seat'
 end

@@ -25,7 +25,8 @@ local dirty_histograms = {} -- those that `finish` writes
 local likely = {} -- the last arguments of `likely_output`, and its result: `tokens`
 
 at_begin(function()
-  dirty_histograms, likely.request = cleared(dirty_histograms), nil
+  if next(dirty_histograms) then dirty_histograms = cleared(dirty_histograms) end
+  likely.request = nil
 end)
 
 local function load_histogram(field)

@@ -35,7 +35,8 @@ local mailboxes = {} -- router -> key, false if it was not passed, of those look
 local mail = {} -- of this call, by mailbox
 
 at_begin(function()
-  mailboxes, mail = cleared(mailboxes), cleared(mail)
+  if next(mailboxes) then mailboxes = cleared(mailboxes) end
+  if next(mail) then mail = cleared(mail) end
 end)
 
 local function mailbox_of(owner)

@@ -316,8 +316,16 @@ at_begin(function()
   for _, write in pairs(writes) do
     write.length = 0 -- a failed call did not come to its end
   end
-  written_keys, dirty_executors, silent_executors = cleared(written_keys), cleared(dirty_executors), cleared(silent_executors)
-  roomiest_found, dirty_tenants, unlisted_tenants = cleared(roomiest_found), cleared(dirty_tenants), cleared(unlisted_tenants)
-  new_tenants, requests, dirty_requests = cleared(new_tenants), cleared(requests), cleared(dirty_requests)
-  examined, remembered, remembered_words = cleared(examined), cleared(remembered), cleared(remembered_words)
+  if next(written_keys) then written_keys = cleared(written_keys) end
+  if next(dirty_executors) then dirty_executors = cleared(dirty_executors) end
+  if next(silent_executors) then silent_executors = cleared(silent_executors) end
+  if next(roomiest_found) then roomiest_found = cleared(roomiest_found) end
+  if next(dirty_tenants) then dirty_tenants = cleared(dirty_tenants) end
+  if next(unlisted_tenants) then unlisted_tenants = cleared(unlisted_tenants) end
+  if next(new_tenants) then new_tenants = cleared(new_tenants) end
+  if next(requests) then requests = cleared(requests) end
+  if next(dirty_requests) then dirty_requests = cleared(dirty_requests) end
+  if next(examined) then examined = cleared(examined) end
+  if next(remembered) then remembered = cleared(remembered) end
+  if next(remembered_words) then remembered_words = cleared(remembered_words) end
 end)

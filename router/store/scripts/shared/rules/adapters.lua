@@ -1,4 +1,5 @@
--- Adapters: which of them an executor serves, and which are pinned there.
+-- Adapters: a filter and a preference for the executors that serve a request's adapter: which adapters an executor serves,
+-- and which are pinned there.
 --
 -- A placement pins its adapter on its executor from the reservation until it ends. An executor never has more pinned
 -- adapters than slots, so what runs there is always resident. `pins` counts the placements of each pinned adapter. In
@@ -7,7 +8,7 @@
 local served = {} -- executor -> what it serves, of those looked up in this call
 
 at_begin(function()
-  served = cleared(served)
+  if next(served) then served = cleared(served) end
 end)
 
 function adapters.served_on(executor_id)
@@ -74,4 +75,9 @@ function adapters.loading_rank(executor, adapter)
     num_used = num_used + (is_resident(executor, pinned) and 0 or 1)
   end
   return num_used < executor.num_adapter_slots and 1 or 2
+end
+
+-- Returns whether the executor may take the request: it serves its adapter, and has it pinned or has a slot left.
+function adapters.allows(request, executor)
+  return request.adapter == '' or adapters.may_pin(executor, request.adapter, adapters.pins_of(executor))
 end

@@ -26,13 +26,15 @@ CALL_TIMEOUT_S = 3.0
 # The calls of the check at the end fail the run, so a machine that stands still for some seconds does not end them.
 LAST_CALL_TIMEOUT_S = 60.0
 COUNT_PINS = """
-local num_pins = 0
-for _, text in ipairs(redis.call('HVALS', EXECUTORS)) do
-  for _, count in pairs(pins_of(unpack_executor(text))) do
-    num_pins = num_pins + count
+script('pins', function()
+  local num_pins = 0
+  for _, text in ipairs(redis.call('HVALS', EXECUTORS)) do
+    for _, count in pairs(adapters.pins_of(unpack_executor(text))) do
+      num_pins = num_pins + count
+    end
   end
-end
-return num_pins
+  return num_pins
+end, {})
 """
 HELD_ADAPTERS = "inflight_adapter_slots_held"
 

@@ -11,10 +11,9 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, Generic, NamedTuple, ParamSpec
 
 from inflight.common.errors import Reason
-from inflight.router.ledger.lua import Argument
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     Adopted,
@@ -53,82 +52,234 @@ from inflight.router.ledger.types import (
 
 MAX_UINT32, MAX_UINT64 = 2**32 - 1, 2**64 - 1
 
-_LIMITS = struct.Struct("<29d")
-_RATES = struct.Struct("<5d")
+Argument = str | int | float | bytes
+
+P = ParamSpec("P")
+
+
+class Arguments(Generic[P]):
+    """The arguments by which a script gets one item: the name of each in Lua, and how it follows from the item.
+
+    `lua.py` generates a Lua function that reads them by these names, so their order matters only within an item.
+    `own` are arguments of their own: `name` is a number, or nil in Lua where it is '', `name?` a boolean, `name$` a
+    text. `packed` are numbers in one argument behind them.
+    """
+
+    def __init__(
+        self, own: Mapping[str, Callable[P, Argument]], packed: Mapping[str, Callable[P, float]] | None = None
+    ) -> None:
+        self.own = own
+        self.packed = packed or {}
+        self.layout = "<" + "d" * len(self.packed)
+
+    def of(self, *item: P.args, **named: P.kwargs) -> list[Argument]:
+        """Returns the arguments of one item."""
+        args = [value(*item, **named) for value in self.own.values()]
+        if self.packed:
+            args.append(struct.pack(self.layout, *(value(*item, **named) for value in self.packed.values())))
+        return args
+
+
+# For each, infinity is no limit and no deadline, and 0 milliseconds for each request or token are no rate.
+SUBMIT = Arguments[Demand, LedgerSettings](
+    {
+        "id$": lambda demand, _: demand.request_id,
+        "tenant$": lambda demand, _: demand.tenant,
+        "prefixes$": lambda demand, _: " ".join(demand.prefix_hashes),
+        "digest$": lambda demand, _: demand.digest,
+        "is_served?": lambda demand, _: int(demand.is_served),
+        "adapter$": lambda demand, _: demand.adapter,
+    },
+    {
+        "class": lambda demand, _: demand.priority_class,
+        "deadline_in_ms": lambda demand, _: _limit(demand.deadline_ms),
+        "blocks": lambda demand, _: demand.blocks,
+        "placement_blocks": lambda demand, _: (
+            demand.blocks if demand.placement_blocks is None else demand.placement_blocks
+        ),
+        "sequences": lambda demand, _: demand.sequences,
+        "last_attempt": lambda demand, _: demand.last_attempt,
+        "prompt": lambda demand, _: demand.prompt_tokens,
+        "max": lambda demand, _: demand.max_tokens,
+        "output": lambda demand, _: demand.output_tokens,
+        "block_size": lambda demand, _: demand.block_size,
+        "bytes": lambda demand, _: demand.num_bytes,
+        "choices": lambda demand, _: demand.num_choices,
+        "weight": lambda demand, _: demand.limits.weight,
+        "max_running": lambda demand, _: _limit(demand.limits.max_running),
+        "max_requests": lambda demand, _: _limit(demand.limits.max_queue_requests),
+        "max_tokens": lambda demand, _: _limit(demand.limits.max_queue_tokens),
+        "max_bytes": lambda demand, _: _limit(demand.limits.max_queue_bytes),
+        "ms_per_request": lambda demand, _: _ms_per_unit(demand.limits.requests_per_s),
+        "request_burst": lambda demand, _: demand.limits.request_burst,
+        "ms_per_token": lambda demand, _: _ms_per_unit(demand.limits.tokens_per_s),
+        "token_burst": lambda demand, _: demand.limits.token_burst,
+        "max_pool_requests": lambda _, settings: settings.max_queue_requests,
+        "max_pool_tokens": lambda _, settings: _limit(settings.max_queue_tokens),
+        "max_pool_bytes": lambda _, settings: _limit(settings.max_queue_bytes),
+        "max_bypass": lambda _, settings: settings.max_bypass,
+        "age_ms": lambda _, settings: settings.age_ms,
+        "preempts": lambda _, settings: settings.preempt_for_priority,
+        "remember_ms": lambda _, settings: settings.remember_ended_ms,
+        "tolerated_ttft_ms": lambda _, settings: settings.tolerated_ttft_ms,
+    },
+)
+
+
+class _Rated(NamedTuple):
+    """A request whose tenant's rates are checked."""
+
+    tenant: str
+    limits: TenantLimits
+    tokens: int
+    request_id: str
+    takes: bool
+
+
+RATES = Arguments[_Rated](
+    {
+        "tenant$": lambda one: one.tenant,
+        "id$": lambda one: one.request_id,
+        "takes?": lambda one: int(one.takes),
+    },
+    {
+        "ms_per_request": lambda one: _ms_per_unit(one.limits.requests_per_s),
+        "request_burst": lambda one: one.limits.request_burst,
+        "ms_per_token": lambda one: _ms_per_unit(one.limits.tokens_per_s),
+        "token_burst": lambda one: one.limits.token_burst,
+        "tokens": lambda one: one.tokens,
+    },
+)
+
+SETTLE = Arguments[Ending](
+    {
+        "id$": lambda ending: ending.request_id,
+        "attempt": lambda ending: ending.attempt,
+        "computed": lambda ending: _or_empty(ending.computed_tokens),
+        "output": lambda ending: _or_empty(ending.output_tokens),
+        "by_itself?": lambda ending: int(ending.by_itself),
+        "cancelled?": lambda ending: int(ending.cancelled),
+    }
+)
+
+REPORT = Arguments[ExecutorReport, LedgerSettings](
+    {
+        "id$": lambda report, _: report.executor_id,
+        "generation": lambda report, _: report.generation,
+        "seq": lambda report, _: report.seq,
+        "budget_blocks": lambda report, _: report.budget_blocks + report.saved_blocks,
+        "total_blocks": lambda report, _: report.total_blocks,
+        "budget_sequences": lambda report, settings: _num_sequences(report, settings),
+        "accepting?": lambda report, _: int(report.accepting),
+        "quantile": lambda report, _: report.reserve_quantile,
+        "step_ms": lambda report, _: report.step_ms,
+        "prefill_tokens_per_s": lambda report, _: report.prefill_tokens_per_s,
+        "ends_at_reservation?": lambda report, _: int(report.ends_at_reservation),
+        "age_ms": lambda report, _: report.age_ms,
+        "held$": lambda report, _: b"".join(_packed(report.executor_id, one) for one in report.held),
+        "num_adapter_slots": lambda report, _: report.num_adapter_slots,
+        "adapters$": lambda report, _: "".join(
+            f" {one.adapter}{'+' if one.is_resident else '-'}" for one in report.adapters
+        ),
+        "held_adapters$": lambda report, _: _held_adapters(report.held),
+    }
+)
+
+
+class _HandedBack(NamedTuple):
+    """A placement that its owner returns."""
+
+    request_id: str
+    attempt: int
+    max_attempts: int
+    details: HandBackDetails
+
+
+HAND_BACK = Arguments[_HandedBack](
+    {
+        "id$": lambda one: one.request_id,
+        "attempt": lambda one: one.attempt,
+        "max_attempts": lambda one: one.max_attempts,
+        "why$": lambda one: _why(one.details),
+        "output": lambda one: one.details.get("output_tokens", 0),
+        "progressed?": lambda one: int(one.details.get("progressed", False)),
+        "blocks": lambda one: _or_empty(one.details.get("placement_blocks")),
+    }
+)
+
+CANCEL = Arguments[str, bool]({"id$": lambda request_id, _: request_id, "is_own?": lambda _, is_own: int(is_own)})
+
+VERIFY = Arguments[Attempt]({"id$": lambda one: one.request_id, "attempt": lambda one: one.attempt})
+
+ARGUMENTS: Mapping[str, Arguments[...]] = {
+    "submit": SUBMIT,
+    "rates": RATES,
+    "settle": SETTLE,
+    "report": REPORT,
+    "hand_back": HAND_BACK,
+    "cancel": CANCEL,
+    "verify": VERIFY,
+}
+"""The arguments of one item, by script."""
 
 
 def submit_args(demand: Demand, settings: LedgerSettings) -> list[Argument]:
     """Returns the arguments of submit.lua for one request."""
-    pool = (
-        settings.max_queue_requests,
-        _limit(settings.max_queue_tokens),
-        _limit(settings.max_queue_bytes),
-        settings.max_bypass,
-        settings.age_ms,
-        settings.preempt_for_priority,
-        settings.remember_ended_ms,
-        settings.tolerated_ttft_ms,
-    )
-    packed = _LIMITS.pack(*_request_numbers(demand), *_limit_numbers(demand.limits), *pool)
-    return [
-        demand.request_id,
-        demand.tenant,
-        packed,
-        " ".join(demand.prefix_hashes),
-        demand.digest,
-        int(demand.is_served),
-        demand.adapter,
-    ]
+    return SUBMIT.of(demand, settings)
 
 
 def rates_args(tenant: str, limits: TenantLimits, tokens: int, request_id: str, takes: bool) -> list[Argument]:
     """Returns the arguments of rates.lua."""
-    return [tenant, request_id, _RATES.pack(*_rate_numbers(limits), tokens), int(takes)]
+    return RATES.of(_Rated(tenant, limits, tokens, request_id, takes))
 
 
 def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
     """Returns the arguments of settle.lua."""
-    args: list[Argument] = []
-    for one in endings:
-        ending = one if isinstance(one, Ending) else Ending(one.request_id, one.attempt)
-        args += (
-            ending.request_id,
-            ending.attempt,
-            "" if ending.computed_tokens is None else ending.computed_tokens,
-            "" if ending.output_tokens is None else ending.output_tokens,
-            int(ending.by_itself),
-            int(ending.cancelled),
-        )
-    return args
+    full = (one if isinstance(one, Ending) else Ending(one.request_id, one.attempt) for one in endings)
+    return [arg for ending in full for arg in SETTLE.of(ending)]
 
 
 def report_args(report: ExecutorReport, settings: LedgerSettings) -> list[Argument]:
-    """Returns the arguments of report.lua for one report.
+    """Returns the arguments of report.lua for one report."""
+    return REPORT.of(report, settings)
 
-    With `preempt_for_priority` the ledger counts seats only. A standby place would not help a request of a higher
-    class.
-    """
-    num_sequences = report.budget_sequences
+
+def hand_back_args(request_id: str, attempt: int, max_attempts: int, details: HandBackDetails) -> list[Argument]:
+    """Returns the arguments of hand_back.lua for one placement."""
+    return HAND_BACK.of(_HandedBack(request_id, attempt, max_attempts, details))
+
+
+def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:
+    """Returns the arguments of verify.lua."""
+    return [arg for one in waiting for arg in VERIFY.of(one)]
+
+
+def _num_sequences(report: ExecutorReport, settings: LedgerSettings) -> int:
+    """Returns the sequences that the ledger counts. With `preempt_for_priority` these are the seats only: a standby
+    place would not help a request of a higher class."""
     if settings.preempt_for_priority and report.seats is not None:
-        num_sequences = min(num_sequences, report.seats)
-    return [
-        report.executor_id,
-        report.generation,
-        report.seq,
-        report.budget_blocks + report.saved_blocks,
-        report.total_blocks,
-        num_sequences,
-        int(report.accepting),
-        report.reserve_quantile,
-        report.step_ms,
-        report.prefill_tokens_per_s,
-        int(report.ends_at_reservation),
-        report.age_ms,
-        b"".join(_packed(report.executor_id, one) for one in report.held),
-        report.num_adapter_slots,
-        "".join(f" {one.adapter}{'+' if one.is_resident else '-'}" for one in report.adapters),
-        _held_adapters(report.held),
-    ]
+        return min(report.budget_sequences, report.seats)
+    return report.budget_sequences
+
+
+def _why(details: HandBackDetails) -> str:
+    if details.get("preempted"):
+        return "preempted"
+    if details.get("rejected"):
+        return "rejected"
+    return "stood_still" if details.get("stood_still") else "lost"
+
+
+def _ms_per_unit(rate_per_s: float | None) -> float:
+    return 0.0 if rate_per_s is None else 1000 / rate_per_s
+
+
+def _limit(value: float | None) -> float:
+    return inf if value is None else value
+
+
+def _or_empty(value: int | None) -> int | str:
+    return "" if value is None else value
 
 
 def _packed(executor_id: str, held: HeldSequence) -> bytes:
@@ -139,90 +290,6 @@ def _packed(executor_id: str, held: HeldSequence) -> bytes:
 
 def _held_adapters(held: Sequence[HeldSequence]) -> str:
     return " ".join(one.adapter or "-" for one in held) if any(one.adapter for one in held) else ""
-
-
-def parse_reports(reply: Reply) -> list[ReportOutcome]:
-    """Returns the outcomes of report.lua, in the order of the reports."""
-    return [
-        ReportOutcome(status == "TAKEN", tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)))
-        for status, flat in reply.values[0]
-    ]
-
-
-def parse_overdue_reports(reply: Reply) -> list[tuple[str, float]]:
-    """Returns the executors whose report is overdue, as found by reap.lua, and the seconds since the last report of
-    each."""
-    flat = reply.values[0] if reply.values else ()
-    return [(executor_id, ms / 1000) for executor_id, ms in zip(flat[::2], flat[1::2], strict=True)]
-
-
-def hand_back_args(request_id: str, attempt: int, max_attempts: int, details: HandBackDetails) -> list[Argument]:
-    """Returns the arguments of hand_back.lua for one placement."""
-    why = "lost"
-    if details.get("preempted"):
-        why = "preempted"
-    elif details.get("rejected"):
-        why = "rejected"
-    elif details.get("stood_still"):
-        why = "stood_still"
-    blocks = details.get("placement_blocks")
-    return [
-        request_id,
-        attempt,
-        max_attempts,
-        why,
-        details.get("output_tokens", 0),
-        int(details.get("progressed", False)),
-        "" if blocks is None else blocks,
-    ]
-
-
-def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:
-    """Returns the arguments of verify.lua."""
-    return [value for one in waiting for value in (one.request_id, one.attempt)]
-
-
-def _request_numbers(demand: Demand) -> tuple[float, ...]:
-    return (
-        demand.priority_class,
-        _limit(demand.deadline_ms),
-        demand.blocks,
-        demand.blocks if demand.placement_blocks is None else demand.placement_blocks,
-        demand.sequences,
-        demand.last_attempt,
-        demand.prompt_tokens,
-        demand.max_tokens,
-        demand.output_tokens,
-        demand.block_size,
-        demand.num_bytes,
-        demand.num_choices,
-    )
-
-
-def _limit_numbers(limits: TenantLimits) -> tuple[float, ...]:
-    """Returns the numbers of a tenant's limits; infinity is no limit."""
-    return (
-        limits.weight,
-        _limit(limits.max_running),
-        _limit(limits.max_queue_requests),
-        _limit(limits.max_queue_tokens),
-        _limit(limits.max_queue_bytes),
-        *_rate_numbers(limits),
-    )
-
-
-def _rate_numbers(limits: TenantLimits) -> tuple[float, ...]:
-    """Returns, for requests and for tokens, the milliseconds per unit and the burst; 0 milliseconds is no limit."""
-    return (
-        0.0 if limits.requests_per_s is None else 1000 / limits.requests_per_s,
-        limits.request_burst,
-        0.0 if limits.tokens_per_s is None else 1000 / limits.tokens_per_s,
-        limits.token_burst,
-    )
-
-
-def _limit(value: float | None) -> float:
-    return inf if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +322,21 @@ def parse_reply(raw: Sequence[Any]) -> Reply:
 def parse_outcomes(reply: Reply) -> list[Reply]:
     """Returns the reply of a script that handles several requests as one reply for each, with its outcome."""
     return [replace(reply, status=outcome[0], values=tuple(outcome[1:])) for outcome in reply.values[0]]
+
+
+def parse_reports(reply: Reply) -> list[ReportOutcome]:
+    """Returns the outcomes of report.lua, in the order of the reports."""
+    return [
+        ReportOutcome(status == "TAKEN", tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)))
+        for status, flat in reply.values[0]
+    ]
+
+
+def parse_overdue_reports(reply: Reply) -> list[tuple[str, float]]:
+    """Returns the executors whose report is overdue, as found by reap.lua, and the seconds since the last report of
+    each."""
+    flat = reply.values[0] if reply.values else ()
+    return [(executor_id, ms / 1000) for executor_id, ms in zip(flat[::2], flat[1::2], strict=True)]
 
 
 def parse_event(fields: Mapping[str, Any]) -> LedgerEvent:

@@ -2,7 +2,7 @@
 
 A pool is a set of executors that serve the same model. All its keys share the hash tag `{pool}`, so that a script can
 use them together on Redis Cluster. Every key is soft state: executors' reports and routers' submits rebuild it. The
-keys have the prefix `inflight:<FORMAT>:{pool}:`. Records are packed (`shared/records.lua`). Times are milliseconds of
+keys have the prefix `inflight:<FORMAT>:{pool}:`. Records are packed (`scripts/schema.py`). Times are milliseconds of
 the ledger's clock.
 
 - `executors` (hash): executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks,
@@ -50,7 +50,7 @@ FORMAT = 2
 misread: fields of records, names or contents of keys, kinds of events. Two formats can coexist in one Redis. Each has
 its own ledger."""
 
-FINGERPRINT = "490ea158bb40bed6"
+FINGERPRINT = "ba1ace98c71d05ca"
 """The hash of the record definitions of this format; a test compares it. It does not cover the other parts of the
 format."""
 

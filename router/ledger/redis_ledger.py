@@ -29,6 +29,8 @@ from redis.asyncio import Redis
 from inflight.common.errors import RequestError
 from inflight.router.ledger.batches import Batches
 from inflight.router.ledger.codec import (
+    CANCEL,
+    Argument,
     Reply,
     hand_back_args,
     parse_adopt,
@@ -51,7 +53,7 @@ from inflight.router.ledger.codec import (
 from inflight.router.ledger.connection import NotSent, Turns, answered, close, connect_reader, unavailable
 from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
 from inflight.router.ledger.ledger import OnEvent
-from inflight.router.ledger.lua import Argument, Library, load_scripts
+from inflight.router.ledger.lua import Library, load_scripts
 from inflight.router.ledger.mailbox import LedgerClock, Mailbox, OwnershipFilter
 from inflight.router.ledger.outage import Outage
 from inflight.router.ledger.script_calls import ScriptCalls
@@ -281,7 +283,7 @@ class RedisLedger:
             self._ownership.take(request_id, reply.now_ms)
 
     async def _cancel(self, request_id: str, *, is_own: bool) -> CancelOutcome:
-        reply, _ = await self._cancels.add(_Asked(request_id, [request_id, int(is_own)]))
+        reply, _ = await self._cancels.add(_Asked(request_id, CANCEL.of(request_id, is_own)))
         return parse_cancel(request_id, reply)
 
     async def _undo_submit(self, submit: asyncio.Task[Any], request_id: str) -> None:

@@ -23,7 +23,8 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from inflight.router.ledger.clients import ClusterClient
-from inflight.router.ledger.lua import LIBRARY_PREFIX, Argument, Library, ScriptCaller
+from inflight.router.ledger.codec import Argument
+from inflight.router.ledger.lua import LIBRARY_PREFIX, Library, ScriptCaller
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,13 @@ class ScriptCalls:
             if not is_unreadable(error):
                 raise
             # At once: the script may have written half of its changes, and a repeated call may not fail again.
-            logger.error("the ledger's state is unreadable and is built again from reports: %s: %s", keys[0], error)
+            place = self._library.find_place(str(error))
+            logger.error(
+                "the ledger's state is unreadable and is built again from reports: %s: %s%s",
+                keys[0],
+                error,
+                f" ({place})" if place else "",
+            )
         await self.forget(keys)
         return await self._call(name, keys, args)
 

@@ -7,20 +7,15 @@ import re
 
 from inflight.router.ledger.codec import parse_event
 from inflight.router.ledger.keys import FINGERPRINT, FORMAT, PoolKeys
-from inflight.router.ledger.lua import compose_library, shared_source
+from inflight.router.ledger.scripts import schema
 from inflight.router.ledger.types import Placement
 
-RECORD = re.compile(r"^--@record (\w+) ", re.MULTILINE)
-PACKED = re.compile(r"struct\.pack\('[^']*', #?record\b.*\)")
+PACKED = re.compile(r"struct\.pack\('.*'.*\)")
 
 
 def packings() -> str:
-    """How each record is packed: its layout and fields, as the scripts have it."""
-    shared = shared_source()
-    names = RECORD.findall(shared)
-    assert names
-    library = compose_library(shared, {"pack": "".join(f"pack_{name}({{}})\n" for name in names)})
-    return "\n".join(PACKED.findall(library.source))
+    """How each record is packed: its layout and fields."""
+    return "\n".join(PACKED.findall("".join(schema.record_functions(*record) for record in schema.RECORDS.items())))
 
 
 def test_records_are_packed_as_their_format_says() -> None:

@@ -194,7 +194,7 @@ SCHEDULER = (
 LEDGER = (
     Mutation(
         "a request is placed where one block is missing",
-        "router/ledger/scripts/shared/places.lua",
+        "router/ledger/scripts/shared/rules/fits.lua",
         "return available_blocks(executor) >= blocks and blocks or nil",
         "return available_blocks(executor) >= blocks - 1 and blocks or nil",
         LEDGER_TESTS,

@@ -24,39 +24,45 @@ local function plain(value)
   end
   return value
 end
-local unpacked = {
-  state = unpack_state, executors = named_executor, tenants = named_tenant, requests = named_request,
-  lengths = cmsgpack.unpack, endings = unpack_ending,
-}
-local found = {}
-for i, name in ipairs(ARGV) do
-  local type_of_key, content = redis.call('TYPE', KEYS[i]).ok, {}
-  if type_of_key == 'string' then
-    content = plain(unpacked[name](redis.call('GET', KEYS[i])))
-    content.claims = content.claims ~= '' and cmsgpack.unpack(content.claims) or {}
-  elseif type_of_key == 'zset' then
-    content = redis.call('ZRANGE', KEYS[i], 0, -1, 'WITHSCORES')
-  elseif type_of_key == 'hash' then
-    local flat = redis.call('HGETALL', KEYS[i])
-    for j = 1, #flat, 2 do
-      local record = unpacked[name] and plain(unpacked[name](flat[j + 1])) or flat[j + 1]
-      if name == 'requests' then
-        record.blamed = record.blamed ~= '' and cmsgpack.unpack(record.blamed) or {}
-      elseif name == 'executors' then
-        record.pins = record.pins ~= '' and cmsgpack.unpack(record.pins) or {}
+
+local function run()
+  local unpacked = {
+    state = unpack_state, executors = unpack_executor, tenants = unpack_tenant, requests = unpack_request,
+    lengths = cmsgpack.unpack, endings = unpack_ending,
+  }
+  local found = {}
+  for i, name in ipairs(ARGV) do
+    local type_of_key, content = redis.call('TYPE', KEYS[i]).ok, {}
+    if type_of_key == 'string' then
+      content = plain(unpacked[name](redis.call('GET', KEYS[i])))
+      content.claims = content.claims ~= '' and cmsgpack.unpack(content.claims) or {}
+    elseif type_of_key == 'zset' then
+      content = redis.call('ZRANGE', KEYS[i], 0, -1, 'WITHSCORES')
+    elseif type_of_key == 'hash' then
+      local flat = redis.call('HGETALL', KEYS[i])
+      for j = 1, #flat, 2 do
+        local record = unpacked[name] and plain(unpacked[name](flat[j + 1])) or flat[j + 1]
+        if name == 'requests' then
+          record.blamed = record.blamed ~= '' and cmsgpack.unpack(record.blamed) or {}
+        elseif name == 'executors' then
+          record.pins = record.pins ~= '' and cmsgpack.unpack(record.pins) or {}
+        end
+        content[flat[j]] = record
       end
-      content[flat[j]] = record
     end
+    found[name] = content
   end
-  found[name] = content
+  return cjson.encode(found)
 end
-return cjson.encode(found)
+script('read', run, {})
 """
 
 # By a script of the ledger: what functions keep between calls is valid until another script has written.
 _WRITE_HISTOGRAM = """
-redis.call('HSET', LENGTHS, ARGV[2], cmsgpack.pack(cjson.decode(ARGV[3])))
-return finish({'DONE'})
+script('write_histogram', function()
+  redis.call('HSET', LENGTHS, ARGV[2], cmsgpack.pack(cjson.decode(ARGV[3])))
+  return reply.finish({'DONE'})
+end, {})
 """
 
 

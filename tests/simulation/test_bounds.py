@@ -155,7 +155,7 @@ def change_script(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> No
 def test_room_that_is_given_with_the_next_report_only_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_script(monkeypatch, "board()\nreturn finish({'SETTLED'", "return finish({'SETTLED'")
+    change_script(monkeypatch, "board.run()\n  return reply.finish({'SETTLED'", "return reply.finish({'SETTLED'")
     exceeds(crowded(redis_url, pool), "requests wait beside room for each of them")
 
 

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from inflight.common.errors import Reason
-from inflight.router.ledger.codec import settle_args, submit_args
-from inflight.router.ledger.lua import Argument
+from inflight.router.ledger.codec import Argument, settle_args, submit_args
 from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.types import (
     NO_LIMITS,

@@ -12,7 +12,7 @@ from inflight.local.redis_server import PrivateRedis
 from inflight.router.ledger.codec import settle_args, submit_args
 from inflight.router.ledger.connection import connect
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.lua import NAMES, load_scripts
+from inflight.router.ledger.lua import NAMES, SOURCES, compose_library, load_scripts, shared_source
 from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.types import Attempt, Demand
 from tests.support.ledger.store_pool import PATIENT, STEERED_CLOCK, StorePool
@@ -178,7 +178,7 @@ async def test_call_that_fails_leaves_nothing_to_the_next(routers: Redis, keys: 
     await calls.run("renew", keys, CALLER)
     before = await calls.run("snapshot", keys, [*CALLER, 10])
     with pytest.raises(RedisError):
-        await calls.run("submit", keys, [*CALLER, "", "r", "tenant", "no numbers", "", "", "0"])
+        await calls.run("submit", keys, [*CALLER, "", "r", "tenant", "", "", "0", "", "no numbers"])
     with pytest.raises(RedisError):
         await calls.run("report", keys, [*CALLER, "executor"])  # of nothing
     after = await calls.run("snapshot", keys, [*CALLER, 10])
@@ -218,3 +218,21 @@ async def test_functions_that_only_read_say_so(admin: Redis, routers: Redis, key
     reading = {one["name"] for one in functions if "no-writes" in one["flags"]}
     assert reading == {scripts.function(name) for name in ("explain", "snapshot", "verify", "idle_ms")}
     assert {one["name"] for one in functions} == {scripts.function(name) for name in (*NAMES, "idle_ms", "forget")}
+
+
+async def test_every_file_is_lua_by_itself(admin: Redis) -> None:
+    files = sorted(SOURCES.rglob("*.lua"))
+    assert len(files) > len(NAMES)
+    for file in files:
+        loaded = await admin.eval("return select(2, loadstring(ARGV[1])) or ''", 0, file.read_bytes())
+        assert not loaded, f"{file.name}: {loaded}"
+
+
+async def test_error_of_a_script_names_the_line_of_its_file(routers: Redis, keys: list[str]) -> None:
+    source = "\nscript('broken', function()\n  return load_state.nothing.of_it\nend, {})\n"
+    library = compose_library(shared_source(), {"intact": "local unused = 1\n", "broken": source})
+    calls = ScriptCalls(routers, library)
+    with pytest.raises(ResponseError) as caught:
+        await calls.run("broken", keys, CALLER)
+    assert library.find_place(str(caught.value)) == "broken.lua:3"
+    assert library.find_place("READONLY You can't write against a read only replica.") == ""

@@ -6,16 +6,20 @@
 -- returns     {'ABSOLVED'} | {'STALE'}: it is no suspect, or not placed by this attempt
 -- complexity  O(1), and that of board
 -- A repeated call returns STALE.
---@flags allow-oom
-local id = ARGV[2]
-local request = load_request(id)
-if not request or request.state ~= 'PLACED' or request.attempt ~= tonumber(ARGV[3]) or request.strikes == 0 then
-  return finish({'STALE'})
+
+local function run()
+  local id = ARGV[2]
+  local request = load_request(id)
+  if not request or request.state ~= 'PLACED' or request.attempt ~= tonumber(ARGV[3]) or request.strikes == 0 then
+    return reply.finish({'STALE'})
+  end
+  local executor = load_executor(request.executor_id)
+  executor.has_suspect = false
+  save_executor(request.executor_id, executor)
+  states.forgive(request)
+  save_request(id, request)
+  board.run()
+  return reply.finish({'ABSOLVED'})
 end
-local executor = load_executor(request.executor_id)
-executor.has_suspect = false
-save_executor(request.executor_id, executor)
-forgive(request)
-save_request(id, request)
-board()
-return finish({'ABSOLVED'})
+
+script('absolve', run, {'allow-oom'})

@@ -9,32 +9,36 @@
 -- complexity  O(log R) for R routers
 -- Changes only the owner of a placed request; the previous owner is notified if it is alive. A repeated call returns
 -- the same.
---@flags allow-oom
-local id = ARGV[2]
 
-if is_late(ARGV[3]) then
-  return finish({'LATE'})
-end
-register()
-if has_lost_first_choice(id) then
-  return finish({'TAKEN_OVER'})
-end
-local request = load_request(id)
-if not request then
-  local ended = ended_ms(id)
-  local ending = ended and load_ending(id)
-  if ending and ending.executor_id ~= '' then
-    return finish(placed_once(ending))
+local function run()
+  local id = ARGV[2]
+
+  if owners.is_late(ARGV[3]) then
+    return reply.finish({'LATE'})
   end
-  return finish({ended and 'ENDED' or 'UNKNOWN'})
+  owners.register()
+  if states.has_lost_first_choice(id) then
+    return reply.finish({'TAKEN_OVER'})
+  end
+  local request = load_request(id)
+  if not request then
+    local ended = states.ended_ms(id)
+    local ending = ended and states.load_ending(id)
+    if ending and ending.executor_id ~= '' then
+      return reply.finish(states.placed_once(ending))
+    end
+    return reply.finish({ended and 'ENDED' or 'UNKNOWN'})
+  end
+  if request.state ~= 'PLACED' then
+    return reply.finish({request.state})
+  end
+  if not owners.reachable(request.owner) then
+    return reply.finish({'AGAIN'})
+  end
+  states.take_over(id, request)
+  request.adopted = true
+  save_request(id, request)
+  return reply.finish(states.placed(request))
 end
-if request.state ~= 'PLACED' then
-  return finish({request.state})
-end
-if not reachable(request.owner) then
-  return finish({'AGAIN'})
-end
-take_over(id, request)
-request.adopted = true
-save_request(id, request)
-return finish(placed(request))
+
+script('adopt', run, {'allow-oom'})

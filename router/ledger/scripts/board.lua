@@ -4,6 +4,10 @@
 -- ARGV        [1] caller
 -- returns     {'DONE'}
 -- complexity  O(MAX_HEADS · (log N + MAX_CANDIDATES)) for N waiting
---@flags allow-oom
-board()
-return finish({'DONE'})
+
+local function run()
+  board.run()
+  return reply.finish({'DONE'})
+end
+
+script('board', run, {'allow-oom'})

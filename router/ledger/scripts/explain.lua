@@ -8,15 +8,13 @@
 --             | {'UNKNOWN'}
 -- complexity  O(log N)
 -- Changes nothing.
---@flags no-writes
 local MAX_SILENT = 32
-local id = ARGV[2]
 
 -- As `roomiest`, but leaves silent executors in `room`.
 local function with_room(count)
   local found = {}
   for _, executor_id in ipairs(redis.call('ZRANGE', ROOM, 0, count + MAX_SILENT - 1)) do
-    if #found < count and takes_work(load_executor(executor_id)) then
+    if #found < count and places.takes_work(load_executor(executor_id)) then
       found[#found + 1] = executor_id
     end
   end
@@ -35,8 +33,8 @@ end
 
 -- Whether some executor has a seat that the request may take. A suspect may not run beside another suspect.
 local function may_find_blocks(request)
-  for _, executor_id in ipairs(with_room(request.strikes > 0 and MAX_SUSPECT_CANDIDATES or 1)) do
-    if not are_both_suspect(request, load_executor(executor_id)) then
+  for _, executor_id in ipairs(with_room(request.strikes > 0 and places.MAX_SUSPECT_CANDIDATES or 1)) do
+    if suspects.allows(request, load_executor(executor_id)) then
       return true
     end
   end
@@ -45,9 +43,9 @@ end
 
 -- Whether only its adapter keeps the request from an executor.
 local function waits_for_slot(request)
-  for _, executor_id in ipairs(request.adapter ~= '' and with_room(MAX_ADAPTER_CANDIDATES) or {}) do
+  for _, executor_id in ipairs(request.adapter ~= '' and with_room(places.MAX_ADAPTER_CANDIDATES) or {}) do
     local executor = load_executor(executor_id)
-    if room_without_adapter(request, executor) and not room_for(request, executor) then
+    if places.room_for(request, executor, adapters) and not places.room_for(request, executor) then
       return true
     end
   end
@@ -57,17 +55,18 @@ end
 -- Returns who holds its longest prefix, the milliseconds of prompts in front of it there, and how many it would wait: as
 -- long as on the executor with most available blocks and as the prefix saves, less the fuller the holder is than that one.
 local function prefix_holder(request)
-  local names = split_prefixes(request.prefixes)
-  local found = #names > 0 and load_holders(request) or {}
+  local names = prefix.split_prefixes(request.prefixes)
+  local found = #names > 0 and prefix.load_holders(request) or {}
   for i = #names, 1, -1 do
-    for id, length in (found[i] or ''):gmatch(HOLDER) do
+    for id, length in (found[i] or ''):gmatch(prefix.HOLDER) do
       local executor = load_executor(id)
       if executor then
         local best = load_executor(with_room(1)[1] or id)
-        local wait_ms, tolerated_ms, speed = prefill_wait(executor), tolerated_wait(request, best), executor.prefill_speed
-        local price = FULLNESS_WEIGHT * (load_of(executor) - load_of(best)) * (request.prompt + request.output)
-        local saved = math.max(0, cached_tokens(request, names, i, tonumber(length)) - price)
-        local cheaper_ms = speed > 0 and prefill_wait(best) + saved / speed or wait_ms
+        local wait_ms, tolerated_ms, speed = prefix.prefill_wait(executor), prefix.tolerated_wait(request, best), executor.prefill_speed
+        local fuller = fullness.of(executor) - fullness.of(best)
+        local price = fullness.WEIGHT * fuller * (request.prompt + request.output)
+        local saved = math.max(0, prefix.cached_tokens(request, names, i, tonumber(length)) - price)
+        local cheaper_ms = speed > 0 and prefix.prefill_wait(best) + saved / speed or wait_ms
         return id, math.ceil(wait_ms), math.floor(math.min(tolerated_ms, cheaper_ms))
       end
     end
@@ -76,7 +75,7 @@ local function prefix_holder(request)
 end
 
 local function wait_reason(request, ahead_in_tenant)
-  list_tenants()
+  tenants.list_tenants()
   local newest = redis.call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
   if #newest == 0 or NOW - tonumber(newest[2]) > SILENT_MS then
     return 'EXECUTOR'
@@ -105,22 +104,27 @@ local function wait_reason(request, ahead_in_tenant)
   return may_find_blocks(request) and 'BLOCKS' or 'SEAT'
 end
 
-local request = load_request(id)
-if not request then
-  local ended = redis.call('ZSCORE', ENDED, id)
-  return answer({ended and NOW - tonumber(ended) <= state.remember_ms and 'ENDED' or 'UNKNOWN'})
+local function run()
+  local id = ARGV[2]
+  local request = load_request(id)
+  if not request then
+    local ended = redis.call('ZSCORE', ENDED, id)
+    return reply.answer({ended and NOW - tonumber(ended) <= state.remember_ms and 'ENDED' or 'UNKNOWN'})
+  end
+  local reason, ahead, wait_ms, holder, prefill_ms, tolerated_ms = '', 0, '', '', 0, 0
+  if request.state == 'WAITING' then
+    local ahead_in_tenant = states.num_ahead_in_tenant(id, request)
+    ahead = estimates.num_ahead(request, ahead_in_tenant)
+    wait_ms, reason = estimates.estimated_wait(ahead) or '', wait_reason(request, ahead_in_tenant)
+    holder, prefill_ms, tolerated_ms = prefix_holder(request)
+  end
+  local best = with_room(1)[1]
+  return reply.answer({
+    request.state, request.attempt, request.class, request.tenant,
+    request.state == 'PLACED' and request.executor_id or '', ahead, wait_ms, reason,
+    request.state == 'PLACED' and request.reserved or lengths.needed_blocks(request, best and load_executor(best)),
+    most_available(), request.passed, holder, prefill_ms, tolerated_ms,
+  })
 end
-local reason, ahead, wait_ms, holder, prefill_ms, tolerated_ms = '', 0, '', '', 0, 0
-if request.state == 'WAITING' then
-  local ahead_in_tenant = num_ahead_in_tenant(id, request)
-  ahead = num_ahead(request, ahead_in_tenant)
-  wait_ms, reason = estimated_wait(ahead) or '', wait_reason(request, ahead_in_tenant)
-  holder, prefill_ms, tolerated_ms = prefix_holder(request)
-end
-local best = with_room(1)[1]
-return answer({
-  request.state, request.attempt, request.class, request.tenant,
-  request.state == 'PLACED' and request.executor_id or '', ahead, wait_ms, reason,
-  request.state == 'PLACED' and request.reserved or needed_blocks(request, best and load_executor(best)),
-  most_available(), request.passed, holder, prefill_ms, tolerated_ms,
-})
+
+script('explain', run, {'no-writes'})

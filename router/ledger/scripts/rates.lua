@@ -1,27 +1,32 @@
 -- rates: checks whether a tenant's rates allow a request now, before the router spends work on it (tokenization).
 --
 -- KEYS        the pool's keys
--- ARGV        [1] caller  [2] tenant  [3] request id or ''  [4] numbers, packed: milliseconds per request and burst,
---             milliseconds per token and burst, tokens of the request  [5] 1 to take from the rates, else '0'
+-- ARGV        [1] caller  then the fields of RATES (codec.py): `id` is of the request or '', `tokens` are those of the
+--             request
 -- returns     {'WITHIN'} | {'REFUSED', 'RATE_LIMITED', limit, milliseconds until a retry makes sense}
 -- complexity  O(1)
--- Changes nothing unless [5] is 1. A request that is known or ended recently is a repeat for submit: rates do not
+-- Changes nothing unless `takes`. A request that is known or ended recently is a repeat for submit: rates do not
 -- refuse it.
-local name, id, takes = ARGV[2], ARGV[3], ARGV[5] == '1'
-local ms_per_request, request_burst, ms_per_token, token_burst, tokens = struct.unpack('<ddddd', ARGV[4])
 
-if id ~= '' and (load_request(id) or ended_ms(id)) then
-  return finish({'WITHIN'})
+local function run()
+  local asked = {}
+  read_rates(asked, 2)
+
+  if asked.id ~= '' and (load_request(asked.id) or states.ended_ms(asked.id)) then
+    return reply.finish({'WITHIN'})
+  end
+  local tenant = load_tenant(asked.tenant)
+  local request_ms, token_ms = tenant.request_ms, tenant.token_ms
+  local limit, wait_ms = tenants.take_rates(tenant, asked, asked.tokens)
+  if limit then
+    return reply.finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
+  end
+  if asked.takes then
+    save_tenant(asked.tenant, tenant)
+  else
+    tenant.request_ms, tenant.token_ms = request_ms, token_ms -- the next call finds this table
+  end
+  return reply.finish({'WITHIN'})
 end
-local tenant = load_tenant(name)
-local request_ms, token_ms = tenant.request_ms, tenant.token_ms
-local limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
-if limit then
-  return finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
-end
-if takes then
-  save_tenant(name, tenant)
-else
-  tenant.request_ms, tenant.token_ms = request_ms, token_ms -- the next call finds this table
-end
-return finish({'WITHIN'})
+
+script('rates', run, {})

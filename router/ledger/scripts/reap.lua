@@ -9,7 +9,6 @@
 -- An executor's reservations are lost, and their owners notified. A router's waiting requests are removed; its placed
 -- requests run on, and the audit returns them. Safe to run from every router at any time. Silence counts only while
 -- some router was calling: after a gap in the calls (Redis or all routers were down) all leases start again.
---@flags allow-oom
 local MAX_EXECUTORS, MAX_PLACEMENTS = 1, 32 -- the second for each executor
 local MAX_ROUTERS, MAX_SWEPT = 64, 256       -- the second of all requests
 local MAX_LOST, MAX_TOMBSTONES = 64, 256
@@ -31,7 +30,7 @@ local function is_attended()
 end
 
 local function reap_executor(id)
-  local first, last = placements_of(id)
+  local first, last = states.placements_of(id)
   flush_writes(PLACEMENTS)
   local placements = redis.call('ZRANGEBYLEX', PLACEMENTS, first, last, 'LIMIT', 0, MAX_PLACEMENTS)
   local empty = #placements < MAX_PLACEMENTS
@@ -40,7 +39,7 @@ local function reap_executor(id)
     local request = load_request(request_id)
     if not request then
       redis.call('ZREM', PLACEMENTS, member)
-    elseif not lose(request_id, request) then
+    elseif not states.lose(request_id, request) then
       empty = false
     end
   end
@@ -51,7 +50,7 @@ local function reap_executor(id)
   local claimant = executor.claim
   local request = claimant ~= '' and load_request(claimant)
   if request then
-    unclaim(request)
+    states.unclaim(request)
     save_request(claimant, request)
   end
   if executor.num_adapter_slots > 0 then
@@ -81,9 +80,9 @@ local function reap_routers()
   local cursor, found = unpack(redis.call('HSCAN', REQUESTS, state.sweep_cursor, 'COUNT', MAX_SWEPT))
   for i = 1, #found, 2 do
     local status, owner = struct.unpack('<Hc0Hc0', found[i + 1]) -- where a record begins
-    local request = status == 'WAITING' and not lives(owner) and load_request(found[i])
+    local request = status == 'WAITING' and not owners.lives(owner) and load_request(found[i])
     if request then -- not found twice
-      withdraw(found[i], request)
+      states.withdraw(found[i], request)
       delete_request(found[i])
     end
   end
@@ -125,7 +124,7 @@ local function forget_idle_tenants()
     local is_idle = tenant.waiting == 0 and tenant.running == 0
     if is_idle and NOW - math.max(tenant.used_ms, tenant.token_ms, tenant.request_ms) > IDLE_TENANT_MS then
       redis.call('HDEL', TENANTS, found[i])
-      tenants[found[i]] = nil
+      known_tenants[found[i]] = nil
       if state.overcommits and found[i] ~= '' then -- '' is the tenant of requests found only on executors, and of all lengths
         forget_lengths(found[i])
       end
@@ -153,14 +152,18 @@ local function overdue_reports()
   return found
 end
 
-register()
-sweep_tombstones(MAX_TOMBSTONES)
-forget_idle_tenants()
-if is_attended() then
-  local all_leases, all_lost = reap_leases(), reap_lost()
-  if not (all_leases and all_lost) then
-    return finish({'AGAIN'})
+local function run()
+  owners.register()
+  states.sweep_tombstones(MAX_TOMBSTONES)
+  forget_idle_tenants()
+  if is_attended() then
+    local all_leases, all_lost = reap_leases(), reap_lost()
+    if not (all_leases and all_lost) then
+      return reply.finish({'AGAIN'})
+    end
   end
+  board.run()
+  return reply.finish({'DONE', overdue_reports()})
 end
-board()
-return finish({'DONE', overdue_reports()})
+
+script('reap', run, {'allow-oom'})

@@ -1,13 +1,11 @@
 -- report: applies executors' reports: sets their budgets, audits the ledger by what they hold, places waiting requests.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller  then for each report: executor, generation, seq, budget blocks, total blocks, budget
---             sequences, 1 if it accepts new work, the quantile of outputs that it reserves for, 1 for their end,
---             milliseconds of a step, prompt tokens per second, both 0 where not measured, 1 if it ends a placement at
---             the end of its reservation, milliseconds since the report came to the caller, what it holds, packed: of
---             each the member of `placements` that it should be, with its length, and blocks (codec.py), adapter slots,
---             the adapters that it serves (adapters.lua), those of what it holds, separated by spaces, '-' for none, or ''
---             for none at all
+-- ARGV        [1] caller  then for each report the fields of REPORT (codec.py): `quantile` is that of outputs that the
+--             executor reserves for, 1 for their end; speeds are 0 where not measured; `age_ms` is the time since the
+--             report came to the caller; `held` is what the executor holds, packed: of each the member of `placements`
+--             that it should be, with its length, and blocks; `adapters` are those that it serves (rules/adapters.lua);
+--             `held_adapters` are those of what it holds, separated by spaces, '-' for none, or '' for none at all
 -- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
 --             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}
 -- complexity  O(H + P + MAX_LOST · log N) for each report of H held and P placed on the executor, both bounded by its
@@ -16,19 +14,17 @@
 -- earlier call could not finish it because a mailbox was unknown. A report like the one before makes no room, and most are:
 -- then nothing is boarded. What only the time makes possible waits for the next end, or for `reap`. A call that marks many
 -- placements as lost boards nothing either, but asks for `board`.
---@flags allow-oom
 local AUDIT_INTERVAL_MS = 1000
 local MAX_LOST = 32 -- placements that one call marks as lost: about a millisecond of Redis
-local NUM_FIELDS = 16 -- of a report
-local id, generation, seq, held, held_adapters -- of the report at hand
+local report = {} -- the report at hand
 local may_board -- whether a report of this call may have made room
-local num_lost = 0 -- by this call
+local num_lost -- by this call
 
 local function is_old(executor)
-  if generation ~= executor.generation then
-    return generation < executor.generation and NOW - executor.last_report_ms <= LEASE_MS
+  if report.generation ~= executor.generation then
+    return report.generation < executor.generation and NOW - executor.last_report_ms <= LEASE_MS
   end
-  return seq < executor.seq or (seq == executor.seq and not executor.audit_due)
+  return report.seq < executor.seq or (report.seq == executor.seq and not executor.audit_due)
 end
 
 -- Marks placements on the executor as lost: all of them, or all that are not among `unmatched`, which is left with what
@@ -36,11 +32,11 @@ end
 local function lose_placements(unmatched)
   local complete = true
   flush_writes(PLACEMENTS)
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, placements_of(id))) do
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, states.placements_of(report.id))) do
     if unmatched and unmatched[member] then
       unmatched[member] = nil
     else
-      local request_id = member:sub(#id + 2):match('^%d+%z(.*)')
+      local request_id = member:sub(#report.id + 2):match('^%d+%z(.*)')
       local request = load_request(request_id)
       if not request then
         redis.call('ZREM', PLACEMENTS, member)
@@ -48,7 +44,7 @@ local function lose_placements(unmatched)
         if num_lost == MAX_LOST then
           return false
         end
-        complete = lose(request_id, request, unmatched ~= nil) and complete
+        complete = states.lose(request_id, request, unmatched ~= nil) and complete
         may_board, num_lost = true, num_lost + 1
       end
     end
@@ -59,7 +55,7 @@ end
 -- Returns the adapter of the `i`-th sequence that the executor holds, '' for none.
 local function held_adapter(i)
   local number = 0
-  for adapter in held_adapters:gmatch('%S+') do
+  for adapter in report.held_adapters:gmatch('%S+') do
     number = number + 1
     if number == i then
       return adapter ~= '-' and adapter or ''
@@ -76,18 +72,22 @@ local function account_for(request_id, attempt, blocks, adapter)
   end
   may_board = true
   if request then -- the ledger has lost this placement: the executor's report counts
-    withdraw(request_id, request)
-    forgive(request) -- its attempts before this one; and the executor may have a suspect
-    seat(request_id, request, id, attempt, blocks)
+    states.withdraw(request_id, request)
+    states.forgive(request) -- its attempts before this one; and the executor may have a suspect
+    states.seat(request_id, request, report.id, attempt, blocks)
     return false
   end
-  local ended = ended_ms(request_id)
+  local ended = states.ended_ms(request_id)
   if ended then -- the executor may have reported before it knew of a recent end
     return NOW - ended > AUDIT_GRACE_MS
   end
-  request = new_request('', '', '', '?', 2, math.huge, blocks, blocks, 1, 0, 0, 0, 0, 1, 0, adapter)
+  request = states.new_request('', {
+    tenant = '', prefixes = '', digest = '?', class = 2, deadline_in_ms = math.huge, blocks = blocks,
+    placement_blocks = blocks, sequences = 1, prompt = 0, max = 0, output = 0, block_size = 1, bytes = 0,
+    adapter = adapter,
+  }, 0)
   request.charged = true
-  seat(request_id, request, id, attempt, blocks)
+  states.seat(request_id, request, report.id, attempt, blocks)
   return false
 end
 
@@ -95,20 +95,20 @@ end
 -- notified.
 local function audit()
   local unmatched, member, blocks, at = {}, nil, nil, 1
-  while at <= #held do
-    member, blocks, at = struct.unpack('<Hc0d', held, at)
+  while at <= #report.held do
+    member, blocks, at = struct.unpack('<Hc0d', report.held, at)
     unmatched[member] = true
   end
   if not lose_placements(unmatched) then
     return false
   end
-  list_tenants() -- tenants that lost placements may return before the floor follows
+  tenants.list_tenants() -- tenants that lost placements may return before the floor follows
   local superseded, i = {}, 0
-  at = next(unmatched) and 1 or #held + 1 -- in their order
-  while at <= #held do
-    member, blocks, at = struct.unpack('<Hc0d', held, at)
+  at = next(unmatched) and 1 or #report.held + 1 -- in their order
+  while at <= #report.held do
+    member, blocks, at = struct.unpack('<Hc0d', report.held, at)
     i = i + 1
-    local attempt, request_id = member:sub(#id + 2):match('^(%d+)%z(.*)')
+    local attempt, request_id = member:sub(#report.id + 2):match('^(%d+)%z(.*)')
     local is_unmatched = unmatched[member]
     if is_unmatched and account_for(request_id, tonumber(attempt), blocks, held_adapter(i)) then
       superseded[#superseded + 1] = request_id
@@ -129,88 +129,92 @@ local function observe_speeds(step_ms, tokens_per_s)
   end
 end
 
--- Whether the report at hand, at `at` of the arguments, may make room on the executor, or changes what would fit there. A
--- request that did not fit before does not fit on less.
-local function may_make_room(executor, at)
-  return not takes_work(executor)
-    or tonumber(ARGV[at + 3]) > executor.budget_blocks or tonumber(ARGV[at + 4]) ~= executor.total_blocks
-    or tonumber(ARGV[at + 5]) ~= executor.budget_sequences or (ARGV[at + 6] == '1') ~= executor.accepting
-    or tonumber(ARGV[at + 7]) ~= executor.quantile or (ARGV[at + 10] == '1') ~= executor.ends_at_reservation
-    or tonumber(ARGV[at + 13]) ~= executor.num_adapter_slots
-    or executor.num_adapter_slots > 0 and served_on(id) ~= ARGV[at + 14]
+-- Whether the report at hand may make room on the executor, or changes what would fit there. A request
+-- that did not fit before does not fit on less.
+local function may_make_room(executor)
+  return not places.takes_work(executor)
+    or report.budget_blocks > executor.budget_blocks or report.total_blocks ~= executor.total_blocks
+    or report.budget_sequences ~= executor.budget_sequences or report.accepting ~= executor.accepting
+    or report.quantile ~= executor.quantile or report.ends_at_reservation ~= executor.ends_at_reservation
+    or report.num_adapter_slots ~= executor.num_adapter_slots
+    or executor.num_adapter_slots > 0 and adapters.served_on(report.id) ~= report.adapters
 end
 
 -- Applies the report at hand. Returns its outcome, or nil if an owner could not be notified.
-local function apply(at)
-  local executor, claim, num_slots = load_executor(id), '', 0
+local function apply()
+  local executor, claim, num_slots = load_executor(report.id), '', 0
   if executor and is_old(executor) then
     return {'OLD', {}}
   end
-  if executor and executor.generation ~= generation then
+  if executor and executor.generation ~= report.generation then
     if not lose_placements() then
       executor.suspended = true -- it gets none before the repeated call
-      save_executor(id, executor)
+      save_executor(report.id, executor)
       return nil
     end
     claim, num_slots, executor = executor.claim, executor.num_adapter_slots, nil
   end
-  may_board = may_board or not executor or may_make_room(executor, at)
-  executor = executor or executor{
-    generation = generation, seq = seq, budget_blocks = 0, total_blocks = 0, budget_sequences = 0, reserved_blocks = 0,
-    reserved_sequences = 0, quantile = 1, last_report_ms = 0, audited_ms = 0, accepting = false, suspended = false,
+  may_board = may_board or not executor or may_make_room(executor)
+  executor = executor or {
+    generation = report.generation, seq = report.seq, budget_blocks = 0, total_blocks = 0, budget_sequences = 0,
+    reserved_blocks = 0, reserved_sequences = 0, quantile = 1, last_report_ms = 0, audited_ms = 0, accepting = false, suspended = false,
     audit_due = false, has_suspect = false, ends_at_reservation = false, claim = claim, prefill_speed = 0, prefilled_ms = 0,
-    num_adapter_slots = num_slots, pins = '', id = id, is_out = false,
+    num_adapter_slots = num_slots, pins = '', id = report.id, is_out = false,
   }
-  executor.generation, executor.seq = generation, seq
-  executor.budget_blocks, executor.total_blocks = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])
-  executor.budget_sequences, executor.accepting = tonumber(ARGV[at + 5]), ARGV[at + 6] == '1'
-  executor.suspended, executor.quantile = false, tonumber(ARGV[at + 7])
-  executor.last_report_ms = math.max(executor.last_report_ms, NOW - tonumber(ARGV[at + 11]))
-  executor.ends_at_reservation, executor.prefill_speed = ARGV[at + 10] == '1', tonumber(ARGV[at + 9]) / 1000
-  set_served(executor, tonumber(ARGV[at + 13]), ARGV[at + 14])
+  executor.generation, executor.seq = report.generation, report.seq
+  executor.budget_blocks, executor.total_blocks = report.budget_blocks, report.total_blocks
+  executor.budget_sequences, executor.accepting = report.budget_sequences, report.accepting
+  executor.suspended, executor.quantile = false, report.quantile
+  executor.last_report_ms = math.max(executor.last_report_ms, NOW - report.age_ms)
+  executor.ends_at_reservation, executor.prefill_speed = report.ends_at_reservation, report.prefill_tokens_per_s / 1000
+  adapters.set_served(executor, report.num_adapter_slots, report.adapters)
   state.overcommits = state.overcommits or executor.quantile < 1
-  observe_speeds(tonumber(ARGV[at + 8]), tonumber(ARGV[at + 9]))
-  write_later('ZADD', SIZES, ARGV[at + 4], id)
-  write_later('ZADD', REPORTS, string.format('%d', executor.last_report_ms), id)
+  observe_speeds(report.step_ms, report.prefill_tokens_per_s)
+  write_later('ZADD', SIZES, string.format('%d', report.total_blocks), report.id)
+  write_later('ZADD', REPORTS, string.format('%d', executor.last_report_ms), report.id)
 
   local superseded = {}
   if executor.audit_due or NOW - executor.audited_ms >= AUDIT_INTERVAL_MS then
     executor.audit_due, executor.audited_ms = true, NOW
-    save_executor(id, executor)
+    save_executor(report.id, executor)
     superseded = audit()
     if not superseded then
       return nil
     end
     executor.audit_due = false
   end
-  save_executor(id, executor)
+  save_executor(report.id, executor)
   return {'TAKEN', superseded}
 end
 
-local outcomes, taken, is_complete = {}, {}, true
-for at = 2, #ARGV, NUM_FIELDS do
-  id, generation, seq = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
-  held, held_adapters = ARGV[at + 12], ARGV[at + 15]
-  local outcome = apply(at)
-  is_complete = is_complete and outcome ~= nil
-  outcomes[#outcomes + 1] = outcome
-  if outcome and outcome[1] == 'TAKEN' then
-    taken[#taken + 1] = id
+local function run()
+  may_board, num_lost = nil, 0
+  local outcomes, taken, is_complete, at = {}, {}, true, 2
+  while at <= #ARGV do
+    at = read_report(report, at)
+    local outcome = apply()
+    is_complete = is_complete and outcome ~= nil
+    outcomes[#outcomes + 1] = outcome
+    if outcome and outcome[1] == 'TAKEN' then
+      taken[#taken + 1] = report.id
+    end
   end
-end
-if not is_complete then
-  for _, executor_id in ipairs(taken) do -- the repeated call returns these again
-    local executor = load_executor(executor_id)
-    executor.audit_due = true
-    save_executor(executor_id, executor)
+  if not is_complete then
+    for _, executor_id in ipairs(taken) do -- the repeated call returns these again
+      local executor = load_executor(executor_id)
+      executor.audit_due = true
+      save_executor(executor_id, executor)
+    end
+    state.unboarded = state.unboarded or may_board
+    return reply.finish({'AGAIN'})
   end
-  state.unboarded = state.unboarded or may_board
-  return finish({'AGAIN'})
+  if num_lost > MAX_BOARDED then -- that took long enough: the caller calls `board`
+    more, state.unboarded = 1, true
+  elseif may_board or state.unboarded then
+    flush_writes(SIZES)
+    board.run()
+  end
+  return reply.finish({'REPORTED', outcomes})
 end
-if num_lost > MAX_BOARDED then -- that took long enough: the caller calls `board`
-  more, state.unboarded = 1, true
-elseif may_board or state.unboarded then
-  flush_writes(SIZES)
-  board()
-end
-return finish({'REPORTED', outcomes})
+
+script('report', run, {'allow-oom'})

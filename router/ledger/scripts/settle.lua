@@ -1,43 +1,46 @@
 -- settle: ends placements: releases their reservations, charges tenants for what was used, and fills the seats.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller  then for each: request id, attempt, prompt tokens computed or '', output tokens or '', 1 if
---             it ended by itself, 1 if it was cancelled
+-- ARGV        [1] caller  then for each the fields of SETTLE (codec.py): `computed` are tokens of the prompt, `computed` and
+--             `output` may be ''
 -- returns     {'SETTLED', number of requests that this call ended}
 -- complexity  O(log N) for each, and that of board
 -- A stale attempt is ignored. An id not in the ledger gets a tombstone, so that a report still on its way does not add
 -- it. A repeated call ends nothing. Only the living owner of a request can cancel it.
---@flags allow-oom
-local num_settled = 0
-
 local function is_served_elsewhere(request)
-  return request.owner ~= CALLER and lives(request.owner)
+  return request.owner ~= CALLER and owners.lives(request.owner)
 end
 
-sweep_tombstones(#ARGV)
-for i = 2, #ARGV, 6 do
-  local id, attempt = ARGV[i], tonumber(ARGV[i + 1])
-  local request = load_request(id)
-  if not request then
-    ended_ms(id) -- an expired end does not concern this request
-    bury(id)
-  elseif request.attempt == attempt and request.state ~= 'WAITING'
-    and not (ARGV[i + 5] == '1' and is_served_elsewhere(request)) then
-    local computed, output = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
-    local tenant = load_tenant(request.tenant)
-    if computed and output then -- before the tenant may wait again and its counter be lifted
-      settle_usage(request, tenant, computed, output)
-    end
-    withdraw(id, request)
-    bury_with_ending(id, request, ARGV[i + 5] == '1')
-    num_settled = num_settled + 1
-    if computed and output then
-      save_tenant(request.tenant, tenant)
-      if ARGV[i + 4] == '1' then
-        learn_length(request, output)
+local function run()
+  states.sweep_tombstones(#ARGV)
+  local num_settled, ending, at = 0, {}, 2
+  while at <= #ARGV do
+    at = read_settle(ending, at)
+    local id, attempt = ending.id, ending.attempt
+    local request = load_request(id)
+    if not request then
+      states.ended_ms(id) -- an expired end does not concern this request
+      states.bury(id)
+    elseif request.attempt == attempt and request.state ~= 'WAITING'
+      and not (ending.cancelled and is_served_elsewhere(request)) then
+      local computed, output = ending.computed, ending.output
+      local tenant = load_tenant(request.tenant)
+      if computed and output then -- before the tenant may wait again and its counter be lifted
+        tenants.settle_usage(request, tenant, computed, output)
+      end
+      states.withdraw(id, request)
+      states.bury_with_ending(id, request, ending.cancelled)
+      num_settled = num_settled + 1
+      if computed and output then
+        save_tenant(request.tenant, tenant)
+        if ending.by_itself then
+          lengths.learn_length(request, output)
+        end
       end
     end
   end
+  board.run()
+  return reply.finish({'SETTLED', num_settled})
 end
-board()
-return finish({'SETTLED', num_settled})
+
+script('settle', run, {'allow-oom'})

@@ -24,15 +24,15 @@ local function promote_aged()
     if request and request.state == 'WAITING' then
       local tenant = load_tenant(request.tenant)
       tenant.heads = false
-      redis.call('ZREM', KEYS[WAITING + request.class], queue_member(id, request))
+      redis.call('ZREM', KEYS[WAITING + request.class], states.queue_member(id, request))
       local left = request.class
       request.class = left - 1
-      redis.call('ZADD', KEYS[WAITING + request.class], '0', queue_member(id, request))
+      redis.call('ZADD', KEYS[WAITING + request.class], '0', states.queue_member(id, request))
       if request.class > 1 then
         redis.call('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
       end
-      count_waiting(request, 1)
-      count_waiting(request, -1, left)
+      states.count_waiting(request, 1)
+      states.count_waiting(request, -1, left)
       for _, claim in ipairs(claims) do
         claim.class = claim.id == id and request.class or claim.class
       end
@@ -61,7 +61,7 @@ local function next_kept()
     local request, executor = load_request(claim.id), load_executor(claim.executor_id)
     local tenant = request and load_tenant(request.tenant)
     examined[claim.id] = true
-    if request and tenant.active and takes_work(executor) and room_for(request, executor) then
+    if request and tenant.active and places.takes_work(executor) and places.room_for(request, executor) then
       return claim.id, request
     end
   end
@@ -74,9 +74,9 @@ local function first_members(class, name, count)
   local head = tenant.heads and tenant.heads[class]
   if not head or #head < count and not head.is_whole then
     flush_writes(KEYS[WAITING + class])
-    local first, last = queue_range(name)
-    head = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', NUM_READ)
-    head.is_whole, head.order_ms, head.arrival = #head < NUM_READ, 0, 0
+    local first, last = states.queue_range(name)
+    head = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', states.NUM_READ)
+    head.is_whole, head.order_ms, head.arrival = #head < states.NUM_READ, 0, 0
     if #head > 0 then
       local order = head[#head]:sub(#name + 2, #name + 27)
       head.order_ms, head.arrival = tonumber(order:sub(1, 13)), tonumber(order:sub(14))
@@ -89,7 +89,7 @@ end
 
 -- Returns the first request in fair order that was not bypassed in this call.
 local function next_in_queue(passed)
-  list_tenants()
+  tenants.list_tenants()
   local claimant_id, claimant = next_kept()
   if claimant_id then
     return claimant_id, claimant
@@ -98,14 +98,14 @@ local function next_in_queue(passed)
   for class = 1, NUM_CLASSES do
     local before = {}
     for num_before = 0, #passed do
-      local name = next_tenant(class, before, num_before)
+      local name = tenants.next_tenant(class, before, num_before)
       if not name then
         break
       end
       before[name] = true
       local members = first_members(class, name, count)
       for i = 1, math.min(count, #members) do
-        local id = id_of_member(name, members[i])
+        local id = states.id_of_member(name, members[i])
         if not passed[id] then
           local request = load_request(id)
           if request and request.state == 'WAITING' then
@@ -122,20 +122,20 @@ end
 
 -- Removes the request from the queue for good: 'drop', or 'hold' if its owner cannot be notified.
 local function drop(kind, id, request)
-  if not reachable(request.owner) then
+  if not owners.reachable(request.owner) then
     return 'hold'
   end
-  withdraw(id, request)
-  bury_with_ending(id, request, true)
-  sweep_tombstones(2)
-  refund(request)
-  notify(kind, id, request)
+  states.withdraw(id, request)
+  states.bury_with_ending(id, request, true)
+  states.sweep_tombstones(2)
+  tenants.refund(request)
+  owners.notify(kind, id, request)
   return 'drop'
 end
 
 -- Whether its deadline would pass before its first token. A request with output has met it.
-local function is_dead(request)
-  return request.output == 0 and NOW + prefill_ms(request) / 2 > request.deadline_ms
+function board.is_dead(request)
+  return request.output == 0 and NOW + estimates.prefill_ms(request) / 2 > request.deadline_ms
 end
 
 -- Returns the newest placements of lower classes on one executor whose preemption makes room; nil if there are none.
@@ -154,16 +154,16 @@ local function preempt_for(id, request)
       victim = nil
     end
     local executor = victim and load_executor(victim.executor_id)
-    local may_use = takes_work(executor) and (executor.claim == '' or executor.claim == id)
-      and not are_both_suspect(request, executor)
-      and (request.adapter == '' or serves(executor, request.adapter))
-    if may_use and (not executor_id or executor_id == victim.executor_id) and lives(victim.owner) then
+    local may_use = places.takes_work(executor) and (executor.claim == '' or executor.claim == id)
+      and suspects.allows(request, executor)
+      and (request.adapter == '' or adapters.serves(executor, request.adapter))
+    if may_use and (not executor_id or executor_id == victim.executor_id) and owners.lives(victim.owner) then
       if not executor_id then
         executor_id, blocks = victim.executor_id, available_blocks(executor)
         sequences = executor.budget_sequences - executor.reserved_sequences
-        pins = request.adapter ~= '' and pins_of(executor)
+        pins = request.adapter ~= '' and adapters.pins_of(executor)
       end
-      local needed = needed_blocks(request, executor)
+      local needed = lengths.needed_blocks(request, executor)
       local needs_slot_only = pins and blocks >= needed and sequences >= request.sequences
       if not needs_slot_only or victim.adapter ~= '' then
         victims[#victims + 1] = {victim_id, victim}
@@ -173,7 +173,7 @@ local function preempt_for(id, request)
         pins[victim.adapter] = pins[victim.adapter] > 1 and pins[victim.adapter] - 1 or nil
       end
       if blocks >= needed and sequences >= request.sequences
-        and (not pins or may_pin(executor, request.adapter, pins)) then
+        and (not pins or adapters.may_pin(executor, request.adapter, pins)) then
         return victims
       end
     end
@@ -183,30 +183,30 @@ end
 
 -- Decides on a request that does not fit: 'drop' it, 'pass' it, or 'hold' the queue for it.
 local function handle_head_of_line(id, request)
-  if not fits_somewhere(request) and redis.call('ZCARD', SIZES) > 0 then
+  if not places.fits_somewhere(request) and redis.call('ZCARD', SIZES) > 0 then
     return drop('never_fits', id, request)
   end
   local victims = state.preempts and preempt_for(id, request)
   for _, one in ipairs(victims or {}) do
     local victim = one[2]
-    if not reachable(victim.owner) then
+    if not owners.reachable(victim.owner) then
       return 'hold'
     end
   end
   for _, one in ipairs(victims or {}) do
     redis.call('ZREM', PREEMPTIBLE, one[1])
-    notify('preempt', one[1], one[2])
+    owners.notify('preempt', one[1], one[2])
   end
   if victims then
     request.preempting = NOW
     save_request(id, request)
   end
-  if request.claim ~= '' and not could_hold(load_executor(request.claim), request) then
-    unclaim(request)
+  if request.claim ~= '' and not places.could_hold(load_executor(request.claim), request) then
+    states.unclaim(request)
     save_request(id, request)
   end
   if request.claim == '' and request.passed >= state.max_bypass then
-    if not claim_executor(id, request) then
+    if not places.claim_executor(id, request) then
       return 'hold'
     end
     save_request(id, request)
@@ -217,25 +217,25 @@ end
 -- Handles the head of the queue: 'seat', 'drop', 'pass' or 'hold'. Only an owner that has to be told must be reachable: one of a
 -- request that does not fit need not, so calls are not repeated for its mailbox.
 local function board_one(id, request)
-  if not lives(request.owner) then
-    withdraw(id, request)
+  if not owners.lives(request.owner) then
+    states.withdraw(id, request)
     delete_request(id)
     return 'drop'
   end
-  if is_dead(request) then
+  if board.is_dead(request) then
     return drop('expired', id, request)
   end
-  local executor_id, blocks, cached = choose(id, request)
+  local executor_id, blocks, cached = places.choose(id, request)
   if not executor_id then
     return handle_head_of_line(id, request)
-  elseif not reachable(request.owner) then
+  elseif not owners.reachable(request.owner) then
     return 'hold'
   end
-  observe_wait(request)
-  withdraw(id, request)
-  seat(id, request, executor_id, request.attempt + 1, blocks, cached)
-  remember_prefixes(request, executor_id)
-  notify('placed', id, request)
+  estimates.observe_wait(request)
+  states.withdraw(id, request)
+  states.seat(id, request, executor_id, request.attempt + 1, blocks, cached)
+  prefix.remember_prefixes(request, executor_id)
+  owners.notify('placed', id, request)
   return 'seat'
 end
 
@@ -246,7 +246,7 @@ local function count_passes(passed)
     local request = load_request(id)
     request.passed = request.passed + 1
     if request.claim == '' and request.passed >= state.max_bypass then
-      may_pass = claim_executor(id, request) and may_pass
+      may_pass = places.claim_executor(id, request) and may_pass
     end
     save_request(id, request)
   end
@@ -254,7 +254,7 @@ local function count_passes(passed)
 end
 
 -- `state.unboarded` stays set if a call stopped before it had tried all waiting requests: the next call continues.
-local function board()
+function board.run()
   state.unboarded = false
   if state.waiting == 0 then
     return
@@ -263,7 +263,7 @@ local function board()
   local passed, num_boarded = {}, 0
   for _ = 1, MAX_HEADS do
     if state.waiting == 0
-      or #claims == 0 and #roomiest(1) == 0 and not (state.preempts and redis.call('ZCARD', PREEMPTIBLE) > 0) then
+      or #claims == 0 and #places.roomiest(1) == 0 and not (state.preempts and redis.call('ZCARD', PREEMPTIBLE) > 0) then
       return
     elseif num_boarded == MAX_BOARDED then
       break

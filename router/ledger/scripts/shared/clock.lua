@@ -1,4 +1,4 @@
--- Redis' clock, in milliseconds: no router's clock enters a decision. Prepended to every script. Only records.lua reads
+-- Redis' clock, in milliseconds: no router's clock enters a decision. Only records.lua reads
 -- it, and derives the ledger's clock from it, which never goes back. A test that steers time composes its scripts with
 -- another source in this one's place; nothing that is shipped can.
 local function now_ms()

@@ -3,27 +3,27 @@
 -- The queue's speed is in tokens (prompt and reserved output) placed per millisecond while requests waited, smoothed over
 -- windows of a second. Raw estimates are multiplied by `state.correction`, the smoothed ratio of actual to estimated.
 local WINDOW_MS = 1000
-local MARGIN = 1.2 -- by which an estimate must miss a deadline before the request is refused for it
+estimates.MARGIN = 1.2 -- by which an estimate must miss a deadline before the request is refused for it
 
 -- Requests that will probably be placed before it: all of higher classes, and those ahead of it in its tenant's queue;
 -- the other tenants of its class take turns with it.
-local function num_ahead(request, ahead_in_tenant)
+function estimates.num_ahead(request, ahead_in_tenant)
   local ahead = ahead_in_tenant
   for class = 1, request.class - 1 do
     ahead = ahead + state.waiting_by_class[class]
   end
-  list_tenants()
+  tenants.list_tenants()
   local tenant = load_tenant(request.tenant)
   local others = state.waiting_by_class[request.class] - tenant.waiting_by_class[request.class]
   if others > 0 then
-    local num_others = num_active(request.class) - (tenant.active and 1 or 0)
+    local num_others = tenants.num_active(request.class) - (tenant.active and 1 or 0)
     ahead = ahead + math.min(others, num_others * (ahead_in_tenant + 1))
   end
   return ahead
 end
 
 -- Milliseconds until so many requests are placed; nil if nothing was measured.
-local function estimated_wait(ahead)
+function estimates.estimated_wait(ahead)
   if state.speed == 0 or state.waiting == 0 then
     return nil
   end
@@ -32,7 +32,7 @@ local function estimated_wait(ahead)
 end
 
 -- Milliseconds from placement to first token; 0 if nothing was measured.
-local function prefill_ms(request)
+function estimates.prefill_ms(request)
   if state.prefill_speed == 0 then
     return 0
   end
@@ -40,7 +40,7 @@ local function prefill_ms(request)
 end
 
 -- Updates the measurements after a waiting request was placed.
-local function observe_wait(request)
+function estimates.observe_wait(request)
   if state.window_since == 0 then
     state.window_since = NOW
   end
@@ -64,6 +64,6 @@ local function observe_wait(request)
 end
 
 -- The queue is empty: its speed is not measured.
-local function end_window()
+function estimates.end_window()
   state.window_since, state.window_tokens = 0, 0
 end

@@ -24,6 +24,11 @@ end
 local dirty_histograms = {} -- those that `finish` writes
 local likely = {} -- the last arguments of `likely_output`, and its result: `tokens`
 
+at_begin(function()
+  if next(dirty_histograms) then dirty_histograms = cleared(dirty_histograms) end
+  likely.request = nil
+end)
+
 local function load_histogram(field)
   local histogram = kept.histograms[field]
   if histogram == nil then
@@ -48,14 +53,14 @@ local function add_length(field, bin)
 end
 
 -- Writes each changed histogram once, however many ends it has learned from.
-local function flush_histograms()
+function lengths.flush_histograms()
   for field, histogram in pairs(dirty_histograms) do
     write_later('HSET', LENGTHS, field, cmsgpack.pack(histogram))
   end
 end
 
 -- Learns from a completion. A request known only to its executor has no `max` and is skipped.
-local function learn_length(request, output)
+function lengths.learn_length(request, output)
   if state.overcommits and request.max > 0 then
     local size = size_of(request.max)
     local bin = bin_of(size, output)
@@ -103,7 +108,7 @@ local function likely_output(request, quantile)
 end
 
 -- A number of blocks below which the executor has no room for the request, found without its likely output.
-local function least_blocks(request, executor)
+function lengths.least_blocks(request, executor)
   if executor.ends_at_reservation or executor.quantile >= 1 or request.max == 0 then
     return 0
   end
@@ -112,7 +117,7 @@ end
 
 -- The blocks that the executor reserves for the request: to its end, for its likely output, or, where the executor ends
 -- a placement at the end of its reservation, for the next placement.
-local function needed_blocks(request, executor)
+function lengths.needed_blocks(request, executor)
   if executor and executor.ends_at_reservation then
     return request.placement_blocks
   end

@@ -1,7 +1,7 @@
 -- Owners: the living routers, and the events that notify them of their requests.
 
 -- Renews the caller's lease. Only `reap` ends one, and marks it with 0 before it removes the router's waiting requests.
-local function register()
+function owners.register()
   local until_ms = kept.leases[CALLER] or tonumber(redis.call('ZSCORE', ROUTERS, CALLER) or 0)
   if until_ms == 0 then
     registered = 1
@@ -16,12 +16,12 @@ end
 
 -- Whether the caller has given up the call, at `until_ms`; '' is never. Then its client asks another router, and a late
 -- call from a stalled connection must not take the request from that router.
-local function is_late(until_ms)
+function owners.is_late(until_ms)
   return NOW > (tonumber(until_ms) or math.huge)
 end
 
 -- Whether the router has a lease. '' owns what only an executor knew.
-local function lives(owner)
+function owners.lives(owner)
   if owner == CALLER or owner == '' then
     return owner == CALLER
   elseif kept.living[owner] == nil then
@@ -33,6 +33,11 @@ end
 
 local mailboxes = {} -- router -> key, false if it was not passed, of those looked up in this call
 local mail = {} -- of this call, by mailbox
+
+at_begin(function()
+  if next(mailboxes) then mailboxes = cleared(mailboxes) end
+  if next(mail) then mail = cleared(mail) end
+end)
 
 local function mailbox_of(owner)
   if mailboxes[owner] == nil then
@@ -49,8 +54,8 @@ local function mailbox_of(owner)
 end
 
 -- Whether `notify` can notify the owner. Checked before anything about its request is changed.
-local function reachable(owner)
-  if owner == CALLER or not lives(owner) or mailbox_of(owner) then
+function owners.reachable(owner)
+  if owner == CALLER or not owners.lives(owner) or mailbox_of(owner) then
     return true
   end
   for _, name in ipairs(missing) do
@@ -63,7 +68,7 @@ local function reachable(owner)
 end
 
 -- Notifies the request's owner if it is alive: the caller by this call's reply, other routers by mailbox.
-local function notify(kind, id, request)
+function owners.notify(kind, id, request)
   local fields = {
     'kind', kind, 'request_id', id, 'attempt', request.attempt,
     'executor_id', request.executor_id, 'generation', request.generation, 'blocks', request.reserved,
@@ -74,7 +79,7 @@ local function notify(kind, id, request)
   end
   if request.owner == CALLER then
     events[#events + 1] = fields
-  elseif lives(request.owner) then
+  elseif owners.lives(request.owner) then
     local mailbox = mailbox_of(request.owner)
     mail[mailbox] = mail[mailbox] or {}
     table.insert(mail[mailbox], fields)
@@ -82,7 +87,7 @@ local function notify(kind, id, request)
 end
 
 -- A mailbox that is deleted by hand may remain without a time to live for as long as the last one is trusted.
-local function send_mail()
+function owners.send_mail()
   for mailbox, entries in pairs(mail) do
     for _, fields in ipairs(entries) do
       redis.call('XADD', mailbox, 'MAXLEN', '~', MAILBOX_ENTRIES, '*', unpack(fields))

@@ -1,4 +1,4 @@
--- Records: the pool's keys and their contents. Prepended to every script, after clock.lua.
+-- Records: the pool's keys and their contents.
 --
 -- KEYS     the pool's keys, in the order of keys.py; behind them the mailboxes that the caller knows.
 -- ARGV     [1] the calling router; the rest is the script's own.
@@ -10,52 +10,16 @@
 --            registered  1 if the pool did not know the caller: its waiting requests may be lost
 --            now         milliseconds of the ledger's clock
 --
--- Records are packed numbers and strings, made and read by functions that lua.py makes of the lines `--@record`, at a
--- tenth of the cost of JSON. Requests, executors, tenants and the pool's own state are unpacked once in a call, changed
--- in place, and written by `finish`. Requests, executors and tenants are arrays: `request.owner` stands for `request[2]` wherever
--- the variable has one of the names in the line `--@array`. So a thousand executors that are kept take 0.4 MB of Lua's memory in
--- place of 1.3, all of which its collector looks through again and again. A read of a key in between flushes the key's writes, or
--- regards the changes of the call. "No limit", "no deadline", "not yet" is infinity, so that times are
--- compared without asking whether there is one; '' is no name.
+-- Records are packed numbers and strings at a tenth of the cost of JSON. schema.py lists their fields and generates
+-- `pack_…` and `unpack_…`. Requests, executors, tenants and the pool's own state are unpacked once in a call, changed in
+-- place, and written by `finish`. A read of a key in between flushes the key's writes, or regards the changes of the
+-- call. "No limit", "no deadline", "not yet" is infinity, so that times are compared without asking whether there is
+-- one; '' is no name.
 
---@record state arrivals floor waiting waiting_by_class[3] tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
---  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
---  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$ \
---  now_ms ahead_ms tolerated_ttft_ms version
---@array executor as executor fitting with id is_out
---@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
---  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? ends_at_reservation? claim$ \
---  prefill_speed prefilled_ms num_adapter_slots pins$
---@array tenant as tenant with heads
---@record tenant counter weight waiting_by_class[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
---  request_ms token_ms ms_per_token used_ms
---@array request as request known victim
---@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ adapter$ class asked_class deadline_in_ms deadline_ms \
---  order_ms since_ms arrival blocks placement_blocks sequences prompt max output block_size bytes attempt strikes \
---  counted passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
---@record ending executor_id$ digest$ attempt generation cancelled?
-
-local EXECUTORS = KEYS[1]
-local ROOM = KEYS[2]
-local SIZES = KEYS[3]
-local REPORTS = KEYS[4]
-local REQUESTS = KEYS[5]
+local EXECUTORS, ROOM, SIZES, REPORTS, REQUESTS, PLACEMENTS, LOST, ENDED, ROUTERS, ATTENDED, STATE, TENANTS, AGEING
+local LENGTHS, PREEMPTIBLE, PREFIXES, OLD_PREFIXES, ENDINGS, ADAPTERS -- the pool's keys
 local WAITING = 5 -- KEYS[WAITING + class]
 local ACTIVE = 8 -- KEYS[ACTIVE + class]
-local PLACEMENTS = KEYS[12]
-local LOST = KEYS[13]
-local ENDED = KEYS[14]
-local ROUTERS = KEYS[15]
-local ATTENDED = KEYS[16]
-local STATE = KEYS[17]
-local TENANTS = KEYS[18]
-local AGEING = KEYS[19]
-local LENGTHS = KEYS[20]
-local PREEMPTIBLE = KEYS[21]
-local PREFIXES = KEYS[22]
-local OLD_PREFIXES = KEYS[23]
-local ENDINGS = KEYS[24]
-local ADAPTERS = KEYS[25]
 local NUM_POOL_KEYS = 25
 
 local NUM_CLASSES = 3
@@ -71,10 +35,10 @@ local MAX_WRITE = 512         -- words of a command that is written at the end o
 local MAILBOX_ENTRIES = 10000 -- about how many unread entries a mailbox keeps
 local MAILBOX_MS = 600000     -- an unread mailbox is deleted after about this long
 
-local CALLER = ARGV[1]
+local CALLER
 
-local events, missing = {}, {}
-local more, registered = 0, 0
+local events, missing
+local more, registered
 
 -- What functions keep between calls, by pool: the records that calls have read, as Redis has them, and the heads of the
 -- queues. A call uses them without reading if nothing else has written since: `state` has the text of the last call of this
@@ -82,20 +46,7 @@ local more, registered = 0, 0
 -- puts it back at its end: what a failed call has changed is lost.
 local kept_pools = {}
 local MAX_KEPT = 8192 -- records of a pool
-local text_of_state = redis.call('GET', STATE)
-local kept = kept_pools[STATE]
-kept_pools[STATE] = nil
-if not kept or kept.text ~= text_of_state or next(kept.executors) and redis.call('HLEN', EXECUTORS) == 0
-  or next(kept.waiting) and redis.call('HLEN', REQUESTS) == 0 then
-  kept = {
-    text = text_of_state, num = 0, -- of the records
-    executors = {}, tenants = {}, histograms = {}, waiting = {}, -- of waiting requests those that did not fit last
-    living = {}, leases = {}, -- whether a router has a lease, and until when, of callers
-    active = {}, num_active = {}, -- by class, the first active tenants (tenants.lua), and how many there are
-    mailed = {}, -- by mailbox, when its time to live was set last
-    is_room_empty = false, -- the key `room`
-  }
-end
+local kept
 
 local function keep() -- without a state there is no version: the first write may fail half-way
   kept_pools[STATE] = kept.text and kept.num <= MAX_KEPT and kept or nil
@@ -103,38 +54,10 @@ end
 
 -- The pool's own state: counters, sums over waiting requests, measurements (0: none yet), options of the newest submit.
 local state
-if kept.state then
-  state = kept.state
-elseif text_of_state then
-  state = unpack_state(text_of_state)
-else
-  state = {
-    arrivals = 0, floor = 0, waiting = 0, waiting_by_class = {0, 0, 0}, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
-    preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0, window_since = 0,
-    window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
-    output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
-    sweep_cursor = '0', claims = '', now_ms = 0, ahead_ms = 0,
-    tolerated_ttft_ms = 2000, version = 0,
-  }
-end
-
--- The ledger's clock. It never goes back: when Redis' clock is set back, it runs on from the latest time that a call
--- has seen, and stays so much ahead of Redis' clock. `finish` saves both, so a call that changes nothing else writes
--- them, too, unless it only reads.
-local NOW = now_ms() + state.ahead_ms
-if NOW < state.now_ms then
-  state.ahead_ms = state.ahead_ms + state.now_ms - NOW
-  NOW = state.now_ms
-end
-state.now_ms = NOW
-kept.state = nil -- it may be changed and not saved
-local NOW_TEXT = string.format('%d', NOW) -- a number argument of a command costs ten times a string
+local NOW_TEXT -- a number argument of a command costs ten times a string
 
 -- Claims: executors kept for requests that were bypassed too often, a list of {request id, class, executor_id}.
-local claims = {}
-if state.claims ~= '' then
-  claims = cmsgpack.unpack(state.claims)
-end
+local claims
 
 local function save_claims()
   state.claims = #claims > 0 and cmsgpack.pack(claims) or ''
@@ -142,14 +65,11 @@ end
 
 -- Writes of this call that are not made yet, by key: one command with many members costs less than many commands.
 -- `length` of a command counts its words; the entries after them are from an earlier call.
-local kept_writes = {}
+local writes = {}
 local written_keys = {}
-for _, write in pairs(kept_writes) do
-  write.length = 0 -- a failed call did not come to its end
-end
 
 local function flush_writes(key)
-  local write = kept_writes[key]
+  local write = writes[key]
   if write and write.length > 0 then
     local length = write.length
     write.length = 0
@@ -159,10 +79,10 @@ end
 
 -- Adds one or two words to a command on the key. What waits for the key by another command is written first.
 local function write_later(command, key, first, second)
-  local write = kept_writes[key]
+  local write = writes[key]
   if not write then
     write = {length = 0}
-    kept_writes[key] = write
+    writes[key] = write
   elseif write.length > 0 and (write[1] ~= command or write.length > MAX_WRITE) then
     flush_writes(key)
   end
@@ -179,7 +99,7 @@ local function write_later(command, key, first, second)
   write.length = length + 1
 end
 
-local executors = kept.executors -- those that were read, or false
+local executors -- those that were read, or false
 local dirty_executors = {}
 
 local function load_executor(id)
@@ -230,20 +150,20 @@ local function flush_executors()
   end
 end
 
-local tenants = kept.tenants
+local known_tenants
 local dirty_tenants, unlisted_tenants = {}, {}
 local new_tenants = {} -- not in Redis when they were read
 
 local function load_tenant(name)
-  local tenant = tenants[name]
+  local tenant = known_tenants[name]
   if tenant == nil then
     local text = redis.call('HGET', TENANTS, name)
-    tenant = text and unpack_tenant(text) or tenant{
+    tenant = text and unpack_tenant(text) or {
       counter = 0, weight = 1, waiting_by_class = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
       waiting = 0, tokens = {0, 0, 0}, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
       request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW, heads = false,
     }
-    tenants[name], kept.num = tenant, kept.num + 1
+    known_tenants[name], kept.num = tenant, kept.num + 1
     if not text then
       new_tenants[name] = tenant
     end
@@ -262,7 +182,7 @@ local function flush_tenants()
     new_tenants[name] = nil
   end
   for name in pairs(new_tenants) do
-    tenants[name] = nil
+    known_tenants[name] = nil
   end
 end
 
@@ -335,3 +255,77 @@ local function flush_prefixes()
     state.num_prefixes, state.has_old_prefixes = 0, true
   end
 end
+
+local function use_keys()
+  local _
+  EXECUTORS, ROOM, SIZES, REPORTS, REQUESTS, _, _, _, _, _, _, PLACEMENTS, LOST, ENDED, ROUTERS, ATTENDED, STATE, TENANTS,
+    AGEING, LENGTHS, PREEMPTIBLE, PREFIXES, OLD_PREFIXES, ENDINGS, ADAPTERS = unpack(KEYS, 1, NUM_POOL_KEYS)
+end
+
+-- Takes out what is kept of the pool, if it equals what Redis has.
+local function use_kept()
+  local text = redis.call('GET', STATE)
+  kept = kept_pools[STATE]
+  kept_pools[STATE] = nil
+  if not kept or kept.text ~= text or next(kept.executors) and redis.call('HLEN', EXECUTORS) == 0
+    or next(kept.waiting) and redis.call('HLEN', REQUESTS) == 0 then
+    kept = {
+      text = text, num = 0, -- of the records
+      executors = {}, tenants = {}, histograms = {}, waiting = {}, -- of waiting requests those that did not fit last
+      living = {}, leases = {}, -- whether a router has a lease, and until when, of callers
+      active = {}, num_active = {}, -- by class, the first active tenants (tenants.lua), and how many there are
+      mailed = {}, -- by mailbox, when its time to live was set last
+      is_room_empty = false, -- the key `room`
+    }
+  end
+  executors, known_tenants = kept.executors, kept.tenants
+end
+
+local function load_state()
+  state = kept.state or kept.text and unpack_state(kept.text) or {
+    arrivals = 0, floor = 0, waiting = 0, waiting_by_class = {0, 0, 0}, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16,
+    age_ms = 30000, preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0,
+    window_since = 0, window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
+    output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
+    sweep_cursor = '0', claims = '', now_ms = 0, ahead_ms = 0, tolerated_ttft_ms = 2000, version = 0,
+  }
+  kept.state = nil -- it may be changed and not saved
+  claims = state.claims ~= '' and cmsgpack.unpack(state.claims) or {}
+end
+
+-- The ledger's clock. It never goes back: when Redis' clock is set back, it runs on from the latest time that a call
+-- has seen, and stays so much ahead of Redis' clock. `finish` saves both, so a call that changes nothing else writes
+-- them, too, unless it only reads.
+local function read_clock()
+  NOW = now_ms() + state.ahead_ms
+  if NOW < state.now_ms then
+    state.ahead_ms = state.ahead_ms + state.now_ms - NOW
+    NOW = state.now_ms
+  end
+  state.now_ms, NOW_TEXT = NOW, string.format('%d', NOW)
+end
+
+at_begin(function()
+  CALLER, events, missing, more, registered = ARGV[1], {}, {}, 0, 0
+  if STATE ~= KEYS[17] then
+    use_keys()
+  end
+  use_kept()
+  load_state()
+  read_clock()
+  for _, write in pairs(writes) do
+    write.length = 0 -- a failed call did not come to its end
+  end
+  if next(written_keys) then written_keys = cleared(written_keys) end
+  if next(dirty_executors) then dirty_executors = cleared(dirty_executors) end
+  if next(silent_executors) then silent_executors = cleared(silent_executors) end
+  if next(roomiest_found) then roomiest_found = cleared(roomiest_found) end
+  if next(dirty_tenants) then dirty_tenants = cleared(dirty_tenants) end
+  if next(unlisted_tenants) then unlisted_tenants = cleared(unlisted_tenants) end
+  if next(new_tenants) then new_tenants = cleared(new_tenants) end
+  if next(requests) then requests = cleared(requests) end
+  if next(dirty_requests) then dirty_requests = cleared(dirty_requests) end
+  if next(examined) then examined = cleared(examined) end
+  if next(remembered) then remembered = cleared(remembered) end
+  if next(remembered_words) then remembered_words = cleared(remembered_words) end
+end)

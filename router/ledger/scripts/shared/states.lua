@@ -10,19 +10,19 @@
 -- Queues are ordered by name: tenant, then deadline (at most PATIENCE_MS away), then arrival. A tenant's queue is a
 -- range.
 
-local function queue_range(tenant)
+function states.queue_range(tenant)
   return '[' .. tenant .. '\0', '(' .. tenant .. '\1'
 end
 
-local function queue_member(id, request)
+function states.queue_member(id, request)
   return request.tenant .. '\0' .. string.format('%013d%013d', request.order_ms, request.arrival) .. id
 end
 
-local function id_of_member(tenant, member)
+function states.id_of_member(tenant, member)
   return member:sub(#tenant + 28)
 end
 
-local NUM_READ = 8 -- members of a tenant's queue kept in its head: as many placements need no reading
+states.NUM_READ = 8 -- members of a tenant's queue kept in its head: as many placements need no reading
 
 -- `tenant.heads[class]` has the first members of the tenant's queue of a class, as they are with the writes of this call,
 -- and the order of the last of them, or of one that was behind it and has left: see board.lua. A member that comes behind
@@ -34,7 +34,7 @@ local function join_head(tenant, request, member)
     return
   elseif request.order_ms < head.order_ms or request.order_ms == head.order_ms and request.arrival < head.arrival then
     tenant.heads[request.class] = nil
-  elseif head.is_whole and #head < NUM_READ then
+  elseif head.is_whole and #head < states.NUM_READ then
     head[#head + 1], head.order_ms, head.arrival = member, request.order_ms, request.arrival
   else
     head.is_whole = false
@@ -55,12 +55,12 @@ local function placement_member(executor_id, attempt, id)
   return executor_id .. '\0' .. string.format('%d', attempt) .. '\0' .. id
 end
 
-local function placements_of(executor_id)
+function states.placements_of(executor_id)
   return '[' .. executor_id .. '\0', '(' .. executor_id .. '\1'
 end
 
 -- Adds the request to the counts of its tenant and the pool (`sign` 1), or subtracts it (-1), for the given `class`.
-local function count_waiting(request, sign, class)
+function states.count_waiting(request, sign, class)
   class = class or request.class
   local tenant, tokens = load_tenant(request.tenant), reserved_tokens(request)
   tenant.waiting, tenant.bytes = tenant.waiting + sign, tenant.bytes + sign * request.bytes
@@ -71,12 +71,12 @@ local function count_waiting(request, sign, class)
   state.tokens[class] = state.tokens[class] + sign * tokens
   save_tenant(request.tenant, tenant)
   if state.waiting == 0 then
-    end_window()
+    estimates.end_window()
   end
 end
 
 -- Releases the executor that is claimed for the request.
-local function unclaim(request)
+function states.unclaim(request)
   for i, claim in ipairs(claims) do
     if claim.executor_id == request.claim then
       table.remove(claims, i)
@@ -92,48 +92,46 @@ local function unclaim(request)
   request.claim = ''
 end
 
--- Makes a new request. If only an executor knew of it, it has no owner, the tenant '' and the digest '?', which fits
--- any.
-local function new_request(
-  owner, tenant, prefixes, digest, class, deadline_in_ms, blocks, placement_blocks, sequences, attempt, prompt, max,
-  output, block_size, bytes, adapter
-)
+-- Makes a new request from the fields of `asked`. If only an executor knew of it, it has no owner, the tenant '' and the
+-- digest '?', which fits any.
+function states.new_request(owner, asked, attempt)
   state.arrivals = state.arrivals + 1
-  return request{
-    owner = owner, tenant = tenant, prefixes = prefixes, digest = digest, class = class, asked_class = class,
-    deadline_in_ms = deadline_in_ms, deadline_ms = NOW + deadline_in_ms,
-    order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals, blocks = blocks,
-    placement_blocks = placement_blocks, sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size, bytes = bytes,
-    attempt = attempt, strikes = 0, blamed = '', counted = 0, passed = 0, state = '',
-    executor_id = '', claim = '', estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0, placed_ms = 0,
-    reserved = 0, preempting = 0, adapter = adapter,
+  return {
+    owner = owner, tenant = asked.tenant, prefixes = asked.prefixes, digest = asked.digest, class = asked.class,
+    asked_class = asked.class, deadline_in_ms = asked.deadline_in_ms, deadline_ms = NOW + asked.deadline_in_ms,
+    order_ms = NOW + math.min(asked.deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals,
+    blocks = asked.blocks, placement_blocks = asked.placement_blocks, sequences = asked.sequences,
+    prompt = asked.prompt, max = asked.max, output = asked.output, block_size = asked.block_size, bytes = asked.bytes,
+    attempt = attempt, strikes = 0, blamed = '', counted = 0, passed = 0, state = '', executor_id = '', claim = '',
+    estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0,
+    placed_ms = 0, reserved = 0, preempting = 0, adapter = asked.adapter,
   }
 end
 
 -- Enqueues the request by its original order key. The caller saves it.
-local function enqueue(id, request)
+function states.enqueue(id, request)
   request.state = 'WAITING'
-  local member = queue_member(id, request)
+  local member = states.queue_member(id, request)
   write_later('ZADD', KEYS[WAITING + request.class], '0', member)
   join_head(load_tenant(request.tenant), request, member)
   if request.class > 1 then
     write_later('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
     state.next_age_ms = math.min(state.next_age_ms, NOW + state.age_ms)
   end
-  count_waiting(request, 1)
+  states.count_waiting(request, 1)
 end
 
 local function leave_queue(id, request)
-  local member = queue_member(id, request)
+  local member = states.queue_member(id, request)
   write_later('ZREM', KEYS[WAITING + request.class], member)
   leave_head(load_tenant(request.tenant), request.class, member)
   if request.class > 1 then
     write_later('ZREM', AGEING, id)
   end
   if request.claim ~= '' then
-    unclaim(request)
+    states.unclaim(request)
   end
-  count_waiting(request, -1)
+  states.count_waiting(request, -1)
 end
 
 local function leave_executor(id, request)
@@ -147,7 +145,7 @@ local function leave_executor(id, request)
     executor.reserved_sequences = executor.reserved_sequences - request.sequences
     executor.has_suspect = executor.has_suspect and request.strikes == 0
     if request.adapter ~= '' then
-      count_pin(executor, request.adapter, -1)
+      adapters.count_pin(executor, request.adapter, -1)
     end
     save_executor(request.executor_id, executor)
   end
@@ -157,7 +155,7 @@ local function leave_executor(id, request)
 end
 
 -- Removes the request from its state; its reservation returns to its executor.
-local function withdraw(id, request)
+function states.withdraw(id, request)
   if request.state == 'WAITING' then
     leave_queue(id, request)
   elseif request.state == 'PLACED' then
@@ -177,9 +175,9 @@ end
 
 -- Reserves blocks and sequences of the executor for this attempt, and charges the tenant. `cached` are the tokens that
 -- the executor need not compute, nil for a request that it runs already.
-local function seat(id, request, executor_id, attempt, blocks, cached)
+function states.seat(id, request, executor_id, attempt, blocks, cached)
   local executor, tenant = load_executor(executor_id), load_tenant(request.tenant)
-  charge(request, tenant)
+  tenants.charge(request, tenant)
   request.state, request.attempt, request.placed_ms = 'PLACED', attempt, NOW
   request.executor_id, request.generation, request.reserved = executor_id, executor.generation, blocks
   request.passed, request.preempting, request.estimate, request.adopted = 0, 0, math.huge, false
@@ -187,7 +185,7 @@ local function seat(id, request, executor_id, attempt, blocks, cached)
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
   executor.has_suspect = executor.has_suspect or request.strikes > 0
   if request.adapter ~= '' then
-    count_pin(executor, request.adapter, 1)
+    adapters.count_pin(executor, request.adapter, 1)
   end
   if cached then
     expect_prefill(request, executor, cached)
@@ -215,13 +213,13 @@ local function has_died(blame)
   return nil
 end
 
-local function forgive(request)
+function states.forgive(request)
   request.strikes, request.blamed = 0, ''
 end
 
 -- Decides the strikes that can be decided: one whose executor died stays, one whose executor lives is removed. Returns
 -- how many are undecided, and how many more are stalls that last.
-local function judge(request)
+function states.judge(request)
   local undecided, num_stalls = {}, 0
   for _, blame in ipairs(request.blamed ~= '' and cmsgpack.unpack(request.blamed) or {}) do
     local died = has_died(blame)
@@ -238,9 +236,9 @@ end
 
 -- Counts the loss of a placement against the request, once. If the placement produced tokens, all strikes are cleared.
 -- An executor whose same generation got the request again has not died before. `stalled`: its engine stalls.
-local function strike(request, progressed, stalled)
+function states.strike(request, progressed, stalled)
   if progressed then
-    forgive(request)
+    states.forgive(request)
     return
   elseif request.counted == request.attempt then
     return
@@ -262,7 +260,7 @@ end
 
 -- Sets the blocks of the next placement. What it reserves beyond the placement before is charged to the tenant and
 -- taken from its rate.
-local function set_placement_blocks(request, blocks)
+function states.set_placement_blocks(request, blocks)
   local before = reserved_tokens(request)
   request.placement_blocks, request.blocks = blocks, math.max(request.blocks, blocks)
   local tokens = reserved_tokens(request) - before
@@ -271,7 +269,7 @@ local function set_placement_blocks(request, blocks)
   end
   local tenant = load_tenant(request.tenant)
   if request.charged then
-    local charge = OUTPUT_WEIGHT * tenant.output_share * tokens / tenant.weight
+    local charge = tenants.OUTPUT_WEIGHT * tenant.output_share * tokens / tenant.weight
     request.charge, tenant.counter = request.charge + charge, tenant.counter + charge
   end
   if request.rated > 0 then
@@ -281,32 +279,32 @@ local function set_placement_blocks(request, blocks)
 end
 
 -- Enqueues a request that has left its executor at its former position, owned by the caller.
-local function requeue(id, request, output)
+function states.requeue(id, request, output)
   request.owner, request.executor_id, request.generation, request.placed_ms = CALLER, '', 0, 0
   request.reserved, request.output, request.adopted = 0, math.max(output, request.output), false
-  enqueue(id, request)
+  states.enqueue(id, request)
   save_request(id, request)
 end
 
 -- Whether another living router has taken over the first choice of a request, of which `id` is a later one. That router
 -- takes over, or submits, the later ones, too; of several calls, the one that took the first choice last gets them all.
-local function has_lost_first_choice(id)
+function states.has_lost_first_choice(id)
   local first_id = string.match(id, '^(.*)~%d+$')
   local request = first_id and load_request(first_id)
-  return request and request.owner ~= CALLER and lives(request.owner)
+  return request and request.owner ~= CALLER and owners.lives(request.owner)
 end
 
 -- Makes the caller the owner and notifies the previous owner. The caller has checked that it is reachable, and saves
 -- it.
-local function take_over(id, request)
+function states.take_over(id, request)
   if request.owner ~= CALLER then
-    notify('taken_over', id, request)
+    owners.notify('taken_over', id, request)
     request.owner = CALLER
   end
 end
 
 -- Marks a withdrawn request as lost, for its owner to handle.
-local function set_lost(id, request)
+function states.set_lost(id, request)
   request.state = 'LOST'
   save_request(id, request)
   redis.call('ZADD', LOST, NOW_TEXT, id)
@@ -314,17 +312,17 @@ end
 
 -- Takes a placement back and leaves the rest to its owner. A dead owner is not waited for. If the executor lives and
 -- only does not hold the request, that is no strike. Returns false, and does nothing, if the owner cannot be notified.
-local function lose(id, request, executor_lives)
-  if not reachable(request.owner) then
+function states.lose(id, request, executor_lives)
+  if not owners.reachable(request.owner) then
     return false
   end
-  withdraw(id, request)
-  if lives(request.owner) then
+  states.withdraw(id, request)
+  if owners.lives(request.owner) then
     if executor_lives then
       request.counted = request.attempt
     end
-    set_lost(id, request)
-    notify('lost', id, request)
+    states.set_lost(id, request)
+    owners.notify('lost', id, request)
   else
     delete_request(id)
   end
@@ -332,7 +330,7 @@ local function lose(id, request, executor_lives)
 end
 
 -- Removes up to `limit` expired tombstones.
-local function sweep_tombstones(limit)
+function states.sweep_tombstones(limit)
   flush_writes(ENDED)
   flush_writes(ENDINGS)
   local old = redis.call('ZRANGEBYSCORE', ENDED, '-inf', string.format('%d', NOW - state.remember_ms - 1), 'LIMIT', '0', limit)
@@ -343,15 +341,15 @@ local function sweep_tombstones(limit)
 end
 
 -- Leaves a tombstone: the id has ended. Each new tombstone sweeps two expired ones, which keeps `ended` from growing.
-local function bury(id)
+function states.bury(id)
   delete_request(id)
   write_later('ZADD', ENDED, NOW_TEXT, id)
 end
 
 -- Leaves a tombstone that also records how a placed request ended: a repeat of a cancelled request starts again, any
 -- other repeat attaches to the output that its executor has kept.
-local function bury_with_ending(id, request, cancelled)
-  bury(id)
+function states.bury_with_ending(id, request, cancelled)
+  states.bury(id)
   if request.attempt > 0 then
     local ending = {
       executor_id = request.executor_id, digest = request.digest, attempt = request.attempt,
@@ -362,31 +360,31 @@ local function bury_with_ending(id, request, cancelled)
 end
 
 -- Removes the tombstone of the id.
-local function forget_end(id)
+function states.forget_end(id)
   write_later('ZREM', ENDED, id)
   write_later('HDEL', ENDINGS, id)
 end
 
 -- Returns how a request with a tombstone ended; nil if it was never placed.
-local function load_ending(id)
+function states.load_ending(id)
   flush_writes(ENDINGS)
   local text = redis.call('HGET', ENDINGS, id)
   return text and unpack_ending(text) or nil
 end
 
 -- Returns when the id ended, or nil if that is not known (any more).
-local function ended_ms(id)
+function states.ended_ms(id)
   flush_writes(ENDED)
   local ended = redis.call('ZSCORE', ENDED, id)
   if ended and NOW - tonumber(ended) <= state.remember_ms then
     return tonumber(ended)
   elseif ended then
-    forget_end(id)
+    states.forget_end(id)
   end
   return nil
 end
 
-local function num_ahead_in_tenant(id, request)
+function states.num_ahead_in_tenant(id, request)
   local tenant = load_tenant(request.tenant)
   local num_queued = tenant.waiting_by_class[request.class]
   if num_queued <= 1 then
@@ -394,13 +392,13 @@ local function num_ahead_in_tenant(id, request)
   elseif request.order_ms == NOW + PATIENCE_MS and request.arrival == state.arrivals then -- nothing can come behind it
     return num_queued - 1
   end
-  local first = queue_range(request.tenant)
+  local first = states.queue_range(request.tenant)
   flush_writes(KEYS[WAITING + request.class])
-  return redis.call('ZLEXCOUNT', KEYS[WAITING + request.class], first, '(' .. queue_member(id, request))
+  return redis.call('ZLEXCOUNT', KEYS[WAITING + request.class], first, '(' .. states.queue_member(id, request))
 end
 
 -- Returns the outcome for a PLACED request. The executor may already hold one that was adopted.
-local function placed(request)
+function states.placed(request)
   return {
     request.adopted and 'ADOPTED' or 'PLACED', request.attempt, request.executor_id, request.generation,
     request.reserved, request.strikes > 0 and 1 or 0, request.adapter,
@@ -408,21 +406,21 @@ local function placed(request)
 end
 
 -- Returns the outcome for an ended request whose placement is known.
-local function placed_once(ending)
+function states.placed_once(ending)
   return {'ADOPTED_ENDED', ending.attempt, ending.executor_id, ending.generation, 0, 0, ''}
 end
 
 -- Returns the number of requests ahead in the queue, and the estimated wait or nil.
-local function outlook(id, request)
-  local ahead = num_ahead(request, num_ahead_in_tenant(id, request))
-  return ahead, estimated_wait(ahead)
+function states.outlook(id, request)
+  local ahead = estimates.num_ahead(request, states.num_ahead_in_tenant(id, request))
+  return ahead, estimates.estimated_wait(ahead)
 end
 
 -- Returns the outcome for a WAITING or PLACED request. An estimate of '' is none.
-local function standing(id, request)
+function states.standing(id, request)
   if request.state == 'PLACED' then
-    return placed(request)
+    return states.placed(request)
   end
-  local ahead, wait_ms = outlook(id, request)
+  local ahead, wait_ms = states.outlook(id, request)
   return {'QUEUED', ahead, wait_ms or ''}
 end

@@ -5,7 +5,7 @@
 -- that returns is lifted to it, so that an idle tenant saves up no service (Sheng et al., "Fairness in Serving Large
 -- Language Models", with the floor of start-time fair queueing). A tenant is active, in `active:<class>`, while it has
 -- waiting requests in that class and runs less than its limit.
-local OUTPUT_WEIGHT = 2
+tenants.OUTPUT_WEIGHT = 2
 local SHARE_STEP = 0.05 -- of the newest output in how much of its reservation is used; a new tenant is taken for an average one
 
 local function is_active(tenant)
@@ -42,7 +42,7 @@ local function read_front(class)
 end
 
 -- Returns the active tenant that comes next in the class after those in `before`.
-local function next_tenant(class, before, num_before)
+function tenants.next_tenant(class, before, num_before)
   local front = kept.active[class]
   if not front or front.num <= num_before and front.bound < math.huge then
     front = read_front(class)
@@ -59,7 +59,7 @@ end
 -- Sets the positions of the changed tenants among the active ones of each class: before these are read, and at the
 -- end. `listed` has what is written there, infinity for nothing. Whole numbers: a sorted set reads and writes those
 -- faster.
-local function list_tenants()
+function tenants.list_tenants()
   for name, tenant in pairs(unlisted_tenants) do
     unlisted_tenants[name] = nil
     local active = is_active(tenant)
@@ -88,7 +88,7 @@ local function list_tenants()
 end
 
 -- Returns the number of active tenants of the class.
-local function num_active(class)
+function tenants.num_active(class)
   if not kept.num_active[class] then
     flush_writes(KEYS[ACTIVE + class])
     kept.num_active[class] = redis.call('ZCARD', KEYS[ACTIVE + class])
@@ -99,11 +99,11 @@ end
 -- Returns the expected cost of a request for its tenant.
 local function expected_charge(request, tenant)
   local output = math.max(1, tenant.output_share * (reserved_tokens(request) - request.prompt) - request.output)
-  return (request.prompt + OUTPUT_WEIGHT * output) / tenant.weight
+  return (request.prompt + tenants.OUTPUT_WEIGHT * output) / tenant.weight
 end
 
 -- Charges a request's first placement. The floor follows. A tenant whose request did not wait is lifted here.
-local function charge(request, tenant)
+function tenants.charge(request, tenant)
   if request.charged then
     return
   end
@@ -116,9 +116,9 @@ local function charge(request, tenant)
 end
 
 -- Corrects the charge to what was used.
-local function settle_usage(request, tenant, computed, output)
+function tenants.settle_usage(request, tenant, computed, output)
   if request.charged then
-    tenant.counter = tenant.counter + (computed + OUTPUT_WEIGHT * output) / tenant.weight - request.charge
+    tenant.counter = tenant.counter + (computed + tenants.OUTPUT_WEIGHT * output) / tenant.weight - request.charge
   end
   if request.rated > 0 then -- unused tokens of its rate
     tenant.token_ms = tenant.token_ms - math.max(0, request.rated - computed - output) * tenant.ms_per_token
@@ -132,7 +132,7 @@ local function settle_usage(request, tenant, computed, output)
 end
 
 -- Returns the rate tokens of a request that was never placed.
-local function refund(request)
+function tenants.refund(request)
   if request.rated > 0 and not request.charged then
     local tenant = load_tenant(request.tenant)
     tenant.token_ms = tenant.token_ms - request.rated * tenant.ms_per_token
@@ -149,49 +149,22 @@ local function rate_wait(full_ms, cost_ms, burst_ms)
   return math.max(0, math.ceil(full_ms + math.min(cost_ms, burst_ms) - burst_ms - NOW))
 end
 
--- Takes a request of so many tokens from the tenant's rates. Returns nil, or the limit that refuses it and for how
--- long.
-local function take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
-  local request_wait = rate_wait(tenant.request_ms, ms_per_request, request_burst * ms_per_request)
+-- Takes a request of so many tokens from the tenant's rates, which are fields of `asked`. Returns nil, or the
+-- limit that refuses it and for how long.
+function tenants.take_rates(tenant, asked, tokens)
+  local request_wait = rate_wait(tenant.request_ms, asked.ms_per_request, asked.request_burst * asked.ms_per_request)
   if request_wait > 0 then
     return 'tenant requests_per_s', request_wait
   end
-  local token_wait = rate_wait(tenant.token_ms, tokens * ms_per_token, token_burst * ms_per_token)
+  local token_wait = rate_wait(tenant.token_ms, tokens * asked.ms_per_token, asked.token_burst * asked.ms_per_token)
   if token_wait > 0 then
     return 'tenant tokens_per_s', token_wait
   end
-  if ms_per_request > 0 then
-    tenant.request_ms = math.max(NOW, tenant.request_ms) + ms_per_request
+  if asked.ms_per_request > 0 then
+    tenant.request_ms = math.max(NOW, tenant.request_ms) + asked.ms_per_request
   end
-  if ms_per_token > 0 then
-    tenant.token_ms = math.max(NOW, tenant.token_ms) + tokens * ms_per_token
+  if asked.ms_per_token > 0 then
+    tenant.token_ms = math.max(NOW, tenant.token_ms) + tokens * asked.ms_per_token
   end
   return nil
-end
-
--- Ends a script that only reads.
-local function answer(outcome)
-  for name in pairs(new_tenants) do
-    tenants[name] = nil
-  end
-  keep()
-  return {outcome, events, missing, more, registered, NOW}
-end
-
--- Writes what was changed; ends every other script.
-local function finish(outcome)
-  list_tenants()
-  flush_requests()
-  flush_executors()
-  flush_tenants()
-  flush_histograms()
-  flush_prefixes()
-  for _, key in ipairs(written_keys) do
-    flush_writes(key)
-  end
-  send_mail()
-  state.version = state.version + 1
-  kept.state, kept.text = state, pack_state(state)
-  redis.call('SET', STATE, kept.text)
-  return answer(outcome)
 end

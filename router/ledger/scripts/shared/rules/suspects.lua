@@ -1,0 +1,6 @@
+-- Suspects: a filter that keeps two suspects apart: one of them could crash the other.
+
+-- Returns whether the executor may take the request: not both are suspect.
+function suspects.allows(request, executor)
+  return request.strikes == 0 or not executor.has_suspect
+end

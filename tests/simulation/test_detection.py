@@ -168,7 +168,7 @@ def test_reply_that_is_lost_when_the_pool_forgot_the_router_is_seen(
     monkeypatch.setattr(RedisLedger, "_missed_reply", ignoring, raising=False)
     monkeypatch.setattr(WaitingAudit, "check_next", _trusting)
     faults = FaultRates(store_away=12.0, store_empty=12.0, router_hang=4.0)
-    fails(make_world(redis_url, pool, 8, faults=faults, rate_per_s=10, duration_s=20), "without an end")
+    fails(make_world(redis_url, pool, 14, faults=faults, rate_per_s=10, duration_s=20), "without an end")
 
 
 def test_number_of_an_attempt_that_is_used_again_is_seen(

@@ -49,7 +49,7 @@ def serve(link: ExecutorLink, *served: tuple[str, str, bool], **fields: Any) -> 
 
 
 @pytest.fixture
-def router() -> ScriptedRouter:
+async def router() -> ScriptedRouter:
     """A router of the model m, of which one executor serves two adapters."""
     router = ScriptedRouter("m")
     serve(router.link("e0", "m", num_adapter_slots=2), ("sql", A, True), ("tone", B, False))

@@ -268,6 +268,12 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS).encode()
 
 
+def named_event(event: dict[str, Any]) -> bytes:
+    """Returns an event that a stream names by its type."""
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\ndata: " + encoded(event) + b"\n\n"
+
+
 class Form(Protocol):
     """How the answer to one request is written: as a chat or completion, or in the form of another API."""
 

@@ -8,7 +8,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from itertools import repeat
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
@@ -126,7 +125,8 @@ class GatewayService:
         """Names parameters without effect in a header of the answer, and each once in the log."""
         if hints:
             setattr(request.state, UNUSED, ", ".join(hints))
-        for hint in map(_INDEX.sub, repeat(""), hints):
+        for name in hints:
+            hint = _INDEX.sub("", name)
             if hint not in self._reported:
                 self._reported.add(hint)
                 log.info("%s: %s has no effect", request.url.path, hint)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from inflight.gateway.answers import UNENFORCED_TOOLS, encoded
+from inflight.gateway.answers import UNENFORCED_TOOLS, named_event
 from inflight.gateway.errors import ApiError
 from inflight.gateway.messages.bodies import Converted, MessagesBody
 
@@ -80,19 +80,19 @@ class MessageForm:
             "input_tokens": prompt_tokens - cached_tokens,
             "cache_read_input_tokens": cached_tokens,
         }
-        return b"".join(map(_sent, self._begun()))
+        return b"".join(map(named_event, self._begun()))
 
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
         """Returns the events for a chunk. `name` is unused: a message cannot be resumed."""
-        return b"".join(map(_sent, self._events(chunk)))
+        return b"".join(map(named_event, self._events(chunk)))
 
     def waiting(self, reason: str) -> bytes:
         """Returns an event for a time without output. Its clients ignore it."""
-        return _sent({"type": "ping"})
+        return named_event({"type": "ping"})
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the event for an error in the middle of a stream."""
-        return _sent(of_messages(error)[1])
+        return named_event(of_messages(error)[1])
 
     def refusal(self, error: ApiError) -> ApiError:
         """Returns the error with the names of this API."""
@@ -100,7 +100,7 @@ class MessageForm:
 
     def end(self) -> bytes:
         """Returns what follows the last event."""
-        return _sent({"type": "message_stop"})
+        return named_event({"type": "message_stop"})
 
     def _events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if self._opening is None:
@@ -203,8 +203,3 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
     }
-
-
-def _sent(event: dict[str, Any]) -> bytes:
-    kind: str = event["type"]
-    return b"event: " + kind.encode() + b"\ndata: " + encoded(event) + b"\n\n"

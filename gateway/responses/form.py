@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from inflight.gateway.answers import UNENFORCED_TOOLS, CommentingForm, encoded
+from inflight.gateway.answers import UNENFORCED_TOOLS, CommentingForm, named_event
 from inflight.gateway.errors import ApiError
 from inflight.gateway.responses.bodies import FieldNames, ResponsesBody
 
@@ -104,14 +104,14 @@ class ResponseForm(CommentingForm):
 
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
         """Returns the events for a chunk. `name` is unused: a response cannot be resumed."""
-        return b"".join(map(_sent, self._events(chunk)))
+        return b"".join(map(named_event, self._events(chunk)))
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the event for an error in the middle of a stream."""
         self._status = "failed"
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         response = self._response(None) | {"error": {"code": code, "message": error.text}}
-        return _sent(self._made("response.failed", response=response))
+        return named_event(self._made("response.failed", response=response))
 
     def refusal(self, error: ApiError) -> ApiError:
         """Returns the error with the names of this API."""
@@ -252,8 +252,3 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }
-
-
-def _sent(event: dict[str, Any]) -> bytes:
-    kind: str = event["type"]
-    return b"event: " + kind.encode() + b"\ndata: " + encoded(event) + b"\n\n"

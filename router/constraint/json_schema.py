@@ -88,13 +88,15 @@ ANNOTATIONS = frozenset(
 # Keywords of JSON Schema, and the compiler's own, that would change which values are valid.
 REFUSED = frozenset(
     {
-        *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
-        *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
+        *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"),
+        *("contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
         *("$dynamicRef", "$recursiveRef"),
         *("divisibleBy", "disallow", "extends"),  # of draft 3
         "x-guidance",
     }
 )
+# Keywords that are read together with those beside them, in methods of their own.
+TRANSLATED = frozenset({"nullable", "propertyNames", "uniqueItems"})
 # Names of extensions.
 EXTENSION_PREFIX = "x-"
 # Formats of OpenAPI that are ranges.
@@ -306,9 +308,11 @@ class _Walk:
         elif keyword == "$id" or (keyword == "id" and self._dialect <= LAST_WITH_EXCLUSIVE_FLAGS):
             if place and not str(value).startswith("#"):
                 self._ids.append(place)
-        elif keyword in REFUSED and keyword not in {"propertyNames", "uniqueItems"}:
+        elif keyword in REFUSED:
             self._refuse_keyword(keyword, place)
-        elif keyword not in REFUSED | ANNOTATIONS and not keyword.startswith(EXTENSION_PREFIX):
+        elif keyword == "additionalItems" and self._dialect <= LAST_WITH_ITEM_LISTS:
+            pass  # see `_old_items`
+        elif not (keyword in TRANSLATED or keyword in ANNOTATIONS or keyword.startswith(EXTENSION_PREFIX)):
             self.ignored.add(f"`{keyword}`")
 
     def _property_names(self, schema: dict[str, Any], place: str, canonical: dict[str, Any]) -> None:
@@ -351,7 +355,8 @@ class _Walk:
         if not isinstance(schema, dict) or set(schema) != {"$ref"}:
             return schema
         target = pointed_at(str(schema["$ref"]), self._root)
-        if isinstance(target, dict) and set(target) & (ONE_SCHEMA | SCHEMA_LISTS | SCHEMA_MAPS | REFUSED | {"$ref"}):
+        with_parts = ONE_SCHEMA | SCHEMA_LISTS | SCHEMA_MAPS | REFUSED | {"propertyNames", "uniqueItems", "$ref"}
+        if isinstance(target, dict) and set(target) & with_parts:
             return schema
         return _Walk(self._root).schema(target, "")  # its violations and patterns are found where it stands
 

@@ -281,6 +281,10 @@ def test_exclusive_limits_of_draft_4_are_flags() -> None:
 def test_words_that_json_schema_does_not_know_are_reported() -> None:
     schema = {"javaType": "long", "x-order": 1, "title": "a", "items": {"format": "int64"}}
     assert ignored_words(schema) == ['`format` "int64"', "`javaType`"]
+    assert not ignored_words({"type": "string", "nullable": True})
+    draft7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    assert not ignored_words({**draft7, "items": [{}], "additionalItems": False})
+    assert ignored_words({"additionalItems": False}) == ["`additionalItems`"]
 
 
 def test_all_unsupported_keywords_are_named_up_to_a_bound() -> None:

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from inflight.executor.engine.engine import Engine
+from inflight.executor.scheduler.sequence import FinishReason
 from inflight.executor.serving.placements import RetentionPolicy
 from inflight.v1 import executor_pb2, types_pb2
 from tests.integration.test_requests import expected_ids
@@ -149,8 +151,16 @@ async def test_placement_that_is_not_here_is_not_held(executor: RunningExecutor,
 
 @pytest.mark.parametrize(("protocol_version", "orphan_grace_s"), [(2, 0.0), (2, 0.01), (1, 3600.0)])
 async def test_orphan_is_cancelled_when_its_time_is_over_or_no_client_can_resume_it(
-    protocol_version: int, orphan_grace_s: float
+    protocol_version: int, orphan_grace_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cancelled = asyncio.Event()
+    cancel = Engine.cancel
+
+    def cancel_and_tell(engine: Engine, request_id: str, attempt: int, reason: FinishReason) -> None:
+        cancel(engine, request_id, attempt, reason)
+        cancelled.set()
+
+    monkeypatch.setattr(Engine, "cancel", cancel_and_tell)
     retention = RetentionPolicy(orphan_grace_s=orphan_grace_s)
     executor = await start_executor("executor", "model", ExecutorShape(), retention=retention)
     executor.brake.hold()
@@ -158,6 +168,9 @@ async def test_orphan_is_cancelled_when_its_time_is_over_or_no_client_can_resume
         async with router_stream(executor.address, protocol_version=protocol_version) as first:
             first.send(submits=[make_submit("a", [1], LENGTH)])
             await tokens_of(first, executor, "a", 4)
+        async with asyncio.timeout(WAIT_S):
+            await cancelled.wait()
+        # Then the engine hears of it between two steps.
         async with router_stream(executor.address) as second:
             executor.brake.permit(2)
             await second.until(lambda: not second.reports[-1].held)

@@ -10,9 +10,12 @@ output so far reaches the clients.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
+import struct
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,9 +45,13 @@ class ProcessBrake:
         assert self._pipe is None
         self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)  # to write alone it would need a reader
 
-    def permit(self, num_steps: int) -> None:
+    def permit_next(self) -> None:
+        """Permits a step, unless a permission is left. Permissions that a slow executor has not taken would let streams
+        go on to their end."""
         assert self._pipe is not None
-        os.write(self._pipe, bytes(num_steps))
+        (num_left,) = struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))
+        if not num_left:
+            os.write(self._pipe, b"\0")
 
     def release(self) -> None:
         """Lets all go on; does nothing if the brake is not held."""

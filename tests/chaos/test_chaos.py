@@ -16,7 +16,7 @@ def run_chaos(folder: Path, *options: str) -> tuple[int, int]:
     """Runs it, and returns the numbers of requests and deaths."""
     command = [sys.executable, "-m", "inflight.bench.chaos", "--model", "tiny", "--seed", "5", "--copies"]
     folders = ("--run-dir", str(folder), "--out", str(folder))
-    ended = subprocess.run([*command, *options, *folders], capture_output=True, text=True, timeout=250, check=False)
+    ended = subprocess.run([*command, *options, *folders], capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = LAST_LINE.fullmatch(ended.stdout.splitlines()[-1])
     assert found is not None, ended.stdout

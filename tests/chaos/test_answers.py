@@ -22,7 +22,7 @@ def test_no_answer_is_invalid_whatever_dies(tmp_path: Path) -> None:
     # Few seats: the answers outlast the pause before the first fault.
     few = ("--copies", "--seats", "2", "--clients", "6", "--faults", "executor-kill,router-kill,redis-empty,link-cut")
     ended = subprocess.run(
-        [*command, *few, "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=250, check=False
+        [*command, *few, "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=500, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = LAST_LINE.fullmatch(ended.stdout.splitlines()[-1])

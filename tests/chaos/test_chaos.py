@@ -16,7 +16,7 @@ def run_chaos(folder: Path, *options: str) -> tuple[int, int]:
     """Runs it, and returns the numbers of requests and deaths."""
     command = [sys.executable, "-m", "inflight.bench.chaos", "--model", "tiny", "--seed", "5", "--copies"]
     folders = ("--run-dir", str(folder), "--out", str(folder))
-    ended = subprocess.run([*command, *options, *folders], capture_output=True, text=True, timeout=250, check=False)
+    ended = subprocess.run([*command, *options, *folders], capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = LAST_LINE.fullmatch(ended.stdout.splitlines()[-1])
     assert found is not None, ended.stdout
@@ -33,10 +33,12 @@ def test_no_token_is_lost_or_comes_twice_whatever_dies(tmp_path: Path) -> None:
 
 
 def test_adapters_change_under_chaos_and_no_request_gets_another_version(tmp_path: Path) -> None:
-    faults = ("--faults", "executor-kill,redis-empty,adapter-replace,adapter-remove,adapter-truncate")
     # Of this seed's first three faults two are of adapters and one is a death: a slow machine may come no further.
-    seed = ("--seed", "114")
-    num_requests, num_deaths = run_chaos(tmp_path, "--seconds", "14", "--adapters", "3", *faults, *seed)
+    faults = (
+        *("--faults", "executor-kill,redis-empty,adapter-replace,adapter-remove,adapter-truncate"),
+        *("--seed", "114"),
+    )
+    num_requests, num_deaths = run_chaos(tmp_path, "--seconds", "14", "--adapters", "3", *faults)
     assert num_requests > 20
     assert num_deaths >= 1
     report = json.loads((tmp_path / "chaos.json").read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ from tests.deploy.images import Image, Mount, first_process
 from tests.deploy.manifests import EVERYWHERE, Object, Overlay, environment_of, expanded
 
 REPOSITORY = Path(__file__).parents[2]
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 500.0
 PROBE_RETRY_S = 0.1
 SMALL_KV_TOKENS = 16_384
 VALKEY_CLI = Path(__file__).with_name("valkey_cli.py")

@@ -175,7 +175,8 @@ async def test_all_that_wait_are_put_in_line_again_when_the_ledger_was_lost(
 
 
 @pytest.mark.parametrize(
-    ("num_waiting", "num_cancelled"), [(2_000, 800), pytest.param(20_000, 8_000, marks=pytest.mark.slow)]
+    ("num_waiting", "num_cancelled"),
+    [(2_000, 800), pytest.param(20_000, 8_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )
 async def test_clients_that_leave_while_redis_is_silent_cost_no_lease_and_no_other_request_its_place(
     redis_url: str,

@@ -97,7 +97,7 @@ async def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
             cwd=REPOSITORY,
             env={**os.environ, **offline, "TOKENIZERS_PARALLELISM": "false"},
         )
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(550):
             assert await process.wait() == 0
     return json.loads(results.read_text(encoding="utf-8"))
 

@@ -25,7 +25,7 @@ PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY",
 
 def run_inflight(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "inflight.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
 
 
 def write_model(folder: Path, config: dict[str, object]) -> Path:

@@ -38,7 +38,7 @@ async def seen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> As
             stdout=asyncio.subprocess.PIPE,
             cwd=REPOSITORY,
         )
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(500):
             printed, _ = await process.communicate()
         yield json.loads(printed)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.dispatch import retry_queue
+from inflight.router.dispatch import report_pacer, retry_queue
 from inflight.router.dispatch.ledger_writer import ledger_report
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.types import (
@@ -403,7 +403,8 @@ async def _raises(error: RequestError) -> int:
     raise error
 
 
-async def test_executor_that_has_rejected_has_its_next_report_relayed_at_once() -> None:
+async def test_executor_that_has_rejected_has_its_next_report_relayed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_pacer, "INTERVAL_S", 1e6)  # no other reason to relay it comes up meanwhile
     router, stream = ScriptedRouter("m"), new_stream()
     link = router.link("e0", "m")
     store = router.stores["m"]

@@ -165,24 +165,26 @@ SETTLE = Arguments[Ending](
 REPORT = Arguments[ExecutorReport, LedgerSettings](
     {
         "id$": lambda report, _: report.executor_id,
-        "generation": lambda report, _: report.generation,
         "seq": lambda report, _: report.seq,
-        "budget_blocks": lambda report, _: report.budget_blocks + report.saved_blocks,
-        "total_blocks": lambda report, _: report.total_blocks,
-        "budget_sequences": lambda report, settings: _num_sequences(report, settings),
         "accepting?": lambda report, _: int(report.accepting),
-        "quantile": lambda report, _: report.reserve_quantile,
-        "step_ms": lambda report, _: report.step_ms,
-        "prefill_tokens_per_s": lambda report, _: report.prefill_tokens_per_s,
         "ends_at_reservation?": lambda report, _: int(report.ends_at_reservation),
-        "age_ms": lambda report, _: report.age_ms,
         "held$": lambda report, _: b"".join(_packed(report.executor_id, one) for one in report.held),
-        "num_adapter_slots": lambda report, _: report.num_adapter_slots,
         "adapters$": lambda report, _: "".join(
             f" {one.adapter}{'+' if one.is_resident else '-'}" for one in report.adapters
         ),
         "held_adapters$": lambda report, _: _held_adapters(report.held),
-    }
+    },
+    {
+        "generation": lambda report, _: report.generation,
+        "budget_blocks": lambda report, _: report.budget_blocks + report.saved_blocks,
+        "total_blocks": lambda report, _: report.total_blocks,
+        "budget_sequences": lambda report, settings: _num_sequences(report, settings),
+        "quantile": lambda report, _: report.reserve_quantile,
+        "step_ms": lambda report, _: report.step_ms,
+        "prefill_tokens_per_s": lambda report, _: report.prefill_tokens_per_s,
+        "age_ms": lambda report, _: report.age_ms,
+        "num_adapter_slots": lambda report, _: report.num_adapter_slots,
+    },
 )
 
 

@@ -190,7 +190,7 @@ class Ledger:
             is_owner_free = not is_served or entry.owner == caller or entry.owner not in self.living
             if is_same and is_owner_free and (entry.owner != caller or entry.state is LedgerState.LOST):
                 return self._take_over(name, entry, caller)
-            if entry.owner != caller or not is_same or entry.state is LedgerState.LOST:
+            if entry.owner != caller or entry.state is LedgerState.LOST:
                 return Duplicate(entry.state)
             self.board()
             return self.standing(name, caller)
@@ -214,7 +214,7 @@ class Ledger:
             self.tell(entry.owner, TakenOver(name))
         entry = dataclasses.replace(entry, owner=caller, is_adopted=entry.state is LedgerState.PLACED)
         if entry.state is LedgerState.LOST:
-            entry = dataclasses.replace(entry, state=LedgerState.WAITING)
+            entry = dataclasses.replace(entry, state=LedgerState.WAITING, generation=0)
         self.entries[name] = entry
         self.board()
         return self.standing(name, caller)
@@ -281,7 +281,9 @@ class Ledger:
                 self._bury(name, was_cancelled=False)
                 self.board()
                 return HandBackRefusal.EXHAUSTED
-            self.entries[name] = dataclasses.replace(entry, state=LedgerState.WAITING, owner=caller, strikes=strikes)
+            self.entries[name] = dataclasses.replace(
+                entry, state=LedgerState.WAITING, owner=caller, generation=0, strikes=strikes
+            )
         self.board()
         return self.standing(name, caller)
 

@@ -50,6 +50,7 @@ end
 
 local room = {} -- what the key had in front when it was read
 local num_read = 0 -- how many were asked for
+local NONE = {}
 
 at_begin(function()
   if next(room) then room = cleared(room) end
@@ -66,6 +67,9 @@ end
 function places.roomiest(count)
   if roomiest_found[count] then
     return roomiest_found[count]
+  end
+  if kept.is_room_empty and not next(dirty_executors) then
+    return NONE
   end
   local found = {}
   for id, executor in pairs(dirty_executors) do

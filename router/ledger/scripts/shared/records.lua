@@ -83,10 +83,12 @@ local function write_later(command, key, first, second)
   if not write then
     write = {length = 0}
     writes[key] = write
-  elseif write.length > 0 and (write[1] ~= command or write.length > MAX_WRITE) then
-    flush_writes(key)
   end
   local length = write.length
+  if length > 0 and (write[1] ~= command or length > MAX_WRITE) then
+    flush_writes(key)
+    length = 0
+  end
   if length == 0 then
     write[1], write[2], length = command, key, 2
     written_keys[#written_keys + 1] = key
@@ -241,15 +243,16 @@ local function flush_requests()
   end
 end
 
--- Prefixes whose executor this call has recorded: by hash, and as words of the command that writes them.
-local remembered, remembered_words = {}, {}
+-- Prefixes whose executor this call has recorded: by hash, and as words of the command that writes them. The words behind
+-- `num_remembered_words` are from an earlier call.
+local remembered, remembered_words, num_remembered_words = {}, {}, 0
 local MAX_PREFIXES = 100000 -- remembered, in two generations: the newest and the previous
 
 local function flush_prefixes()
-  if #remembered_words == 0 then
+  if num_remembered_words == 0 then
     return
   end
-  state.num_prefixes = state.num_prefixes + redis.call('HSET', PREFIXES, unpack(remembered_words))
+  state.num_prefixes = state.num_prefixes + redis.call('HSET', PREFIXES, unpack(remembered_words, 1, num_remembered_words))
   if state.num_prefixes >= MAX_PREFIXES then
     redis.call('RENAME', PREFIXES, OLD_PREFIXES)
     state.num_prefixes, state.has_old_prefixes = 0, true
@@ -313,10 +316,12 @@ at_begin(function()
   use_kept()
   load_state()
   read_clock()
-  for _, write in pairs(writes) do
-    write.length = 0 -- a failed call did not come to its end
+  if next(written_keys) then -- the call before failed, or only read
+    for _, key in ipairs(written_keys) do
+      writes[key].length = 0
+    end
+    written_keys = {}
   end
-  if next(written_keys) then written_keys = cleared(written_keys) end
   if next(dirty_executors) then dirty_executors = cleared(dirty_executors) end
   if next(silent_executors) then silent_executors = cleared(silent_executors) end
   if next(roomiest_found) then roomiest_found = cleared(roomiest_found) end
@@ -327,5 +332,5 @@ at_begin(function()
   if next(dirty_requests) then dirty_requests = cleared(dirty_requests) end
   if next(examined) then examined = cleared(examined) end
   if next(remembered) then remembered = cleared(remembered) end
-  if next(remembered_words) then remembered_words = cleared(remembered_words) end
+  num_remembered_words = 0
 end)

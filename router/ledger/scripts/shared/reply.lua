@@ -17,8 +17,11 @@ function reply.finish(outcome)
   flush_tenants()
   lengths.flush_histograms()
   flush_prefixes()
-  for _, key in ipairs(written_keys) do
-    flush_writes(key)
+  for i = 1, #written_keys do
+    flush_writes(written_keys[i])
+  end
+  for i = #written_keys, 1, -1 do -- all are written
+    written_keys[i] = nil
   end
   owners.send_mail()
   state.version = state.version + 1

@@ -49,7 +49,7 @@ function tenants.next_tenant(class, before, num_before)
   end
   local first, least = nil, math.huge
   for name, counter in next, front.counters do
-    if not before[name] and (counter < least or counter == least and name < first) then
+    if counter <= least and not before[name] and (counter < least or name < first) then
       first, least = name, counter
     end
   end
@@ -67,21 +67,22 @@ function tenants.list_tenants()
       tenant.counter = math.max(tenant.counter, state.floor)
     end
     tenant.active = active
+    local waiting, listed, whole, nowhere = tenant.waiting_by_class, tenant.listed, math.floor(tenant.counter), math.huge
     for class = 1, NUM_CLASSES do
-      local counter = active and tenant.waiting_by_class[class] > 0 and math.floor(tenant.counter) or math.huge
-      if counter ~= tenant.listed[class] then
+      local counter, before = active and waiting[class] > 0 and whole or nowhere, listed[class]
+      if counter ~= before then
         if kept.active[class] then
           move_in_front(kept.active[class], name, counter)
         end
-        if kept.num_active[class] and (counter == math.huge or tenant.listed[class] == math.huge) then
-          kept.num_active[class] = kept.num_active[class] + (counter < math.huge and 1 or -1)
+        if kept.num_active[class] and (counter == nowhere or before == nowhere) then
+          kept.num_active[class] = kept.num_active[class] + (counter < nowhere and 1 or -1)
         end
-        if counter < math.huge then
+        if counter < nowhere then
           write_later('ZADD', KEYS[ACTIVE + class], string.format('%d', counter), name)
         else
           write_later('ZREM', KEYS[ACTIVE + class], name)
         end
-        tenant.listed[class] = counter
+        listed[class] = counter
       end
     end
   end

@@ -62,13 +62,12 @@ function prefix.load_holders(request)
   local names = prefix.split_prefixes(request.prefixes)
   if holders_of ~= request.prefixes then
     holders_of, holders = request.prefixes, redis.call('HMGET', PREFIXES, unpack(names))
-    local old = state.has_old_prefixes and redis.call('HMGET', OLD_PREFIXES, unpack(names)) or {}
-    for i = 1, #names do
-      holders[i] = holders[i] or old[i]
+    local old = state.has_old_prefixes and redis.call('HMGET', OLD_PREFIXES, unpack(names))
+    if old or next(remembered) then
+      for i = 1, #names do
+        holders[i] = remembered[names[i]] or holders[i] or old and old[i]
+      end
     end
-  end
-  for i = 1, #names do
-    holders[i] = remembered[names[i]] or holders[i]
   end
   return holders
 end
@@ -94,24 +93,26 @@ function prefix.remember_prefixes(request, executor_id)
   local names, found = prefix.split_prefixes(request.prefixes), prefix.load_holders(request)
   local are_shared = is_shared(request, names, found)
   local own = string.format('%s %d', executor_id, request.prompt)
-  local merged_of, merged -- most prefixes have the same executors
+  local value_of, value -- most prefixes have the same executors
+  local last = num_remembered_words
   for i = 1, #names do
-    local value = own
-    if found[i] and (are_shared or found[i]:find(';', 1, true)) then
-      if found[i] ~= merged_of then
-        merged_of, merged = found[i], own
+    local name, before = names[i], found[i]
+    if before ~= value_of then
+      value_of, value = before, own
+      if before and (are_shared or before:find(';', 1, true)) then
         local count = 1
-        for id, length in found[i]:gmatch(prefix.HOLDER) do
+        for id, length in before:gmatch(prefix.HOLDER) do
           if id ~= executor_id and count < MAX_HOLDERS then
-            merged, count = merged .. ';' .. id .. ' ' .. length, count + 1
+            value, count = value .. ';' .. id .. ' ' .. length, count + 1
           end
         end
       end
-      value = merged
     end
-    local last = #remembered_words
-    remembered[names[i]], remembered_words[last + 1], remembered_words[last + 2] = value, names[i], value
+    remembered[name], remembered_words[last + 1], remembered_words[last + 2] = value, name, value
+    last = last + 2
   end
+  num_remembered_words = last
+  holders_of = nil -- `remembered` has changed
 end
 
 -- Returns the tokens of the prompt that the executor has to compute.

@@ -124,10 +124,13 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.usefixtures("now_s")
-async def test_step_wakes_the_loop_once_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stops", [(), ("never",)])
+async def test_step_wakes_the_loop_once_for_all_streams(
+    monkeypatch: pytest.MonkeyPatch, stops: tuple[str, ...]
+) -> None:
     link = ScriptedRouter("m").link("e0", "m")
     clients = [Client() for _ in range(NUM_STREAMS)]
-    tasks = [serve(link, number, client)[1] for number, client in enumerate(clients)]
+    tasks = [serve(link, number, client, stops=stops)[1] for number, client in enumerate(clients)]
     link.receive(step_of_all(0))
     await settled()
     num_events = sum(len(client.events) for client in clients)
@@ -219,6 +222,21 @@ async def test_output_is_the_same_with_any_interval(interval: int, stops: tuple[
     left = num_tokens - 1
     rest = [left % interval] if left % interval else []
     assert client.sizes == [1, *[interval] * (left // interval), *rest]
+
+
+@pytest.mark.usefixtures("now_s")
+@pytest.mark.parametrize("needs_task", [False, True])
+@pytest.mark.parametrize("interval", [1, 3, 64])
+async def test_stop_ends_the_output_before_an_interval_is_full(interval: int, needs_task: bool) -> None:
+    link = ScriptedRouter("m").link("e0", "m")
+    client = Client()
+    _, task = serve(link, 0, client, needs_task=needs_task, stream_interval=interval, stops=("t3t2",))
+    for offset, token_id in enumerate([4, 4, 3, 2, 4]):
+        link.receive(steps(token_id, offset=offset))
+        await settled()
+    await task
+    assert client.output == ([4, 4, 3, 2], "t4t4")
+    assert client.events[-2].finished.stop == "t3t2"
 
 
 @pytest.mark.usefixtures("now_s")

@@ -505,12 +505,12 @@ class ExecutorLink:
             if stream := self._current(scored.slot):
                 stream.prompt_logprobs(scored.position, scored.values)
         has_output: dict[RequestStream, None] = {}
-        for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
+        for slot, offset, token_ids in _runs(step):
             stream = self._current(slot)
             if stream is None:
                 continue
             has_output[stream] = None
-            if not stream.token(offset, token_id):
+            if not stream.tokens(offset, token_ids):
                 self._mend(stream, stream.life.current_attempt)
             elif stream.life.is_suspect:
                 self._report_event(stream, FirstToken(stream.life.current_attempt))
@@ -597,6 +597,22 @@ def _taken(waiting: dict[tuple[str, int], list[Waiting]], key: tuple[str, int], 
     if not waiting[key]:
         del waiting[key]
     return taken
+
+
+def _runs(step: executor_pb2.StepFrame) -> Iterator[tuple[int, int, list[int]]]:
+    """Yields the tokens of a frame as runs: a slot, the offset of the first token, and ids without a gap. A frame of
+    several steps names a slot once for each token."""
+    runs: dict[int, tuple[int, list[int]]] = {}
+    for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
+        run = runs.get(slot)
+        if run is not None and offset == run[0] + len(run[1]):
+            run[1].append(token_id)
+            continue
+        if run is not None:
+            yield slot, *run
+        runs[slot] = (offset, [token_id])
+    for slot, run in runs.items():
+        yield slot, *run
 
 
 def _unread_field(submit: executor_pb2.Submit, version: int) -> tuple[str, int] | None:

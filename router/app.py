@@ -106,7 +106,8 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         for name, text in texts.items()
     ]
     variants, breached = (lambda: admission.config.variants), metrics.breaches.inc
-    pools = ModelRegistry(models, router_id, variants, channels, watching.events, breached)
+    max_output_delay_s = settings.max_output_delay_ms / 1000
+    pools = ModelRegistry(models, router_id, variants, channels, watching.events, breached, max_output_delay_s)
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(
         pools, settings, admission, authentication.authenticator, tokens, stats, listeners, tracing.tracer

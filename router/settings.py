@@ -171,6 +171,13 @@ class RouterSettings(ProcessSettings):
         description="seconds that a client may leave its stream unread; then the call ends with ABORTED and can "
         "be resumed",
     )
+    max_output_delay_ms: float = Field(
+        25.0,
+        ge=0,
+        le=1000,
+        description="most milliseconds that new tokens wait, while the router is behind with earlier ones, so that "
+        "fewer and larger events are sent; first tokens, ends and tokens of a single stream do not wait; 0: none wait",
+    )
     handshake_timeout_s: float = Field(
         20.0, ge=0.1, le=300, description="maximum seconds for the handshake of a new connection"
     )

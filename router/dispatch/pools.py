@@ -21,7 +21,7 @@ from inflight.router.discovery import watch
 from inflight.router.dispatch.adapters import Adapter, adapters_of, unknown_adapter
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.executors.channel import ExecutorChannels
-from inflight.router.executors.link import ExecutorLink, LinkEvents
+from inflight.router.executors.link import MAX_OUTPUT_DELAY_S, ExecutorLink, LinkEvents
 from inflight.router.lifecycle.events import LinkEvent, SequenceEnded
 from inflight.router.request.errors import no_executor
 from inflight.router.stream.request_stream import RequestStream
@@ -87,6 +87,7 @@ class ModelRegistry:
         channels: ExecutorChannels | None = None,
         events: EventLog | None = None,
         count_breach: Callable[[], None] = lambda: None,
+        max_output_delay_s: float = MAX_OUTPUT_DELAY_S,
     ) -> None:
         self._events = events or EventLog()
         self.by_name: Mapping[str, ModelBackend] = {pool.name: pool for pool in pools}
@@ -94,6 +95,7 @@ class ModelRegistry:
         self._router_id = router_id
         self._channels = channels
         self._count_breach = count_breach
+        self._max_output_delay_s = max_output_delay_s
         self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
         self._wanted: frozenset[str] = frozenset()
         self._links_changed = asyncio.Event()
@@ -163,7 +165,7 @@ class ModelRegistry:
         """Links new addresses. The link of an address that is no longer resolved is dropped once it is down."""
         self._wanted = addresses
         for address in addresses - self._links.keys():
-            link = ExecutorLink(address, self._router_id, self, self._channels)
+            link = ExecutorLink(address, self._router_id, self, self._channels, self._max_output_delay_s)
             self._links[address] = (link, tasks.create_task(link.run(), name=f"link {address}"))
         for address in self._links.keys() - addresses:
             if not self._links[address][0].is_up:

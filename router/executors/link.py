@@ -81,6 +81,8 @@ READ_ELSEWHERE = -1
 # If a router has not acknowledged this many steps, the executor sends the tokens of later steps together, in one frame.
 MAX_UNACKED_STEPS = 16
 ACK_EVERY_FRAMES = 4
+# By default.
+MAX_OUTPUT_DELAY_S = 0.025
 DESCRIBE_TIMEOUT_S = 5.0
 # Executors of versions without `refusal` do not end the stream.
 REFUSAL_TIMEOUT_S = 1.0
@@ -147,12 +149,14 @@ class StepOutput:
     """New tokens of one link's streams. They are published together, once per step while the event loop keeps up.
 
     Publishing creates an event for every client, which is most of a router's work. After a round, the next one is
-    therefore delayed for as long as the loop was busy since the last round began, with this link and all other work.
-    Tokens of the steps in that time are published together. A loop that keeps up is busy for a fraction of a step, so
-    nothing is delayed.
+    therefore delayed for as long as the loop was busy since the last round began, with this link and all other work,
+    but for at most `max_delay_s`. Tokens of the steps in that time are published together. A loop that keeps up is busy
+    for a fraction of a step, so nothing is delayed. Nor is anything after a round of one stream: there are no events
+    to save. First tokens and ends do not pass here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_delay_s: float) -> None:
+        self._max_delay_s = max_delay_s
         # Streams with tokens that have not been published.
         self._streams: dict[RequestStream, None] = {}
         # Time of the event loop at which the pause after the last round ends.
@@ -187,19 +191,25 @@ class StepOutput:
         streams, self._streams = self._streams, {}
         for stream in streams:
             stream.publish_output()
-        loop.call_soon(self._note_busy, began_s)
+        if len(streams) > 1:
+            loop.call_soon(self._note_busy, began_s)
 
     def _note_busy(self, began_s: float) -> None:
         """Sets the end of the pause. Runs after the callbacks that were due when the round was published."""
         now_s = asyncio.get_running_loop().time()
-        self._due_s = now_s + (now_s - began_s)
+        self._due_s = now_s + min(now_s - began_s, self._max_delay_s)
 
 
 class ExecutorLink:
     """The link to the executor at one address."""
 
     def __init__(
-        self, address: str, router_id: str, registry: LinkRegistry, channels: ExecutorChannels | None = None
+        self,
+        address: str,
+        router_id: str,
+        registry: LinkRegistry,
+        channels: ExecutorChannels | None = None,
+        max_output_delay_s: float = MAX_OUTPUT_DELAY_S,
     ) -> None:
         self.address = address
         self._channels = channels or ExecutorChannels()
@@ -228,7 +238,7 @@ class ExecutorLink:
         self._attaching: dict[tuple[str, int], list[OnAnswer]] = {}
         # Placements that were attached again because a token was missing.
         self._mended: set[tuple[str, int]] = set()
-        self._output = StepOutput()
+        self._output = StepOutput(max_output_delay_s)
 
     @property
     def executor_id(self) -> str:
@@ -495,12 +505,12 @@ class ExecutorLink:
             if stream := self._current(scored.slot):
                 stream.prompt_logprobs(scored.position, scored.values)
         has_output: dict[RequestStream, None] = {}
-        for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
+        for slot, offset, token_ids in _runs(step):
             stream = self._current(slot)
             if stream is None:
                 continue
             has_output[stream] = None
-            if not stream.token(offset, token_id):
+            if not stream.tokens(offset, token_ids):
                 self._mend(stream, stream.life.current_attempt)
             elif stream.life.is_suspect:
                 self._report_event(stream, FirstToken(stream.life.current_attempt))
@@ -587,6 +597,22 @@ def _taken(waiting: dict[tuple[str, int], list[Waiting]], key: tuple[str, int], 
     if not waiting[key]:
         del waiting[key]
     return taken
+
+
+def _runs(step: executor_pb2.StepFrame) -> Iterator[tuple[int, int, list[int]]]:
+    """Yields the tokens of a frame as runs: a slot, the offset of the first token, and ids without a gap. A frame of
+    several steps names a slot once for each token."""
+    runs: dict[int, tuple[int, list[int]]] = {}
+    for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
+        run = runs.get(slot)
+        if run is not None and offset == run[0] + len(run[1]):
+            run[1].append(token_id)
+            continue
+        if run is not None:
+            yield slot, *run
+        runs[slot] = (offset, [token_id])
+    for slot, run in runs.items():
+        yield slot, *run
 
 
 def _unread_field(submit: executor_pb2.Submit, version: int) -> tuple[str, int] | None:

@@ -34,17 +34,23 @@ def varint(number: int) -> bytes:
     return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)
 
 
-def update_of(number: int, tag: bytes, content: bytes) -> bytes:
-    """Returns an encoded entry of `GenerateManyResponse.updates`. `content` is already serialized, because message
-    objects around it would copy it several times."""
-    head = STREAM_TAG + varint(number) + tag + varint(len(content))
-    return UPDATE_TAG + varint(len(head) + len(content)) + head + content
+def update_of(stream: bytes, tag: bytes, content: bytes) -> bytes:
+    """Returns an encoded entry of `GenerateManyResponse.updates`. `stream` is the encoded number of the stream;
+    `content` is already serialized, because message objects around it would copy it several times."""
+    length = varint(len(content))
+    size = varint(len(stream) + len(tag) + len(length) + len(content))
+    return b"".join((UPDATE_TAG, size, stream, tag, length, content))
+
+
+def stream_field(number: int) -> bytes:
+    """Returns the encoded number of a stream."""
+    return STREAM_TAG + varint(number)
 
 
 def ended_update(number: int, status: status_pb2.Status | None) -> bytes:
     """Returns the last update of a stream. `status` None: the stream is complete."""
     ended = inference_pb2.StreamEnded(status=b"" if status is None else status.SerializeToString())
-    return update_of(number, ENDED_TAG, ended.SerializeToString())
+    return update_of(stream_field(number), ENDED_TAG, ended.SerializeToString())
 
 
 class Outbox:
@@ -133,7 +139,7 @@ class StreamWriter:
 
     def __init__(self, outbox: Outbox, number: int, timeout_s: float) -> None:
         self._outbox = outbox
-        self._number = number
+        self._stream = stream_field(number)
         self._timeout_s = timeout_s
         self._is_held = False
         self._kept: list[tuple[bytes, OnWritten]] = []
@@ -173,7 +179,7 @@ class StreamWriter:
                 self._outbox.add(update, on_end)
 
     def _put(self, event: inference_pb2.StreamEvent, on_end: OnWritten) -> None:
-        update = update_of(self._number, EVENT_TAG, event.SerializeToString())
+        update = update_of(self._stream, EVENT_TAG, event.SerializeToString())
         if not self._is_held:
             self._outbox.add(update, on_end)
             return

@@ -275,8 +275,8 @@ class Relay:
         """Waits for news that this task must handle. Returns False if a deadline passes first. Meanwhile, if only
         tokens are new, `_on_output` writes them without waking this task."""
         stream = self._stream
-        # Not before the first token, because this task checks its deadline, and not with stop strings.
-        is_reading_on = self._has_sent_tokens and not self._text.has_stops
+        # Not before the first token, because this task checks its deadline.
+        is_reading_on = self._has_sent_tokens
         stream.listen(self._reader, self._on_output if is_reading_on else None)
         self._may_begin = is_reading_on and self._writer is not None and not self._writer.needs_task
         try:
@@ -312,8 +312,9 @@ class Relay:
 
     def _on_output(self) -> None:
         """Writes the new tokens if they are enough for an event. While a write is in progress, they wait for the
-        next."""
-        if len(self._stream.output_ids) - self._next_offset < self._reading.stream_interval:
+        next. Fewer are read only if they may contain a stop."""
+        num_unsent = len(self._stream.output_ids) - self._next_offset
+        if num_unsent < self._reading.stream_interval and not self._text.has_stops:
             return
         if not self._may_begin:
             self._stream.wake()
@@ -324,6 +325,11 @@ class Relay:
         try:
             offset, token_ids = self._stream.take_output(self._reader)
             self._feed(offset, token_ids, is_stop_token=False)
+            if self._text.matched is not None:
+                self._stream.wake()  # the task sends the rest and ends the request
+                return
+            if self._text.num_tokens - self._next_offset < self._reading.stream_interval:
+                return
             event = self._stamped(self._unsent())
         except Exception as error:
             self._end_output(error)

@@ -137,7 +137,7 @@ class Reader:
 class RequestStream:
     """The output of one request.
 
-    Producers call `place`, `attach`, `accept`, `start`, `token`, `logprobs`, `prompt_logprobs`, `pause`, `extend` and
+    Producers call `place`, `attach`, `accept`, `start`, `tokens`, `logprobs`, `prompt_logprobs`, `pause`, `extend` and
     `move`. The reader calls `next`, or `changed` and `take`. `deadline` is the time by which the request must end, on
     the clock of `arrived`. `prior_ids` are output tokens that the client sent with the request. `reading` says how a
     client reads the output; None: no client can read it.
@@ -401,24 +401,25 @@ class RequestStream:
         self._unreported |= STARTED
         self._changed.set()
 
-    def token(self, offset: int, token_id: int) -> bool:
-        """Adds a token. Drops it if it is already known or if the request has ended. Returns False if a token before it
-        is missing. Raises `FrameError` for a token beyond `max_tokens`, because sending it again cannot correct
-        that."""
+    def tokens(self, offset: int, token_ids: Sequence[int]) -> bool:
+        """Adds tokens, the first of which is at `offset`. Drops those that are already known, and all if the request
+        has ended. Returns False if a token before them is missing. Raises `FrameError` for a token beyond
+        `max_tokens`, because sending it again cannot correct that."""
         if self.life.has_ended:
             return True
-        if offset >= self._max_tokens:
-            raise FrameError(f"token {offset} of {self.request_id} is beyond the {self._max_tokens} that it may have")
+        last = offset + len(token_ids) - 1
+        if last >= self._max_tokens:
+            raise FrameError(f"token {last} of {self.request_id} is beyond the {self._max_tokens} that it may have")
         expected = len(self.output_ids)
         if offset > expected:
             return False
-        if offset == expected:
+        if last >= expected:
             now = self._now()
             if self.clock.first_token is None and not self.was_adopted:
                 self.clock.first_token = now
             self.clock.last_token = now
             self._seat = Seat.HELD
-            self.output_ids.append(token_id)
+            self.output_ids.extend(token_ids[expected - offset :])
         return True
 
     def publish_output(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from inflight.router.text.detokenizer import IncrementalDetokenizer
 from inflight.router.text.stop_scope import StopScope
@@ -20,8 +21,7 @@ NUM_CODE_POINTS = 0x110000
 NO_STOP_TOKENS: Mapping[int, bytes] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class TextStep:
+class TextStep(NamedTuple):
     """Result of feeding tokens: text to send, how many of them were taken, and the stop string, or the id of the stop
     token, that ended the choice.
 
@@ -151,8 +151,7 @@ class OutputText:
         return "".join(sent)
 
 
-@dataclass(frozen=True, slots=True)
-class StopStep:
+class StopStep(NamedTuple):
     """Text that can be sent, and the stop string that ended it."""
 
     text: str

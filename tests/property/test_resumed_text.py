@@ -80,7 +80,7 @@ class Stage:
         relay = asyncio.create_task(Relay(self.stream, writer, place, reader).run())
         for end in ends:
             for offset in range(len(self.stream.output_ids), end):
-                self.stream.token(offset, self.ids[offset])
+                self.stream.tokens(offset, [self.ids[offset]])
             self.stream.publish_output()
             if end == len(self.ids):
                 is_stop = bool(self.ids) and self.ids[-1] == ENDING_ID

@@ -449,7 +449,7 @@ def test_request_with_output_is_asked_for_without_the_deadline_of_its_first_toke
     stream = new_stream()
     place(stream, placement())
     assert stream.demand().deadline_ms == 500
-    stream.token(0, 1)
+    stream.tokens(0, [1])
     assert replace(stream.demand(), output_tokens=0).deadline_ms is None
     assert (stream.demand().last_attempt, stream.demand().output_tokens) == (1, 1)
 
@@ -535,7 +535,7 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
     place(stream, placement())
     stream.accept()
     stream.start(0)
-    stream.token(0, 1)
+    stream.tokens(0, [1])
     stream.pause()
     stream.move(Queued(7, None))  # it is accepted: too late
     await relay._send_progress(await stream.next())
@@ -562,7 +562,7 @@ async def test_relay_with_a_deadline_ends_when_cancelled_in_the_moment_that_a_to
     place(stream, placement())
     running = asyncio.create_task(Relay(stream, None).run())
     await settled()
-    stream.token(0, 1)
+    stream.tokens(0, [1])
     for _ in range(num_turns):  # of the event loop
         await asyncio.sleep(0)
     running.cancel()

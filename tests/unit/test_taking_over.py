@@ -512,5 +512,5 @@ async def test_output_of_what_came_to_its_stop_while_it_was_attached_to_is_kept(
         await scene.run_here(1, 2)
         scene.stream.stop()
         scene.stream.attach(has_started=True, num_cached_tokens=0)
-        assert scene.stream.token(0, 1)
+        assert scene.stream.tokens(0, [1])
         assert scene.stream.output_ids == [1, 2]

@@ -10,7 +10,7 @@ import pytest
 
 from inflight.common.errors import Reason, RequestError
 from inflight.router.api.service import writer
-from inflight.router.executors.link import ExecutorLink
+from inflight.router.executors.link import MAX_OUTPUT_DELAY_S, ExecutorLink, StepOutput
 from inflight.router.request.delivery import Delivery
 from inflight.router.stream.relay import Relay, TimedWriter
 from inflight.router.stream.request_stream import RequestStream
@@ -115,6 +115,18 @@ def step_of_all(offset: int) -> executor_pb2.ServeResponse:
     return executor_pb2.ServeResponse(step=frame)
 
 
+class CountedStream:
+    """A stream that counts its publications, in an entry of a list."""
+
+    def __init__(self, counts: list[int], number: int) -> None:
+        self._counts, self._number = counts, number
+        self.on_output = self.publish_output
+
+    def publish_output(self) -> None:
+        """See `RequestStream`."""
+        self._counts[self._number] += 1
+
+
 @pytest.fixture
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the event loop, which stands still: no step keeps it busy."""
@@ -124,10 +136,13 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.usefixtures("now_s")
-async def test_step_wakes_the_loop_once_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stops", [(), ("never",)])
+async def test_step_wakes_the_loop_once_for_all_streams(
+    monkeypatch: pytest.MonkeyPatch, stops: tuple[str, ...]
+) -> None:
     link = ScriptedRouter("m").link("e0", "m")
     clients = [Client() for _ in range(NUM_STREAMS)]
-    tasks = [serve(link, number, client)[1] for number, client in enumerate(clients)]
+    tasks = [serve(link, number, client, stops=stops)[1] for number, client in enumerate(clients)]
     link.receive(step_of_all(0))
     await settled()
     num_events = sum(len(client.events) for client in clients)
@@ -173,23 +188,25 @@ async def test_tokens_of_steps_during_a_write_leave_in_one_event() -> None:
     assert client.output[0] == [4] * 11
 
 
-async def test_steps_leave_together_while_the_loop_is_behind(now_s: list[float]) -> None:
+@pytest.mark.parametrize("busy_s", [0.01, 1.0])
+async def test_steps_leave_together_while_the_loop_is_behind(now_s: list[float], busy_s: float) -> None:
     link = ScriptedRouter("m").link("e0", "m")
-    client = Client()
-    _, task = serve(link, 0, client)
-    link.receive(steps(4, offset=0))
+    clients = [Client() for _ in range(NUM_STREAMS)]
+    tasks = [serve(link, number, client)[1] for number, client in enumerate(clients)]
+    client, task = clients[0], tasks[0]
+    link.receive(step_of_all(0))
     await settled()
-    # When a step keeps the loop busy for a second
-    link.receive(steps(4, offset=1))
-    now_s[0] += 1.0
+    # When a step keeps the loop busy
+    link.receive(step_of_all(1))
+    now_s[0] += busy_s
     await settled()
     assert client.sizes == [1, 1]
-    # Then the steps of the next second are sent together after it
+    # Then the steps of as much time, within the bound, are sent together after it
     for offset in range(2, 5):
-        link.receive(steps(4, offset=offset))
+        link.receive(step_of_all(offset))
         await settled()
     assert client.sizes == [1, 1]
-    now_s[0] += 1.0
+    now_s[0] += min(busy_s, MAX_OUTPUT_DELAY_S)
     await settled()
     assert client.sizes == [1, 1, 3]
     # And the end at once.
@@ -197,6 +214,23 @@ async def test_steps_leave_together_while_the_loop_is_behind(now_s: list[float])
     await task
     assert client.sizes == [1, 1, 3, 1]
     assert client.output[0] == [4] * 6
+    for one in tasks:
+        one.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("num_streams", "max_delay_s"), [(1, MAX_OUTPUT_DELAY_S), (NUM_STREAMS, 0.0)])
+async def test_stream_alone_and_streams_without_delay_get_each_step_at_once(
+    now_s: list[float], num_streams: int, max_delay_s: float
+) -> None:
+    output = StepOutput(max_delay_s)
+    num_published = [0] * num_streams
+    streams: list[Any] = [CountedStream(num_published, number) for number in range(num_streams)]
+    for step in range(1, 4):
+        output.add(streams)
+        now_s[0] += 1.0  # busy
+        await settled()
+        assert num_published == [step] * num_streams
 
 
 @pytest.mark.usefixtures("now_s")
@@ -219,6 +253,21 @@ async def test_output_is_the_same_with_any_interval(interval: int, stops: tuple[
     left = num_tokens - 1
     rest = [left % interval] if left % interval else []
     assert client.sizes == [1, *[interval] * (left // interval), *rest]
+
+
+@pytest.mark.usefixtures("now_s")
+@pytest.mark.parametrize("needs_task", [False, True])
+@pytest.mark.parametrize("interval", [1, 3, 64])
+async def test_stop_ends_the_output_before_an_interval_is_full(interval: int, needs_task: bool) -> None:
+    link = ScriptedRouter("m").link("e0", "m")
+    client = Client()
+    _, task = serve(link, 0, client, needs_task=needs_task, stream_interval=interval, stops=("t3t2",))
+    for offset, token_id in enumerate([4, 4, 3, 2, 4]):
+        link.receive(steps(token_id, offset=offset))
+        await settled()
+    await task
+    assert client.output == ([4, 4, 3, 2], "t4t4")
+    assert client.events[-2].finished.stop == "t3t2"
 
 
 @pytest.mark.usefixtures("now_s")

@@ -88,10 +88,9 @@ def load_model(
 ) -> PagedModel:
     """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-    `weight_dtype` is `auto`, `quantized` (as in a quantized checkpoint), `dense`, which expands such a checkpoint to
-    the dtype, `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4
-    bits. `auto` is that of the checkpoint; with the `sizes` of an executor on a CPU it is `dense` for a quantized
-    checkpoint if that is measured to be clearly faster.
+    `weight_dtype` is `auto` (that of the checkpoint; with the `sizes` of an executor `dense` for a quantized one if
+    that is measured to be clearly faster), `quantized`, `dense`, which expands a quantized checkpoint to the dtype,
+    `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
     `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
     `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `instructions` names
     the build of the C++ code, and `weight_stream` how it reads the weights; without it the fastest way is measured.
@@ -100,13 +99,10 @@ def load_model(
     others, which must join before the model is checked.
     """
     device = choose_device(device_name)
-    if weight_dtype == "quantized" and device.type != "cpu":
-        raise ModelError("weight_dtype quantized needs a CPU: on a GPU weights are dense")
     dtype = choose_dtype(dtype_name, device)
     # The whole model need not fit in the memory of one rank's GPU.
     network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
-    length = _sequence_length(network, max_sequence_length)
-    sizes = sizes if weight_dtype == "auto" else None
+    length, sizes = _sequence_length(network, max_sequence_length), sizes if weight_dtype == "auto" else None
     weight_dtype = _with_weights_of(network, weight_dtype)
     with _unsupported(network.config):
         _choose_rope(network, length)
@@ -123,15 +119,10 @@ def load_model(
         defaults = read_defaults(folder, vocabulary_size, end_ids)
         weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
-        forward = chosen.forward
-        weight_dtype = chosen.weight_dtype
-        description = describe(source, network, layout, defaults, weight_dtype, choice.reason, chosen.same_on_all_ranks)
-        if group is not None:
-            group.join(description.hello(0))
-            forward = _lead(forward, group)
-    if expectation is not None:
-        with _unsupported(network.config):
-            _check(forward, expectation, description)
+        same = chosen.same_on_all_ranks
+        description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, same)
+        forward = chosen.forward if group is None else _lead(chosen.forward, group, description)
+    _check(forward, expectation, description, network.config)
     del network, weights, chosen
     return_free_memory()
     return PagedModel(description, forward, sampler)
@@ -269,8 +260,9 @@ def _choose_form(
     return choose_form(model, weights.sizes, num_available_memory_bytes(), measure)
 
 
-def _lead(forward: Forward, group: WorkerGroup) -> Forward:
-    """Connects a shard with those of the other ranks, which have joined."""
+def _lead(forward: Forward, group: WorkerGroup, description: ModelDescription) -> Forward:
+    """Lets the other ranks join, and connects a shard with theirs."""
+    group.join(description.hello(0))
     if isinstance(forward, NativeForward):
         return NativeRanks(forward, group)
     from inflight.executor.forward.gpu import GpuForward  # imports triton, which only this needs
@@ -280,8 +272,17 @@ def _lead(forward: Forward, group: WorkerGroup) -> Forward:
     return GpuRanks(forward, group)
 
 
-def _check(forward: Forward, expectation: Expectation, description: ModelDescription) -> None:
-    """Raises `ModelError` if a model yields other logits than transformers."""
+def _check(
+    forward: Forward, expectation: Expectation | None, description: ModelDescription, config: PretrainedConfig
+) -> None:
+    """Raises `ModelError` if a model yields other logits than transformers. Other ranks than the first expect none."""
+    if expectation is None:
+        return
+    with _unsupported(config):
+        _compare(forward, expectation, description)
+
+
+def _compare(forward: Forward, expectation: Expectation, description: ModelDescription) -> None:
     layout, kv = forward.layout, forward.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
 
     def logits(batch: StepBatch) -> Tensor:
@@ -310,6 +311,8 @@ def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
     """Expands or rounds the weights as `weight_dtype` asks for. Returns the type that they have then."""
     if weight_dtype == "dense":
         make_dense(network, network.dtype)
+    if weight_dtype == "quantized" and network.device.type != "cpu":
+        raise ModelError("weight_dtype quantized needs a CPU: on a GPU weights are dense")
     if weight_dtype == "quantized" and not is_quantized(network):
         raise ModelError("weight_dtype quantized is for quantized checkpoints, and this one is not")
     if weight_dtype == "int4":

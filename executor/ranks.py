@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Mapping
+from dataclasses import fields
 
 import torch
 
@@ -16,6 +17,7 @@ from inflight.common.model_source import ModelSource, resolve_model
 from inflight.common.settings import ENV_PREFIX, SettingError
 from inflight.executor.attention.cpu import CpuAttention
 from inflight.executor.checkpoint.shards import Shard
+from inflight.executor.cpu.weight_form import ExecutorSizes
 from inflight.executor.device import choose_device
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
@@ -114,9 +116,15 @@ def load_shard(settings: ExecutorSettings, source: ModelSource, shard: Shard, gr
         instructions=settings.cpu_isa,
         max_sequence_length=settings.max_sequence_length,
         eos_token_ids=settings.eos_token_ids,
+        sizes=sizes_of(settings),
         shard=shard,
         group=group,
     )
+
+
+def sizes_of(settings: ExecutorSettings) -> ExecutorSizes:
+    """Returns the settings that decide the form of quantized weights."""
+    return ExecutorSizes(**{field.name: getattr(settings, field.name) for field in fields(ExecutorSizes)})
 
 
 def run_worker(settings: ExecutorSettings) -> int:

@@ -43,10 +43,11 @@ class ExecutorSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="type of weights and KV cache; auto: bfloat16 if the device supports it"
     )
-    weight_dtype: Literal["auto", "dense", "int8", "int4", "fp8"] = Field(
+    weight_dtype: Literal["auto", "quantized", "dense", "int8", "int4", "fp8"] = Field(
         "auto",
-        description="type of the weights; auto: as in the checkpoint; dense: a quantized checkpoint is expanded to "
-        "dtype, which takes more memory and is faster with many requests; int8: about half the memory of bfloat16, "
+        description="type of the weights; auto: as in the checkpoint, but on a CPU dense for a quantized one if that "
+        "fits and is measured to be clearly faster; quantized: as in a quantized checkpoint, on a CPU only; dense: a "
+        "quantized checkpoint is expanded to dtype, which takes more memory; int8: about half the memory of bfloat16, "
         "faster, with activations rounded to int8 in products; int4: a third of the memory, fastest with few "
         "requests, less quality; int8 and int4 on a CPU only; fp8: half the memory of bfloat16, with activations "
         "rounded to e4m3 in products, on a GPU of compute capability 8.9 or later only; the same for all executors of "

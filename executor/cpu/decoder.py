@@ -77,7 +77,7 @@ class HeadNorms(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """What determines the layout of the weights in memory."""
+    """What determines the layout of the weights in memory. With `expands_quantized` no matrix stays quantized."""
 
     shape: DecoderShape
     dtype: torch.dtype
@@ -87,6 +87,7 @@ class DecoderForm:
     has_input_norms: bool
     has_output_norms: bool
     head_norms: HeadNorms
+    expands_quantized: bool = False
 
 
 def unsupported_reason(shape: DecoderShape) -> str | None:
@@ -124,7 +125,7 @@ class NativeDecoder:
         self._has_window = [window is not None for window in form.shape.sliding_windows]
         self.all_gather: Any = None
         self.shared_parts: int | None = None
-        self.stream = stream or _choose_stream(library, pool, form)
+        self.stream = stream or stream_for(library, pool, form)
         # Seconds that the steps so far spent in each of PARTS.
         self.part_seconds = np.zeros(len(PARTS))
         # Processor seconds of all threads in each of PARTS, without waiting, once a benchmark has set an array.
@@ -145,8 +146,8 @@ class NativeDecoder:
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights, *, frees_quantized: bool = False) -> None:
-        """Packs a model, once. Quantized matrices stay so, except in products of int8 and in unusual groups. With
-        `frees_quantized` the memory of each of them is freed when it is packed."""
+        """Packs a model, once. Quantized matrices stay so, except with a form that expands them, in products of int8
+        and in unusual groups. With `frees_quantized` the memory of each of them is freed when it is packed."""
         for layer, part, first, matrix in _matrices(weights, self.shard):
             if self._keeps_codes(matrix):
                 coded, kept = _coded_part(matrix, first, self.form.dtype)
@@ -167,7 +168,9 @@ class NativeDecoder:
                 return_free_memory()
 
     def _keeps_codes(self, matrix: Matrix) -> TypeGuard[QuantizedWeight]:
-        return isinstance(matrix, QuantizedWeight) and is_supported(matrix) and not self.form.has_int8_weights
+        if self.form.has_int8_weights or self.form.expands_quantized:
+            return False
+        return isinstance(matrix, QuantizedWeight) and is_supported(matrix)
 
     def _pack_matrix(self, layer: int, part: Packed, first: int, matrix: Matrix) -> None:
         if self._keeps_codes(matrix):
@@ -328,7 +331,7 @@ def _head_norms(query_norm: Tensor | None, shape: DecoderShape) -> HeadNorms:
     return HeadNorms.OF_ONE_HEAD if query_norm.numel() == shape.head_dim else HeadNorms.OF_ALL_HEADS
 
 
-def _choose_stream(library: NativeLibrary, pool: NativePool, form: DecoderForm) -> WeightStream:
+def stream_for(library: NativeLibrary, pool: NativePool, form: DecoderForm) -> WeightStream:
     """Returns how to read the weights of a form, by its largest matrices."""
     shape = form.shape
     trial = TrialShape(2 * shape.intermediate_size, shape.hidden_size, 2, form.dtype, form.has_int8_weights)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inflight.common.machine import return_free_memory
+from inflight.common.machine import num_available_memory_bytes, return_free_memory
 from inflight.common.model_source import ModelError, ModelSource, model_errors
 from inflight.executor.attention.backend import AttentionBackend, KvShape
 from inflight.executor.attention.choice import BackendChoice, choose_backend
@@ -33,9 +33,10 @@ from inflight.executor.checkpoint.quantized_linear import is_quantized, make_den
 from inflight.executor.checkpoint.quiet import quiet_transformers
 from inflight.executor.checkpoint.rounding import round_linears
 from inflight.executor.checkpoint.shards import WHOLE, Shard, digest_of, divide, indivisible_reason
-from inflight.executor.cpu.decoder import NativeDecoder, form_of, unsupported_reason
+from inflight.executor.cpu.decoder import NativeDecoder, form_of, stream_for, unsupported_reason
 from inflight.executor.cpu.sampler import NativeSampler, choose_sampler
 from inflight.executor.cpu.streams import WeightStream
+from inflight.executor.cpu.weight_form import ExecutorSizes, FormChoice, choose_form, measure_with, read_quantized
 from inflight.executor.device import choose_device, choose_dtype
 from inflight.executor.device import device_name as name_of
 from inflight.executor.formats.loading import load_network
@@ -81,12 +82,14 @@ def load_model(
     weight_stream: WeightStream | None = None,
     max_sequence_length: int = 0,
     eos_token_ids: Sequence[int] = (),
+    sizes: ExecutorSizes | None = None,
     shard: Shard = WHOLE,
     group: WorkerGroup | None = None,
 ) -> PagedModel:
     """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-    `weight_dtype` is `auto` (that of the checkpoint), `dense`, which expands a quantized checkpoint to the dtype,
+    `weight_dtype` is `auto` (that of the checkpoint; with the `sizes` of an executor `dense` for a quantized one if
+    that is measured to be clearly faster), `quantized`, `dense`, which expands a quantized checkpoint to the dtype,
     `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
     `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
     `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `instructions` names
@@ -99,7 +102,8 @@ def load_model(
     dtype = choose_dtype(dtype_name, device)
     # The whole model need not fit in the memory of one rank's GPU.
     network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
-    length, weight_dtype = _sequence_length(network, max_sequence_length), _with_weights_of(network, weight_dtype)
+    length, sizes = _sequence_length(network, max_sequence_length), sizes if weight_dtype == "auto" else None
+    weight_dtype = _with_weights_of(network, weight_dtype)
     with _unsupported(network.config):
         _choose_rope(network, length)
         vocabulary_size, has_fp8 = read_vocabulary_size(network), "fp8" in (weight_dtype, kv_cache_dtype)
@@ -113,16 +117,12 @@ def load_model(
     layout = KvLayout(choice.backend, device, dtype, _layers_of(layers, shard), layer_kv_dtypes)
     with model_errors(f"model {source.name!r} cannot be prepared"):
         defaults = read_defaults(folder, vocabulary_size, end_ids)
-        weights = _Weights(network, layers, layout, weight_dtype, length, shard)
+        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
-        forward = chosen.forward
-        description = describe(source, network, layout, defaults, weight_dtype, choice.reason, chosen.same_on_all_ranks)
-        if group is not None:
-            group.join(description.hello(0))
-            forward = _lead(forward, group)
-    if expectation is not None:
-        with _unsupported(network.config):
-            _check(forward, expectation, description)
+        same = chosen.same_on_all_ranks
+        description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, same)
+        forward = chosen.forward if group is None else _lead(chosen.forward, group, description)
+    _check(forward, expectation, description, network.config)
     del network, weights, chosen
     return_free_memory()
     return PagedModel(description, forward, sampler)
@@ -131,7 +131,7 @@ def load_model(
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
     """Weights for which a forward pass is chosen. `layers` are those of the whole model, and `layout` is that of the
-    `shard`. `length` is that of the longest sequence."""
+    `shard`. `length` is that of the longest sequence. With `sizes` quantized weights may be expanded."""
 
     network: PreTrainedModel
     layers: tuple[Layer, ...]
@@ -139,13 +139,15 @@ class _Weights:
     weight_dtype: str
     length: int
     shard: Shard
+    sizes: ExecutorSizes | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """A forward pass, and the properties, by name, in which its ranks must agree."""
+    """A forward pass, the type of its weights, and the properties, by name, in which its ranks must agree."""
 
     forward: Forward
+    weight_dtype: str
     same_on_all_ranks: Mapping[str, str]
 
 
@@ -182,7 +184,7 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
 
         return _Chosen(GpuNetworkForward(network, weights.layout, read_vocabulary_size(network)), {})
     pack_linears(network)
-    return _Chosen(TransformersForward(network, weights.layout), {})
+    return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
 
 
 def _gpu_forward(weights: _Weights, decoder: DecoderWeights, backend_name: str) -> _Chosen | str:
@@ -208,7 +210,8 @@ def _gpu_forward(weights: _Weights, decoder: DecoderWeights, backend_name: str) 
         shard=shard,
     )
     same_on_all_ranks = _same_on_all_ranks(decoder, name_of(layout.device), shard)
-    return _Chosen(GpuForward(gpu, layout, _open_flashinfer(weights, gpu, backend_name)), same_on_all_ranks)
+    forward = GpuForward(gpu, layout, _open_flashinfer(weights, gpu, backend_name))
+    return _Chosen(forward, weights.weight_dtype, same_on_all_ranks)
 
 
 def _open_flashinfer(weights: _Weights, decoder: GpuDecoder | None, backend_name: str) -> FlashInfer | None:
@@ -233,14 +236,37 @@ def _native_forward(
     _check_divisible(decoder, shard)
     same_on_all_ranks = _same_on_all_ranks(decoder, backend.library.instructions, shard)
     form = form_of(decoder, layout.dtype, weights.weight_dtype == "int8")
+    stream = stream or stream_for(backend.library, backend.pool, form)
+    choice = _choose_form(weights, decoder, backend, stream)
+    if choice is not None:
+        log.info("quantized weights are %s", choice)
+        form = replace(form, expands_quantized=choice.is_dense)
     native = NativeDecoder(backend.library, backend.pool, form, stream, shard)
     log.info("weights are read with %s", native.stream)
     native.pack(decoder, frees_quantized=True)
-    return _Chosen(NativeForward(native, layout), same_on_all_ranks)
+    weight_dtype = "dense" if form.expands_quantized else weights.weight_dtype
+    return _Chosen(NativeForward(native, layout), weight_dtype, same_on_all_ranks)
 
 
-def _lead(forward: Forward, group: WorkerGroup) -> Forward:
-    """Connects a shard with those of the other ranks, which have joined."""
+def _choose_form(
+    weights: _Weights, decoder: DecoderWeights, backend: CpuAttention, stream: WeightStream
+) -> FormChoice | None:
+    """Returns the form of quantized weights; None if there is no choice."""
+    layout = weights.layout
+    # Ranks would choose by measurements of their own.
+    if weights.sizes is None or weights.weight_dtype != "quantized" or weights.shard.num_ranks > 1:
+        return None
+    kv_bytes_per_token = layout.bytes_per_block(BLOCK_SIZE) // BLOCK_SIZE
+    model = read_quantized(decoder, layout.dtype, kv_bytes_per_token, weights.length)
+    if model is None:
+        return None
+    measure = measure_with(backend.library, backend.pool, stream)
+    return choose_form(model, weights.sizes, num_available_memory_bytes(), measure)
+
+
+def _lead(forward: Forward, group: WorkerGroup, description: ModelDescription) -> Forward:
+    """Lets the other ranks join, and connects a shard with theirs."""
+    group.join(description.hello(0))
     if isinstance(forward, NativeForward):
         return NativeRanks(forward, group)
     from inflight.executor.forward.gpu import GpuForward  # imports triton, which only this needs
@@ -250,8 +276,17 @@ def _lead(forward: Forward, group: WorkerGroup) -> Forward:
     return GpuRanks(forward, group)
 
 
-def _check(forward: Forward, expectation: Expectation, description: ModelDescription) -> None:
-    """Raises `ModelError` if a model yields other logits than transformers."""
+def _check(
+    forward: Forward, expectation: Expectation | None, description: ModelDescription, config: PretrainedConfig
+) -> None:
+    """Raises `ModelError` if a model yields other logits than transformers. Other ranks than the first expect none."""
+    if expectation is None:
+        return
+    with _unsupported(config):
+        _compare(forward, expectation, description)
+
+
+def _compare(forward: Forward, expectation: Expectation, description: ModelDescription) -> None:
     layout, kv = forward.layout, forward.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
 
     def logits(batch: StepBatch) -> Tensor:
@@ -280,6 +315,10 @@ def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
     """Expands or rounds the weights as `weight_dtype` asks for. Returns the type that they have then."""
     if weight_dtype == "dense":
         make_dense(network, network.dtype)
+    if weight_dtype == "quantized" and network.device.type != "cpu":
+        raise ModelError("weight_dtype quantized needs a CPU: on a GPU weights are dense")
+    if weight_dtype == "quantized" and not is_quantized(network):
+        raise ModelError("weight_dtype quantized is for quantized checkpoints, and this one is not")
     if weight_dtype == "int4":
         log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
     return "quantized" if weight_dtype == "auto" and is_quantized(network) else weight_dtype

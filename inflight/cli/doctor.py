@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 def examinations(model: str) -> tuple[Callable[[], Finding], ...]:
     """Returns the checks, in order."""
     return (python, cores, memory, processor, gpu, compiler, *(package(name) for name in PACKAGES), redis_server,
-            lambda: model_on_disk(model), lambda: weights(model), backend)  # fmt: skip
+            lambda: model_on_disk(model), lambda: weights(model), backend, lambda: weight_form(model))  # fmt: skip
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -206,6 +206,51 @@ def backend() -> Finding:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = choice.choose_backend("auto", device, torch.bfloat16)
     return Finding("attention", chosen.reason, Verdict.SLOW if chosen.is_fallback else Verdict.GOOD)
+
+
+def weight_form(model: str) -> Finding:
+    """Measures in which form an executor with the settings of the environment would compute quantized weights."""
+    try:
+        return Finding("weight form", _measured_form(model))
+    except ImportError as error:
+        return Finding("weight form", f"the executor cannot be imported: {error}", Verdict.MISSING, INSTALL)
+    except ModelError as error:
+        return Finding("weight form", f"unknown: {error}")
+
+
+def _measured_form(model: str) -> str:
+    """Returns the choice in words. What an executor reads from weights is here read from the headers of their files."""
+    imported = importlib.import_module
+    forms: Any = imported("inflight.executor.cpu.weight_form")
+    streams: Any = imported("inflight.executor.cpu.streams")
+    choice: Any = imported("inflight.executor.attention.choice")
+    device: Any = imported("inflight.executor.device")
+    ranks: Any = imported("inflight.executor.ranks")
+    sizing: Any = imported("inflight.tools.sizing.model_shape")
+    settings: Any = imported("inflight.common.settings")
+    kv_size: Any = imported("inflight.common.kv_size")
+    own = settings.load(ranks.ExecutorSettings, "inflight doctor", [])
+    if own.weight_dtype != "auto":
+        return f"{own.weight_dtype}, as the settings ask"
+    shape, place = sizing.read_model_shape(model), device.choose_device(own.device)
+    coded = [weight for weight in shape.weights if weight.codes is not None]
+    if not coded or shape.sizes is None:
+        return "as in the checkpoint, which is not quantized"
+    if place.type != "cpu":
+        return "expanded, as always on a GPU"
+    dtype = device.choose_dtype(own.dtype, place)
+    backend = choice.choose_backend("auto", place, dtype, instructions=own.cpu_isa).backend
+    if backend.name != "cpu":
+        return "kept as in the checkpoint, because there are no kernels to measure"
+    most = max(coded, key=lambda weight: weight.number).codes
+    codes = streams.TrialCodes(most.bits, most.group_size, most.has_shifts)
+    product = forms.product_of(shape.sizes.hidden, shape.sizes.inner, dtype, codes)
+    kv_bytes = kv_size.kv_bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim * dtype.itemsize)
+    dense_bytes = sum(weight.number for weight in coded) * dtype.itemsize
+    quantized = forms.QuantizedModel(product, shape.num_layers, dense_bytes, kv_bytes, shape.context_length)
+    stream = streams.choose_stream(backend.library, backend.pool, forms.dense_of(product))
+    measure = forms.measure_with(backend.library, backend.pool, stream)
+    return str(forms.choose_form(quantized, ranks.sizes_of(own), num_available_memory_bytes(), measure))
 
 
 def _first_line(command: Sequence[str]) -> str | None:

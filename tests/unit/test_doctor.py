@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.cli import doctor
 from inflight.cli.doctor import Finding, Verdict
 from inflight.cli.main import main
+from inflight.executor.cpu import streams, weight_form
+from inflight.executor.cpu.streams import TrialCodes
+from inflight.executor.cpu.weight_form import ExecutorSizes, FormChoice, Measure, QuantizedModel
 from inflight.executor.native.library import usable_instruction_sets
 
 
@@ -96,3 +101,36 @@ def test_the_backend_is_the_one_that_an_executor_would_choose() -> None:
     assert finding.verdict is not Verdict.MISSING
     if finding.text.startswith("cpu"):
         assert any(f"built for {instructions.name}," in finding.text for instructions in usable_instruction_sets())
+
+
+def test_the_weight_form_is_what_the_executors_module_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def choose_form(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int, measure: Measure) -> FormChoice:
+        asked.append((model, sizes, free_bytes))
+        return FormChoice(True, "measured")
+
+    monkeypatch.setattr(weight_form, "choose_form", choose_form)
+    monkeypatch.setattr(streams, "choose_stream", lambda *_: streams.DEFAULT_STREAM)
+    monkeypatch.setenv("INFLIGHT_MAX_NUM_SEQUENCES", "5")
+    finding = doctor.weight_form("")
+    if not finding.text.startswith("expanded: measured"):
+        assert "no kernels" in finding.text
+        return
+    model, own_sizes, free_bytes = asked[0]
+    assert (model.product.columns, model.product.depth, model.num_layers) == (3072, 576, 30)
+    assert model.product.codes == TrialCodes(4, 32, True)
+    assert model.kv_bytes_per_token == 2 * 30 * 3 * 64 * model.product.dtype.itemsize
+    assert own_sizes.max_num_sequences == 5
+    assert free_bytes > 0
+
+
+def test_a_weight_form_that_is_set_or_has_no_choice_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor.weight_form(str(write_tiny_model(tmp_path))).text == "as in the checkpoint, which is not quantized"
+    assert doctor.weight_form(str(tmp_path / "nowhere")).text.startswith("unknown: ")
+    monkeypatch.setenv("INFLIGHT_WEIGHT_DTYPE", "int8")
+    assert doctor.weight_form("").text == "int8, as the settings ask"
+    monkeypatch.setitem(sys.modules, "inflight.executor.cpu.weight_form", None)
+    assert doctor.weight_form("").verdict is Verdict.MISSING

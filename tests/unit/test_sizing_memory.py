@@ -223,6 +223,7 @@ def test_the_command_counts_adapters_in_the_pool(capsys: pytest.CaptureFixture[s
         ({"kv_cache_dtype": "fp8"}, 2, True, "--kv-cache-dtype fp8 does not go with --tensor-parallel-size"),
         ({"kv_cache_host_memory_bytes": 1}, 2, True, "--kv-cache-host-memory-bytes does not go with"),
         ({"weight_dtype": "int8"}, 1, True, "needs a CPU"),
+        ({"weight_dtype": "quantized"}, 1, False, "--weight-dtype quantized is for quantized checkpoints"),
         ({"weight_dtype": "fp8"}, 1, False, "--weight-dtype fp8 needs a GPU"),
         ({"kv_cache_dtype": "fp8"}, 1, False, "--kv-cache-dtype fp8 needs a GPU"),
         ({"kv_cache_dtype": "int8"}, 1, True, "--kv-cache-dtype int8 needs a CPU"),
@@ -273,3 +274,10 @@ def test_fp8_of_llama_3_8b_is_counted_by_hand(tmp_path: Path, capsys: pytest.Cap
 def test_a_quantized_checkpoint_is_not_rounded(checkpoints: Callable[[str], str]) -> None:
     with pytest.raises(SettingError, match="int4 is for models that are not quantized"):
         predicted(checkpoints("gptq"), "bfloat16", weight_dtype="int4")
+
+
+def test_weights_stay_quantized_by_default_and_where_that_is_set(checkpoints: Callable[[str], str]) -> None:
+    by_default, as_set = (
+        predicted(checkpoints("gptq"), "bfloat16", weight_dtype=kind) for kind in ("auto", "quantized")
+    )
+    assert by_default.weight_bytes == as_set.weight_bytes

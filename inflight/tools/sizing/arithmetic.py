@@ -271,7 +271,7 @@ def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: in
             raise SettingError("--weight-dtype fp8 needs a GPU: give --gpu")
         return -(-fp8_weight_bytes(shape, dtype) // num_ranks)
     if machine.is_gpu or not shape.weights:
-        if weight_dtype in ("int8", "int4"):
+        if weight_dtype in ("quantized", "int8", "int4"):
             raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")
         num_numbers = shape.num_parameters
         if machine.is_gpu and num_ranks > 1 and shape.weights:

@@ -1,0 +1,216 @@
+"""Choice of the form of quantized weights, as in the checkpoint or expanded to the dtype, by measuring on this machine.
+
+Quantized weights are read faster, and dense ones are multiplied faster by some processors and for many rows. The
+two forms round differently, so executors of one model must have the same one. Timings of a form vary by a few
+percent, and the bound of `fastest_form` is far from the ratios of the measured processors, so that equal
+machines choose equally.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from inflight.common.kv_size import most_seats, num_seats
+from inflight.executor.checkpoint.decoder_weights import DecoderWeights
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight
+from inflight.executor.cpu.coded_weights import encode, is_supported
+from inflight.executor.cpu.streams import TRIAL_BYTES, ProductTrial, TrialCodes, TrialShape, WeightStream
+from inflight.executor.native.library import NativeLibrary
+from inflight.executor.native.pool import NativePool
+
+# Prompts of conversations and documents are several times as long as the answers.
+PROMPT_TOKENS_PER_OUTPUT_TOKEN = 4
+# Of the time of quantized weights, what dense ones may take to be chosen. They take about three times the memory, and a
+# lone sequence is up to twice as slow. Measured for 4 bits in groups of 32 and 32 seats: 0.62 with AMX, 0.77 with AVX2
+# in float32, 0.91 with AVX512-BF16, 1.0 with AVX-512 in float32.
+LARGEST_SHARE = 0.7
+# Of dense weights in the free memory. The KV cache is a share of what is left, so it keeps at least half of its size.
+LARGEST_SHARE_OF_MEMORY = 0.5
+
+MOST_PROMPT_ROWS = 256
+ROUNDS = 3
+# After it there is no further round.
+MOST_SECONDS = 0.6
+# Of a product of all matrices, on the slowest processors a fifth of a second.
+TRIAL_OPERATIONS = 2 << 30
+# Wider matrices are cut, but not below the columns that occupy each thread.
+TRIAL_WEIGHTS, TRIAL_COLUMNS_PER_THREAD = 2 << 20, 128
+# Rows of a matrix whose codes stand for all.
+SOME_ROWS = 32
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSizes:
+    """Settings of an executor that decide its steps and its KV cache, with their names. 0: from the free memory."""
+
+    max_num_sequences: int
+    max_num_tokens: int
+    max_tokens_in_paged_kv_cache: int
+    kv_cache_free_host_mem_fraction: float
+    kv_cache_host_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModel:
+    """What of a model decides the form of its weights. `product` is the largest one of a layer with its codes, and
+    `dense_bytes` is the memory of all quantized matrices if they are expanded."""
+
+    product: TrialShape
+    num_layers: int
+    dense_bytes: int
+    kv_bytes_per_token: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """Processor seconds of a product for a token: of each sequence that decodes while every seat is taken, and in a
+    chunk of a prompt."""
+
+    decode_s: float
+    prompt_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """The time for a token of output with the prompt tokens that come with it."""
+        return self.decode_s + PROMPT_TOKENS_PER_OUTPUT_TOKEN * self.prompt_s
+
+
+@dataclass(frozen=True, slots=True)
+class FormChoice:
+    """Whether quantized weights are expanded, and why, in words."""
+
+    is_dense: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'expanded' if self.is_dense else 'kept as in the checkpoint'}: {self.reason}"
+
+
+def product_of(hidden_size: int, intermediate_size: int, dtype: torch.dtype, codes: TrialCodes) -> TrialShape:
+    """Returns the largest product of a layer, gate and up."""
+    return TrialShape(2 * intermediate_size, hidden_size, 2, dtype, False, codes)
+
+
+def read_quantized(
+    weights: DecoderWeights, dtype: torch.dtype, kv_bytes_per_token: int, context_length: int
+) -> QuantizedModel | None:
+    """Returns what decides the form of a model's weights; None if gate and up are not quantized."""
+    gate = weights.layers[len(weights.layers) // 2].gate_up_parts[0]
+    if not isinstance(gate, QuantizedWeight) or not is_supported(gate):
+        return None
+    coded = encode(gate.rows(0, SOME_ROWS), dtype)
+    codes = TrialCodes(coded.bits, coded.group_size, coded.shifts is not None)
+    of_layers = ((*one.qkv_matrices, one.output, *one.gate_up_parts, one.down) for one in weights.layers)
+    matrices = [matrix for of_layer in (*of_layers, (weights.head,)) for matrix in of_layer]
+    num_numbers = sum(matrix.shape.numel() for matrix in matrices if isinstance(matrix, QuantizedWeight))
+    return QuantizedModel(
+        product_of(weights.shape.hidden_size, weights.shape.intermediate_size, dtype, codes),
+        weights.shape.num_layers,
+        num_numbers * dtype.itemsize,
+        kv_bytes_per_token,
+        context_length,
+    )
+
+
+# Times of quantized and of dense weights, for a product, a number of seats, and tokens of a step.
+Measure = Callable[[TrialShape, int, int], tuple[TokenTimes, TokenTimes]]
+
+
+def choose_form(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int | None, measure: Measure) -> FormChoice:
+    """Returns the form for an executor with so much free memory. It measures if there is a choice, and if reading and
+    multiplying the weights takes a time worth measuring."""
+    if lack := lack_of_memory(model, sizes, free_bytes):
+        return FormChoice(False, lack)
+    assert free_bytes is not None
+    if dense_of(model.product).num_bytes * model.num_layers < TRIAL_BYTES // 2:
+        return FormChoice(False, "the model is too small for a measurement")
+    seats = _seats(model, sizes, free_bytes)
+    quantized, dense = measure(model.product, seats, sizes.max_num_tokens)
+    return fastest_form(quantized, dense, seats)
+
+
+def fastest_form(quantized: TokenTimes, dense: TokenTimes, num_seats: int) -> FormChoice:
+    """Returns the form whose products are faster while every seat is taken, where a token of output comes with
+    `PROMPT_TOKENS_PER_OUTPUT_TOKEN` tokens of prompts. Dense weights must be clearly faster: their time must be at most
+    `LARGEST_SHARE` of that of quantized ones."""
+    share = dense.busy_s / quantized.busy_s
+    decode, prompt = (
+        f"{of_dense * 1e6:.2f} and {of_quantized * 1e6:.2f} µs"
+        for of_dense, of_quantized in ((dense.decode_s, quantized.decode_s), (dense.prompt_s, quantized.prompt_s))
+    )
+    times = (
+        f"with {num_seats} sequences a product of dense weights takes {share:.2f} of the time of quantized ones (for a "
+        f"token of output {decode}, for each of {PROMPT_TOKENS_PER_OUTPUT_TOKEN} of a prompt {prompt})"
+    )
+    if share <= LARGEST_SHARE:
+        return FormChoice(True, times)
+    return FormChoice(False, f"{times}, and dense ones are chosen up to {LARGEST_SHARE:.2f}")
+
+
+def lack_of_memory(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int | None) -> str | None:
+    """Returns why dense weights do not fit beside a KV cache; None if they do."""
+    if free_bytes is None:
+        return "the free memory is unknown"
+    needed, free = (f"{count // MEBIBYTE:,} MiB" for count in (model.dense_bytes, free_bytes))
+    if model.dense_bytes > LARGEST_SHARE_OF_MEMORY * free_bytes:
+        return f"dense weights would take {needed}, more than half of the {free} that are free"
+    kv_bytes = sizes.max_tokens_in_paged_kv_cache * model.kv_bytes_per_token + sizes.kv_cache_host_memory_bytes
+    if model.dense_bytes + kv_bytes > free_bytes:
+        kv = f"{kv_bytes // MEBIBYTE:,} MiB"
+        return f"dense weights would take {needed} and the KV cache takes {kv}, more than the {free} that are free"
+    return None
+
+
+def measure_with(library: NativeLibrary, pool: NativePool, stream: WeightStream) -> Measure:
+    """Returns a measurement on these threads. It takes about half a second."""
+
+    def measure(product: TrialShape, num_seats: int, max_num_tokens: int) -> tuple[TokenTimes, TokenTimes]:
+        rows = num_seats, min(max_num_tokens, MOST_PROMPT_ROWS)
+        forms = product, dense_of(product)
+        trials = [[_trial(library, pool, form, num_rows) for num_rows in rows] for form in forms]
+        least, began = [[float("inf")] * len(rows) for _ in forms], time.monotonic()
+        for _ in range(ROUNDS):
+            for place, num_rows in enumerate(rows):
+                for of_form, seconds in zip(trials, least, strict=True):
+                    trial = of_form[place]
+                    took = trial.seconds(num_rows, stream) / (trial.num_matrices * num_rows)
+                    seconds[place] = min(took, seconds[place])
+            if time.monotonic() - began > MOST_SECONDS:
+                break
+        for trial in (trial for of_form in trials for trial in of_form):
+            trial.close()
+        of_quantized, of_dense = (TokenTimes(*seconds) for seconds in least)
+        return of_quantized, of_dense
+
+    return measure
+
+
+def dense_of(product: TrialShape) -> TrialShape:
+    """Returns the same product with expanded weights."""
+    return replace(product, codes=None)
+
+
+def _trial(library: NativeLibrary, pool: NativePool, form: TrialShape, num_rows: int) -> ProductTrial:
+    """Makes as many matrices for each form: few enough for a fast measurement, and for few rows more than caches
+    hold."""
+    least = TRIAL_COLUMNS_PER_THREAD * pool.num_threads
+    columns = min(form.columns, max(least, TRIAL_WEIGHTS // form.depth // least * least))
+    form = replace(form, columns=columns)
+    num_weights = min(TRIAL_BYTES // form.dtype.itemsize, TRIAL_OPERATIONS // (2 * num_rows))
+    num_matrices = max(2, -(-num_weights // (columns * form.depth)))
+    return ProductTrial(library, pool, form, num_matrices * form.num_bytes, num_rows)
+
+
+def _seats(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int) -> int:
+    """Returns the seats that are set, or those that the memory beside dense weights is likely to give."""
+    if sizes.max_num_sequences:
+        return sizes.max_num_sequences
+    kv_bytes = sizes.kv_cache_free_host_mem_fraction * (free_bytes - model.dense_bytes)
+    num_tokens = sizes.max_tokens_in_paged_kv_cache or int(kv_bytes) // model.kv_bytes_per_token
+    return num_seats(num_tokens, 1, model.context_length, most_seats("cpu", sizes.max_num_tokens))

@@ -52,7 +52,7 @@ class ApiRequest:
     `num_top` is the number of likeliest tokens per position; None: no log probabilities. `num_prompt_top` is the same
     for vLLM's `prompt_logprobs`. With `echoes` the answer begins with the prompt. With `drops_output` it has only the
     prompt: the one token that the router generates at least is dropped. `reasoning_fields` are the fields of messages
-    with reasoning.
+    with reasoning. `num_joined` messages after the first one are part of it.
     """
 
     kind: Literal["chat", "completion"]
@@ -68,6 +68,7 @@ class ApiRequest:
     echoes: bool = False
     drops_output: bool = False
     reasoning_fields: tuple[ReasoningField, ...] = DEFAULT_REASONING_FIELDS
+    num_joined: int = 0
 
     @property
     def scores_prompts(self) -> bool:
@@ -94,7 +95,8 @@ def convert_chat(body: ChatBody, defaults: Defaults, key: str) -> ApiRequest:
     request = _request(body, defaults, max_tokens)
     if body.logprobs:
         _set_logprobs(request, body.top_logprobs or 0)
-    request.chat.messages.extend(_message(message) for message in body.messages)
+    num_leading = _num_leading(body.messages)
+    request.chat.messages.extend(_joined([_message(message) for message in body.messages], num_leading))
     _set_tools(request, body)
     if body.chat_template_kwargs:
         _set_template_variables(request, body.chat_template_kwargs)
@@ -105,7 +107,8 @@ def convert_chat(body: ChatBody, defaults: Defaults, key: str) -> ApiRequest:
         request.metadata["user"] = body.safety_identifier
     renamed = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
     api_request = _api_request("chat", body, [request], defaults, key, renamed)
-    return replace(api_request, reasoning_fields=defaults.reasoning_fields)
+    num_joined = max(num_leading - 1, 0)
+    return replace(api_request, reasoning_fields=defaults.reasoning_fields, num_joined=num_joined)
 
 
 def convert_completion(body: CompletionBody, defaults: Defaults, key: str) -> ApiRequest:
@@ -306,6 +309,21 @@ def _priority(asked: Literal["interactive", "standard", "batch"] | int | None) -
     if not isinstance(asked, int):
         return asked
     return "interactive" if asked < 0 else "batch" if asked > 0 else None
+
+
+def _num_leading(messages: list[Message]) -> int:
+    """Returns the number of messages before the first one that is not of the system."""
+    is_other = (one.role not in ("system", "developer") or bool(one.name) for one in messages)
+    return next((number for number, other in enumerate(is_other) if other), len(messages))
+
+
+def _joined(messages: list[inference_pb2.ChatMessage], num_leading: int) -> list[inference_pb2.ChatMessage]:
+    """Returns the messages with the leading ones as one: many templates take only one message of the system."""
+    if num_leading < 2:
+        return messages
+    text = "\n\n".join(part.text for one in messages[:num_leading] for part in one.content)
+    first = inference_pb2.ChatMessage(role="system", content=[inference_pb2.ContentPart(text=text)])
+    return [first, *messages[num_leading:]]
 
 
 def _message(message: Message) -> inference_pb2.ChatMessage:

@@ -139,16 +139,28 @@ _PATHS = re.compile(
     r"|\bchat\.(?P<kwargs>template_kwargs)\b"
     r"|\b(?P<no_chat>send text or token_ids)"
 )
+# A message after the first one.
+_MESSAGE = re.compile(r"\b(chat\.messages)\[([1-9]\d{0,8})\]")
 _PROMPT_FIELDS = ("text", "text_bytes", "token_ids", "chat", "prompt")
 _RESUME_FIELDS = ("offsets", "request_id", "resume_token")
 
 
-def from_router(error: InflightError, prompt_param: str, renamed: dict[str, str] | None = None) -> ApiError:
-    """Converts an error of the router. `prompt_param` is the prompt's parameter, `renamed` maps other fields."""
+def from_router(
+    error: InflightError, prompt_param: str, renamed: dict[str, str] | None = None, num_joined: int = 0
+) -> ApiError:
+    """Converts an error of the router. `prompt_param` is the prompt's parameter, `renamed` maps other fields.
+    `num_joined` messages after the first one are part of it."""
+
+    def unjoined(text: str) -> str:
+        return _MESSAGE.sub(lambda found: f"{found[1]}[{int(found[2]) + num_joined}]", text) if num_joined else text
+
     form = _FORMS.get(error.reason) or _OF_CODE.get(error.code, _UNKNOWN)
     text, param, code = error.description, None, form.code
     if error.fields:
-        named = [(_param(one.field, prompt_param, renamed or {}), _own_words(one.description)) for one in error.fields]
+        named = [
+            (_param(unjoined(one.field), prompt_param, renamed or {}), _own_words(unjoined(one.description)))
+            for one in error.fields
+        ]
         param = named[0][0]
         text = "; ".join(f"{name}: {description}" for name, description in named)
         if form.status == 400 and "the model's context" in text:

@@ -29,7 +29,9 @@ from inflight.gateway.messages.bodies import chat_of, parse_count_tokens, parse_
 from inflight.gateway.messages.form import MessageForm
 from inflight.gateway.metrics import Metrics
 from inflight.gateway.responses.bodies import chat_body, parse_responses
+from inflight.gateway.responses.codex import codex_model
 from inflight.gateway.responses.form import ResponseForm
+from inflight.gateway.responses.tools import set_inputs
 from inflight.gateway.settings import GatewaySettings
 from inflight.gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
 from inflight.gateway.tokens.tokenize import parse_detokenize, parse_tokenize, tokenized
@@ -81,16 +83,19 @@ class GatewayService:
         """`POST /v1/responses`."""
         if LAST_EVENT_ID in request.headers:
             raise refused(LAST_EVENT_ID, "is not supported here: a response cannot be resumed; send a chat completion")
-        return await self._complete(request, self._convert_response)
+        return await self._complete(request, lambda raw, key: self._convert_response(request, raw, key))
 
-    def _convert_response(self, raw: bytes, key: str) -> tuple[ApiRequest, Form]:
+    def _convert_response(self, request: Request, raw: bytes, key: str) -> tuple[ApiRequest, Form]:
         body = parse_responses(raw)
         chat, names = chat_body(body)
+        self._report_unused(request, body.unused)
         form = ResponseForm(body, names)
         try:
-            return convert_chat(chat, self._defaults, key), form
+            api_request = convert_chat(chat, self._defaults, key)
         except ApiError as error:
             raise form.refusal(error) from None
+        set_inputs(api_request.requests[0].chat.functions, body.offered)
+        return api_request, form
 
     async def messages(self, request: Request) -> ASGIApp:
         """`POST /v1/messages`, Anthropic's API."""
@@ -113,12 +118,13 @@ class GatewayService:
         metadata = _metadata(request)
         converted = chat_of(parse_count_tokens(await self._body(request)))
         self._report_unused(request, converted.unused)
-        chat = convert_chat(converted.chat, self._defaults, "").requests[0]
+        api_request = convert_chat(converted.chat, self._defaults, "")
+        chat = api_request.requests[0]
         asked = inference_pb2.TokenizeRequest(model=chat.model, chat=chat.chat)
         try:
             answer = await while_connected(request.receive, self._client.send_tokenize(asked, metadata=metadata))
         except InflightError as error:
-            raise converted.restored(from_router(error, "messages")) from None
+            raise converted.restored(from_router(error, "messages", num_joined=api_request.num_joined)) from None
         return _json(encoded({"input_tokens": len(answer.token_ids)}))
 
     def _report_unused(self, request: Request, hints: Sequence[str]) -> None:
@@ -155,7 +161,9 @@ class GatewayService:
         try:
             collected = await while_connected(request.receive, source.collected(api_request))
         except InflightError as error:
-            raise form.refusal(from_router(error, api_request.prompt_param, api_request.renamed)) from None
+            raise form.refusal(
+                from_router(error, api_request.prompt_param, api_request.renamed, api_request.num_joined)
+            ) from None
         choices = [choice for one in collected for choice in one.choices]
         usages = [one.usage for one in collected]
         unenforced = collected[0].unenforced  # only a chat has tools, and it is one prompt
@@ -214,7 +222,10 @@ class GatewayService:
         except InflightError as error:
             raise from_router(error, "model") from None
         entries = [entry for model in models for entry in model_objects(model, self._began)]
-        return _json(encoded({"object": "list", "data": entries}))
+        listed = {"object": "list", "data": entries}
+        if "client_version" in request.query_params:
+            listed["models"] = [codex_model(entry) for entry in entries]
+        return _json(encoded(listed))
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/{id}`."""

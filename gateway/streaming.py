@@ -238,7 +238,9 @@ class EventStream:
 
     def _error(self, error: InflightError) -> ApiError:
         api_request = self._chunks.api_request
-        return self._form.refusal(from_router(error, api_request.prompt_param, api_request.renamed))
+        return self._form.refusal(
+            from_router(error, api_request.prompt_param, api_request.renamed, api_request.num_joined)
+        )
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         """Sends a message. Raises `TimeoutError` if the client does not read."""

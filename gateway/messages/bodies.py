@@ -265,12 +265,12 @@ class _Conversation:
     names: list[str] = field(default_factory=list)
 
     def add(self, message: dict[str, Any], name: str) -> None:
-        """Adds a message. Templates have one system message, at the beginning, and many of them no two messages of the
-        user in a row: leading system messages are joined, and a later one is text of the user."""
+        """Adds a message. Many templates take no two messages of the user in a row, and system messages only at the
+        beginning, where those of a chat are joined: a later one is text of the user."""
         last = self.messages[-1]["role"] if self.messages else "system"
         if message["role"] == "system" and last != "system":
             message = {**message, "role": "user"}
-        if self.messages and message["role"] == last and last in ("system", "user"):
+        if self.messages and message["role"] == last == "user":
             self.messages[-1]["content"] += "\n\n" + message["content"]
         else:
             self.messages.append(message)

@@ -6,9 +6,11 @@ name the parameter of this API.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -20,16 +22,23 @@ from inflight.gateway.bodies import (
     ChatBody,
     EarlierBody,
     Integer,
-    Parameters,
     Text,
     Tokens,
     ToolChoiceMode,
-    UnknownChoice,
-    choice_tag,
     read_fields,
     validated,
 )
 from inflight.gateway.errors import ApiError, refused, unsupported
+from inflight.gateway.responses.tools import (
+    Offered,
+    Tool,
+    ToolChoice,
+    ToolChoiceAllowed,
+    ToolChoiceNamed,
+    name_in_chat,
+    offered,
+    unused_tools,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -44,17 +53,16 @@ SAME_IN_CHATS = frozenset(
         *("thinking_token_budget", "max_drafts"),
     }
 )
+# Parameters of a body without effect here.
+HINTS = frozenset({"client_metadata", "context_management", "prompt_cache_options", "prompt_cache_retention"})
 # OpenAI's parameters that this system does not implement, each with the values that have no effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "access_programs": (),
     "background_options": (),
-    "context_management": ([],),
     "image": (),
     "max_tool_calls": (),
     "moderation": (),
     "prompt": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "truncation": ("disabled",),
 }
 # The same, with what the caller can do instead.
@@ -65,7 +73,28 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((), f"{_NOT_STORED}; send the earlier items in input"),
     "store": ((False,), f"{_NOT_STORED}; leave it out or send false"),
 }
-ItemType = Literal["message", "function_call", "function_call_output", "reasoning"]
+# Records of calls that OpenAI's servers ran, which no chat template has a place for.
+ITEMS_WITHOUT_EFFECT = frozenset(
+    {
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call"),
+        *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("tool_search_call", "tool_search_output", "configuration_update"),
+    }
+)
+ItemType = Literal[
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "reasoning",
+    "additional_tools",
+]
+# Fields of items that say nothing to the model.
+ITEM_HINTS = frozenset({"created_by", "end_turn", "internal_chat_message_metadata_passthrough", "metadata"})
+_ENCRYPTED = "which only the server that made it can read; send the items that it stands for"
 ITEM_TYPES: tuple[str, ...] = get_args(ItemType)
 
 
@@ -93,7 +122,14 @@ class InputText(EarlierBody):
 
 class _Item(EarlierBody):
     id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_hints(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if name not in ITEM_HINTS}
 
 
 class MessageItem(_Item):
@@ -112,6 +148,11 @@ class FunctionCallItem(_Item):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as a call of a chat's message."""
+        return _call(self.call_id, name_in_chat(self.name, self.namespace), self.arguments)
 
 
 class FunctionCallOutputItem(_Item):
@@ -122,10 +163,71 @@ class FunctionCallOutputItem(_Item):
     output: str | list[InputText]
 
 
+class CustomToolCallItem(_Item):
+    """A call of a custom tool that an earlier response made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as a call of a chat's message."""
+        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
+        return _call(self.call_id, name_in_chat(self.name, self.namespace), arguments)
+
+
+class CustomToolCallOutputItem(_Item):
+    """The result of a call of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    name: str | None = None
+    output: str | list[InputText]
+
+
+class LocalShellCallItem(_Item):
+    """A command that an earlier response called; `action` is its arguments."""
+
+    type: Literal["local_shell_call"]
+    call_id: str | None = None
+    action: dict[str, Any]
+
+    def of_chat(self) -> dict[str, Any]:
+        """Returns it as a call of a chat's message."""
+        arguments = json.dumps(self.action, ensure_ascii=False)
+        return _call(self.call_id or self.id or "", "local_shell", arguments)
+
+
+class LocalShellCallOutputItem(_Item):
+    """The result of a command."""
+
+    type: Literal["local_shell_call_output"]
+    call_id: str | None = None
+    output: str | list[InputText]
+
+
+class AdditionalToolsItem(_Item):
+    """Tools that the model may call from here on. They stand with the others in the prompt."""
+
+    type: Literal["additional_tools"]
+    role: str | None = None
+    tools: list[Tool]
+
+
+class OtherItem(Body):
+    """An item without effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+
+
 class ReasoningText(EarlierBody):
     """A text of reasoning."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
@@ -138,6 +240,10 @@ class ReasoningItem(_Item):
     encrypted_content: str | None = None
 
 
+CallItem = FunctionCallItem | CustomToolCallItem | LocalShellCallItem
+CallOutputItem = FunctionCallOutputItem | CustomToolCallOutputItem | LocalShellCallOutputItem
+
+
 class UnknownItem(Body):
     """An item that is refused for its type."""
 
@@ -145,12 +251,23 @@ class UnknownItem(Body):
 
     type: ItemType
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_type(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str):
+            reason = _ENCRYPTED if "compaction" in kind else "which is not a supported item"
+            raise ValueError(f"type: is {kind[:64]!r}, {reason}")
+        return value
+
 
 def _tag(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else None
     if kind is None:
         return "[message]"
-    return f"[{kind}]" if kind in ITEM_TYPES else "[unknown]"
+    if kind in ITEM_TYPES:
+        return f"[{kind}]"
+    return "[other]" if isinstance(kind, str) and kind in ITEMS_WITHOUT_EFFECT else "[unknown]"
 
 
 # The brackets tell the alternatives from the names of parameters in the place of an error.
@@ -158,64 +275,24 @@ Item = Annotated[
     Annotated[MessageItem, Tag("[message]")]
     | Annotated[FunctionCallItem, Tag("[function_call]")]
     | Annotated[FunctionCallOutputItem, Tag("[function_call_output]")]
+    | Annotated[CustomToolCallItem, Tag("[custom_tool_call]")]
+    | Annotated[CustomToolCallOutputItem, Tag("[custom_tool_call_output]")]
+    | Annotated[LocalShellCallItem, Tag("[local_shell_call]")]
+    | Annotated[LocalShellCallOutputItem, Tag("[local_shell_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[AdditionalToolsItem, Tag("[additional_tools]")]
+    | Annotated[OtherItem, Tag("[other]")]
     | Annotated[UnknownItem, Tag("[unknown]")],
     Discriminator(_tag),
 ]
 
 
-class FlatFunctionTool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Parameters | None = None
-    strict: bool | None = None
-
-    def of_chat(self) -> dict[str, Any]:
-        """Returns it as a tool of a chat."""
-        return {"type": "function", "function": self.model_dump(exclude={"type"})}
-
-
-class ToolChoiceFunction(Body):
-    """A function in `tool_choice`."""
-
-    type: Literal["function"]
-    name: str
-
-    def of_chat(self) -> dict[str, Any]:
-        """Returns it as that of a chat."""
-        return {"type": "function", "function": {"name": self.name}}
-
-
-class ToolChoiceAllowed(Body):
-    """Functions in `tool_choice`, of which the model may or must call one."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolChoiceFunction], Field(min_length=1)]
-
-    def of_chat(self) -> dict[str, Any]:
-        """Returns it as that of a chat."""
-        tools = [tool.of_chat() for tool in self.tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
-
-
-ToolChoice = Annotated[
-    Annotated[ToolChoiceFunction, Tag("[function]")]
-    | Annotated[ToolChoiceAllowed, Tag("[allowed_tools]")]
-    | Annotated[UnknownChoice, Tag("[unknown]")],
-    Discriminator(choice_tag),
-]
-
-
 class ReasoningOptions(Body):
-    """OpenAI's `reasoning`. There are no summaries: the reasoning itself is returned."""
+    """OpenAI's `reasoning`. Summaries are hints: the reasoning itself is returned."""
 
     effort: Text | None = None
-    summary: None = None
-    generate_summary: None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextFormat(Body):
@@ -238,10 +315,10 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """OpenAI's `text`."""
+    """OpenAI's `text`. The verbosity is a hint."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponseStreamOptions(Body):
@@ -251,7 +328,7 @@ class ResponseStreamOptions(Body):
 
 
 class ResponsesBody(Body):
-    """`POST /v1/responses`. `model_extra` are parameters of chats."""
+    """`POST /v1/responses`. `model_extra` are parameters of chats, and hints."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -260,18 +337,45 @@ class ResponsesBody(Body):
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     text: TextConfig | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Text] | None = None
     top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: list[FlatFunctionTool] | None = None
+    tools: list[Tool] | None = None
     tool_choice: ToolChoiceMode | ToolChoice | None = None
     reasoning: ReasoningOptions | None = None
 
     @property
     def shared(self) -> dict[str, Any]:
         """The parameters that are those of a chat."""
-        return self.model_extra or {}
+        return {name: value for name, value in (self.model_extra or {}).items() if name in SAME_IN_CHATS}
+
+    @cached_property
+    def offered(self) -> list[Offered]:
+        """The tools that the model may call, in the order of the chat's functions."""
+        tools = list(offered(self.tools))
+        for number, item in enumerate(() if isinstance(self.input, str) else self.input):
+            if isinstance(item, AdditionalToolsItem):
+                tools += offered(item.tools, f"input[{number}].tools")
+        return tools
+
+    @property
+    def unused(self) -> list[str]:
+        """The hints, which have no effect."""
+        names = [name for name in self.model_extra or {} if name in HINTS]
+        names += [f"include[{number}]" for number, one in enumerate(self.include or ()) if one != LOGPROBS]
+        if self.reasoning is not None:
+            hints = ("summary", "generate_summary")
+            names += [f"reasoning.{name}" for name in hints if getattr(self.reasoning, name) not in (None, "none")]
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            names.append("text.verbosity")
+        names += unused_tools(self.tools)
+        for number, item in enumerate(() if isinstance(self.input, str) else self.input):
+            if isinstance(item, OtherItem):
+                names.append(f"input[{number}]")
+            elif isinstance(item, AdditionalToolsItem):
+                names += unused_tools(item.tools, f"input[{number}].tools")
+        return names
 
     @property
     def text_format(self) -> TextFormat | None:
@@ -283,7 +387,7 @@ class ResponsesBody(Body):
         """Whether the output is calls only."""
         choice = self.tool_choice
         is_all = choice == "required" or (isinstance(choice, ToolChoiceAllowed) and choice.mode == "required")
-        return bool(self.tools) and (is_all or isinstance(choice, ToolChoiceFunction))
+        return bool(self.offered) and (is_all or isinstance(choice, ToolChoiceNamed))
 
     @property
     def wants_logprobs(self) -> bool:
@@ -294,11 +398,12 @@ class ResponsesBody(Body):
 @dataclass(frozen=True, slots=True)
 class FieldNames:
     """What this API calls the parameters of a chat. `of_messages` has a name for each message, `of_calls` one for each
-    call of a message. What `have_no_role` is no message here, or only its text."""
+    call of a message, `of_tools` one for each tool. What `have_no_role` is no message here, or only its text."""
 
     of_messages: tuple[str, ...]
     of_calls: tuple[tuple[str, ...], ...] = ()
     have_no_role: frozenset[int] = frozenset()
+    of_tools: tuple[str, ...] = ()
 
     def restored(self, error: ApiError) -> ApiError:
         """Returns the error with the names of this API."""
@@ -316,7 +421,9 @@ class FieldNames:
             role = found["role"] or ""
             return self.of_messages[number] + ("" if number in self.have_no_role else role)
         if found["tool"]:
-            return f"{found['tool']}]"
+            number = int(found["tool"])
+            own = self.of_tools[number] if number < len(self.of_tools) else f"tools[{number}]"
+            return f"{own}.format.definition" if found["input"] else own
         return _OWN_NAMES["messages" if found[0].startswith("messages") else found[0]]
 
 
@@ -334,7 +441,7 @@ _CHAT_NAMES = re.compile(
     r"(?:^|(?<=; ))messages(?:\[(?P<message>\d{1,9})\]"
     r"(?:\.tool_calls\[(?P<call>\d{1,9})\](?:\.function)?|(?P<role>\.role))?)?"
     r"|\b(?:max_completion_tokens|response_format(?:\.json_schema(?:\.schema)?)?|reasoning_effort)"
-    r"|(?<=\])\.tool_call_id|(?<=tools\[)(?P<tool>\d{1,9})\]\.function"
+    r"|(?<=\])\.tool_call_id|\btools\[(?P<tool>\d{1,9})\]\.function(?P<input>\.input_(?:grammar|regex)\b)?"
 )
 
 
@@ -346,8 +453,8 @@ def parse_responses(raw: bytes) -> ResponsesBody:
         if value is not None and value not in neutral:
             raise unsupported(name, text)
     parsed = validated(ResponsesBody, body)
-    for name in parsed.shared:
-        if name not in SAME_IN_CHATS:
+    for name in parsed.model_extra or {}:
+        if name not in SAME_IN_CHATS | HINTS:
             raise refused(name[:64], "is not a known parameter", "unknown_parameter")
     return parsed
 
@@ -355,6 +462,7 @@ def parse_responses(raw: bytes) -> ResponsesBody:
 def chat_body(body: ResponsesBody) -> tuple[ChatBody, FieldNames]:
     """Returns the chat that a response is. Raises `ApiError`."""
     messages, names = _messages(body)
+    names = replace(names, of_tools=tuple(tool.path for tool in body.offered))
     choice = body.tool_choice
     chat: dict[str, Any] = {
         **body.shared,
@@ -368,8 +476,8 @@ def chat_body(body: ResponsesBody) -> tuple[ChatBody, FieldNames]:
         "stream": body.stream,
         "stream_options": {"include_usage": True} if body.stream else None,
         "resume_ttl_s": 0.0,
-        "tools": None if body.tools is None else [tool.of_chat() for tool in body.tools],
-        "tool_choice": choice.of_chat() if isinstance(choice, ToolChoiceFunction | ToolChoiceAllowed) else choice,
+        "tools": [tool.of_chat() for tool in body.offered] or None,
+        "tool_choice": choice.of_chat() if isinstance(choice, ToolChoiceNamed | ToolChoiceAllowed) else choice,
         "reasoning_effort": body.reasoning and body.reasoning.effort,
     }
     try:
@@ -409,12 +517,14 @@ def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], FieldNames]:
         if isinstance(item, ReasoningItem):
             reasoning = {"reasoning_content": "".join(part.text for part in item.content or ())}
             continue
+        if isinstance(item, AdditionalToolsItem | OtherItem):
+            continue
         message = _message(item)
         if message["role"] == "assistant":
             message |= reasoning
         reasoning = {}
         # Text and calls of one answer are one message.
-        if isinstance(item, FunctionCallItem) and messages and messages[-1]["role"] == "assistant":
+        if isinstance(item, CallItem) and messages and messages[-1]["role"] == "assistant":
             of_answer = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
             messages[-1] = message | messages[-1] | {"tool_calls": of_answer}
             calls[-1] = (*calls[-1], f"input[{number}]")
@@ -423,15 +533,18 @@ def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], FieldNames]:
     return messages, FieldNames(tuple(names), tuple(calls), frozenset(have_no_role))
 
 
-def _message(item: MessageItem | FunctionCallItem | FunctionCallOutputItem | UnknownItem) -> dict[str, Any]:
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+def _message(item: MessageItem | CallItem | CallOutputItem | UnknownItem) -> dict[str, Any]:
     match item:
         case MessageItem():
             return {"role": item.role, "content": _content(item.content)}
-        case FunctionCallItem():
-            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-            return {"role": "assistant", "tool_calls": [call]}
-        case FunctionCallOutputItem():
-            return {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
+        case FunctionCallItem() | CustomToolCallItem() | LocalShellCallItem():
+            return {"role": "assistant", "tool_calls": [item.of_chat()]}
+        case FunctionCallOutputItem() | CustomToolCallOutputItem() | LocalShellCallOutputItem():
+            return {"role": "tool", "tool_call_id": item.call_id or item.id or "", "content": _content(item.output)}
     raise AssertionError("an item of another type is refused")
 
 

@@ -1,7 +1,7 @@
 """The Responses API's form of a chat's answer, whole and as events of a stream. Pure.
 
 A chat's chunks go in, one after another, and events come out. The whole answer is the response that its one chunk ends
-with. The output is a list of items, of which the last one is open: reasoning, a message, or a call of a function.
+with. The output is a list of items, of which the last one is open: reasoning, a message, or a call of a tool.
 """
 
 from __future__ import annotations
@@ -13,22 +13,30 @@ from typing import Any, Literal
 from inflight.gateway.answers import UNENFORCED_TOOLS, CommentingForm, named_event
 from inflight.gateway.errors import ApiError
 from inflight.gateway.responses.bodies import FieldNames, ResponsesBody
+from inflight.gateway.responses.tools import CustomTool, InputText
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
-Kind = Literal["reasoning", "message", "function_call"]
+Kind = Literal["reasoning", "message", "function_call", "custom_tool_call"]
 
-_ID_PREFIXES: dict[Kind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_ID_PREFIXES: dict[Kind, str] = {
+    "reasoning": "rs",
+    "message": "msg",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
+_CALLS: tuple[Kind, ...] = ("function_call", "custom_tool_call")
 # What the deltas of an item are called in the names of events. Items with a part have its type.
 _TEXTS: dict[Kind, str] = {
     "reasoning": "reasoning_text",
     "message": "output_text",
     "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
 }
 
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output as far as it has come. `call` is the index, id and name of a call."""
+    """An item of the output as far as it has come. `call` has what a call's item has besides its text."""
 
     kind: Kind
     item_id: str
@@ -36,11 +44,12 @@ class _Item:
     call: dict[str, Any] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    input: InputText = field(default_factory=InputText)
 
     @property
     def has_part(self) -> bool:
         """Whether the text is in a part."""
-        return self.kind != "function_call"
+        return self.kind not in _CALLS
 
     @property
     def place(self) -> dict[str, Any]:
@@ -50,7 +59,7 @@ class _Item:
 
     @property
     def text(self) -> str:
-        """The text or the arguments."""
+        """The text, the arguments or the input."""
         return "".join(self.texts)
 
     def part(self) -> dict[str, Any]:
@@ -61,8 +70,8 @@ class _Item:
     def shown(self, status: Status, *, is_new: bool = False) -> dict[str, Any]:
         """Returns the item; a new one has no part yet."""
         item: dict[str, Any] = {"id": self.item_id, "type": self.kind, "status": status}
-        if self.kind == "function_call":
-            return item | {"call_id": self.call["id"], "name": self.call["name"], "arguments": self.text}
+        if not self.has_part:
+            return item | self.call | {"arguments" if self.kind == "function_call" else "input": self.text}
         item |= {"content": [] if is_new else [self.part()]}
         return item | {"role": "assistant"} if self.kind == "message" else item | {"summary": []}
 
@@ -71,6 +80,8 @@ class _Item:
         match self.kind:
             case "function_call":
                 return {"name": self.call["name"], "arguments": self.text}
+            case "custom_tool_call":
+                return {"input": self.text}
             case "message":
                 return {"text": self.text, "logprobs": self.logprobs}
             case _:
@@ -83,6 +94,7 @@ class ResponseForm(CommentingForm):
     def __init__(self, body: ResponsesBody, names: FieldNames) -> None:
         self._body = body
         self._names = names
+        self._offered = {tool.name: tool for tool in body.offered}
         self._number = 0  # of the next event
         self._id = ""
         self._created = 0
@@ -158,10 +170,22 @@ class ResponseForm(CommentingForm):
 
     def _call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if "id" in call:
-            begun = {"index": call["index"], "id": call["id"], "name": call["function"]["name"]}
-            yield from self._opened("function_call", begun)
-        if arguments := call["function"]["arguments"]:
-            yield from self._text("function_call", arguments)
+            yield from self._opened(*self._begun(call["id"], call["function"]["name"]))
+        assert self._open is not None
+        text = call["function"]["arguments"]
+        if self._open.kind == "custom_tool_call":
+            text = self._open.input.feed(text)
+        if text:
+            yield from self._text(self._open.kind, text)
+
+    def _begun(self, call_id: str, name: str) -> tuple[Kind, dict[str, Any]]:
+        """Returns the kind of a call, and the fields of its item."""
+        tool = self._offered.get(name)
+        if tool is None:
+            return "function_call", {"call_id": call_id, "name": name}
+        namespace = {} if tool.namespace is None else {"namespace": tool.namespace}
+        kind: Kind = "custom_tool_call" if isinstance(tool.tool, CustomTool) else "function_call"
+        return kind, {"call_id": call_id, "name": tool.tool.name, **namespace}
 
     def _is_open(self, kind: Kind) -> bool:
         return self._open is not None and self._open.kind == kind
@@ -237,7 +261,7 @@ def _asked(body: ResponsesBody) -> dict[str, Any]:
         "store": False,
         "text": {"format": text_format},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [tool.model_dump(exclude={"defer_loading"}) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         **{name: body.shared.get(name) for name in repeated},

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from inflight.router.constraint.answer_grammar import AnswerRules, ToolSchema
 from inflight.router.constraint.json_text import read_json
-from inflight.router.constraint.source import DEFAULT_MAX_WHITESPACE, TOOLS, ConstraintSource
+from inflight.router.constraint.source import DEFAULT_MAX_WHITESPACE, TOOLS, ConstraintSource, regex_grammar
 from inflight.router.text.tokenizer import TextModel
 from inflight.router.tools.formats import AnswerFormat
 from inflight.v1 import inference_pb2, types_pb2
@@ -90,10 +90,15 @@ def _functions(request: inference_pb2.GenerateRequest) -> tuple[ToolSchema, ...]
         return ()
     names = request.tool_choice.names
     return tuple(
-        ToolSchema(function.name, function.parameters, function.strict)
+        ToolSchema(function.name, function.parameters, function.strict or bool(_input(function)), _input(function))
         for function in request.chat.functions
         if not names or function.name in names
     )
+
+
+def _input(function: inference_pb2.Function) -> str:
+    """Returns the grammar of a function's argument `input`; empty for none."""
+    return regex_grammar(function.input_regex) if function.HasField("input_regex") else function.input_grammar
 
 
 def _must_call(request: inference_pb2.GenerateRequest) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from inflight.router.constraint.exclusive import with_any_of
 from inflight.router.constraint.json_schema import SchemaError, SchemaPattern, canonical_schema, patterns_of
 from inflight.router.constraint.json_text import JsonTextError, parse_json
+from inflight.router.constraint.text_grammar import TextGrammarError, text_grammar
 from inflight.router.tools.formats import AnswerFormat, ReasoningFormat, ToolFormat, answer_format
 
 ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
@@ -50,11 +51,13 @@ class ToolSchemaError(Exception):
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
     """A tool: its name and its parameters as the text of a JSON schema, empty for none. If it `is_strict`, parameters
-    that cannot be enforced are refused; otherwise they become any object."""
+    that cannot be enforced are refused; otherwise they become any object. `input` is a grammar of its one argument of
+    this name."""
 
     name: str
     parameters: str = ""
     is_strict: bool = False
+    input: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class AnswerRules:
         """Returns the rules as text, for a compiling process."""
         parts = [
             self.answer.to_json(),
-            [[tool.name, tool.parameters, tool.is_strict] for tool in self.tools],
+            [[tool.name, tool.parameters, tool.is_strict, tool.input] for tool in self.tools],
             self.must_call,
             self.may_repeat,
             dict(self.token_ids),
@@ -114,6 +117,24 @@ def answer_rules(text: str) -> AnswerRules:
     """Returns the rules that `to_json` wrote."""
     answer, tools, *others = json.loads(text)
     return AnswerRules(answer_format(answer), tuple(ToolSchema(*tool) for tool in tools), *others)
+
+
+def input_grammars(rules: AnswerRules) -> dict[str, str]:
+    """Returns the grammars of the texts that tools take, by the names that the grammar of the answer has for them.
+    Raises `ToolSchemaError`."""
+    grammars: dict[str, str] = {}
+    violations = []
+    for number, tool in enumerate(rules.tools):
+        if tool.input:
+            assert rules.answer.tools is not None
+            ending = PARAMETER_END if rules.answer.tools.layout == "parameters" else ""
+            try:
+                grammars[f"input_{number}"] = text_grammar(tool.input, ending)
+            except TextGrammarError as error:
+                violations.append(f"{tool.name}: the grammar of its input {error}")
+    if violations:
+        raise ToolSchemaError(violations)
+    return grammars
 
 
 def answer_lark(rules: AnswerRules, options: dict[str, object], body: str = "") -> str:
@@ -250,7 +271,7 @@ class _Writer:
         tools, rule = self._format, f"body_{number}"
         schema = _schema(tool)
         if tools.layout == "parameters":
-            yield from self._parameters(rule, tool, schema)
+            yield from self._parameters(rule, tool, schema, f"@input_{number}")
             return
         if tools.layout == "named":
             whole = _join(_literal(tool.name), self._marker(tools.middle), f"args_{number}", self._end())
@@ -259,12 +280,17 @@ class _Writer:
             padding, end = (tools.padding, self._end()) if tools.layout == "object" else ("", "")
             whole = _join(_literal(padding + head), f"args_{number}", _literal("}" + padding), end)
         yield f"{rule}: {whole}"
+        if tool.input:
+            before, after = _literal('{"input": "'), _literal('"}')
+            yield f"args_{number}: {before} @input_{number} {after}"
+            return
         yield f"args_{number}: {_literal('{}') if schema == NO_PARAMETERS else self._json(schema)}"
 
     def _json(self, schema: dict[str, Any]) -> str:
         return "%json " + json.dumps({**schema, "x-guidance": self._options}, ensure_ascii=False, separators=(",", ":"))
 
-    def _parameters(self, rule: str, tool: ToolSchema, schema: dict[str, Any]) -> Iterator[str]:
+    def _parameters(self, rule: str, tool: ToolSchema, schema: dict[str, Any], text: str) -> Iterator[str]:
+        """Yields the rules of a call with tags. `text` is the grammar of its input."""
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         wrong = [name for name in properties if not _IN_TAG.fullmatch(name)]
@@ -279,6 +305,9 @@ class _Writer:
             yield f'{rule}_any: "<parameter=" {rule.upper()}_NAME {_literal(TAG_END)} {rule}_text'
             yield f"{rule.upper()}_NAME: /[^<>\\n]+/"
             yield from self._text(rule)
+            return
+        if tool.input:
+            yield f"{rule}: {_join(_literal(f'{head}<parameter=input{TAG_END}'), text, end)}"
             return
         parts = []
         for number, (name, one) in enumerate(properties.items()):

@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from inflight.common.grammar import canonical_grammar, canonical_grammars
+from inflight.common.grammar import canonical_grammars
 from inflight.common.protocol import MAX_GRAMMAR_BYTES
 from inflight.router.constraint.answer_grammar import (
     AnswerRules,
     ToolSchemaError,
     answer_lark,
     answer_rules,
+    input_grammars,
     tool_patterns,
 )
 from inflight.router.constraint.exclusive import with_any_of
@@ -95,7 +96,10 @@ def source_of(text: str) -> ConstraintSource:
 def canonical(source: ConstraintSource) -> str:
     """Returns the canonical grammar of a constraint. Raises `ConstraintError`."""
     try:
-        grammar = _after_reasoning(source) if source.reasoning else canonical_grammar(*_grammar(source))
+        if source.reasoning:
+            grammar = _after_reasoning(source)
+        else:
+            grammar = canonical_grammars(dict([_grammar(source)]), *_inputs(source))
         num_bytes = len(grammar.encode())
     except JsonTextError as error:
         raise ConstraintError([str(error)]) from None
@@ -138,11 +142,18 @@ def _grammar(source: ConstraintSource) -> tuple[str, object]:
         case "choice":
             return "lark_grammar", _choice(source.texts)
         case "regex":
-            return "lark_grammar", f"start: /{_lark_regex(source.texts[0])}/"
+            return "lark_grammar", regex_grammar(source.texts[0])
         case "tools":
             return "lark_grammar", answer_lark(answer_rules(source.texts[0]), _json_options(source.max_whitespace))
         case _:
             return "lark_grammar", _lark(source.texts[0])
+
+
+def _inputs(source: ConstraintSource) -> list[dict[str, str]]:
+    """Returns the grammars of texts in calls, which the grammar of the answer refers to by name."""
+    if source.tools is None:
+        return []
+    return [{"name": name, "lark_grammar": grammar} for name, grammar in input_grammars(source.tools).items()]
 
 
 def _after_reasoning(source: ConstraintSource) -> str:
@@ -166,6 +177,11 @@ def _choice(texts: tuple[str, ...]) -> str:
     """Returns a rule of literals. Lark's strings have JSON's escapes."""
     literals = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
     return f"start: {' | '.join(literals)}"
+
+
+def regex_grammar(regex: str) -> str:
+    """Returns the grammar of the texts that a regular expression matches."""
+    return f"start: /{_lark_regex(regex)}/"
 
 
 def _lark_regex(regex: str) -> str:

@@ -18,6 +18,8 @@ from inflight.router.text.count_limits import MAX_CONTENT_PARTS, MAX_MESSAGES, M
 from inflight.v1 import inference_pb2
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+# Of a regular expression or a grammar of a function's input.
+MAX_INPUT_BYTES = 32 * 1024
 # Characters of a name in the path of a violation.
 MAX_NAME_CHARACTERS = 100
 
@@ -164,6 +166,8 @@ def _function_violations(chat: inference_pb2.Chat, field: str) -> Iterator[Field
         names.add(function.name)
         if function.parameters:
             yield from _parameter_violations(function.parameters, f"{path}.parameters")
+        if kind := function.WhichOneof("input"):
+            yield from _input_violations(function, kind, path)
 
 
 def _parameter_violations(parameters: str, field: str) -> Iterator[FieldViolation]:
@@ -174,3 +178,22 @@ def _parameter_violations(parameters: str, field: str) -> Iterator[FieldViolatio
         return
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         yield FieldViolation(field, "must be the JSON schema of an object")
+
+
+def _input_violations(function: inference_pb2.Function, kind: str, path: str) -> Iterator[FieldViolation]:
+    """Yields what is wrong with the form of a function's input."""
+    form = getattr(function, kind)
+    if not form:
+        yield FieldViolation(f"{path}.{kind}", "is empty; must be the form of a text")
+        return
+    if (num_bytes := len(form.encode())) > MAX_INPUT_BYTES:
+        yield FieldViolation(f"{path}.{kind}", f"has {num_bytes} bytes; at most {MAX_INPUT_BYTES} are allowed")
+        return
+    try:
+        schema = parse_json(function.parameters) if function.parameters else {}
+    except JsonTextError:
+        return  # reported with the parameters
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict) or list(properties) != ["input"] or schema.get("required") != ["input"]:
+        text = "must have the text input, which is required, and nothing else, because the function has a form of it"
+        yield FieldViolation(f"{path}.parameters", text)

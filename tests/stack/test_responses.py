@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -95,3 +96,25 @@ async def test_openais_client_gets_calls_whole_and_streamed_and_returns_their_re
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(input=items[2:], tool_choice="none", **asked)
         assert refused.value.param == "input[0].call_id"
+
+
+async def test_input_of_a_custom_tool_satisfies_its_grammar_or_expression(stack: LocalStack) -> None:
+    lark = 'start: "*** Add " NAME LF ("+" /[a-z \\"]{1,9}/ LF){2} "*** End"\nNAME: /[a-z]{3}/\n%import common.LF'
+    forms = {
+        "lark": (lark, r'\*\*\* Add [a-z]{3}\n(?:\+[a-z "]{1,9}\n){2}\*\*\* End'),
+        "regex": (r'"\d{3}"\n', r'"\d{3}"\n'),
+    }
+    async with run_gateway(*stack.router_addresses) as gateway, gateway.openai() as client:
+        for syntax, (definition, pattern) in forms.items():
+            form = {"type": "grammar", "syntax": syntax, "definition": definition}
+            tool: Any = {"type": "custom", "name": "edit", "format": form}
+            choice: Any = {"type": "custom", "name": "edit"}
+            asked = {**GREEDY, "max_output_tokens": 120, "tools": [tool], "tool_choice": choice}
+            (call,) = (await client.responses.create(**asked)).output
+            assert call.type == "custom_tool_call"
+            assert re.fullmatch(pattern, call.input), call.input
+        bad: Any = {**tool, "format": {**form, "syntax": "lark", "definition": "start: absent"}}
+        with pytest.raises(
+            openai.BadRequestError, match="edit: the grammar of its input has the rule start, which refers"
+        ):
+            await client.responses.create(**asked | {"tools": [bad]})

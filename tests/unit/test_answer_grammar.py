@@ -227,3 +227,98 @@ def test_pattern_of_a_strict_tool_that_does_not_compile_is_refused_with_tool_and
         COMPILER.compile(source.to_json())
     text = 'f: parameters has the pattern "(" at "/properties/city", which does not compile: unclosed group'
     assert caught.value.violations == [text]
+
+
+# As Codex describes its patches, shortened.
+PATCH_GRAMMAR = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+update_hunk: "*** Update File: " filename LF change+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+change: ("@@" | "@@ " /(.+)/) LF | ("+" | "-" | " ") /(.*)/ LF
+%import common.LF
+"""
+INPUT = '{"type":"object","properties":{"input":{"type":"string"}},"required":["input"]}'
+PATCH = '*** Begin Patch\n*** Update File: ä.txt\n@@\n-a "b" \\ c\n+\td\n*** End Patch'
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("tools", FORMATS, ids=lambda one: one.name)
+def test_input_of_a_tool_satisfies_its_grammar_in_every_format(tools: ToolFormat, end: str) -> None:
+    answer = AnswerFormat(tools, texts={"patch": ("input",)})
+    rules = AnswerRules(answer, (ToolSchema("patch", INPUT, True, PATCH_GRAMMAR), TOOL), must_call=True)
+
+    def call(text: str) -> str:
+        return written(tools, [("patch", json.dumps({"input": text}, ensure_ascii=False)), GOOD[0]])
+
+    assert accepts(rules, call(PATCH + end))
+    ((name, arguments), other) = read(answer, [call(PATCH + end)])[2]
+    assert (name, json.loads(arguments)["input"].rstrip("\n"), other[0]) == ("patch", PATCH, "weather.get")
+    for wrong in ("*** Begin Patch\n*** End Patch", PATCH + "\nx", PATCH.replace("@@\n", "@@\nx\n"), ""):
+        assert not accepts(rules, call(wrong))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (r"start: /[^\d\s]{2}(?i:x|\")+\\/", ['ä"X"x\\', "\\.x\\"], ["a1x\\", "ab\\"]),
+        ('start: (A "\\n")~2\nA: /(?s:.)/ & ~"b"', ["a\n\\\n", '"\n\n\n'], ["a\nb\n", "a\n"]),
+        ('start: "say"i WORD["\\t"]\n%import common.WORD\n%ignore /[ \\n]+/', ["SAY\n\n hi\t \n", "say x"], ["sy x"]),
+        (
+            "start: PRAGMA /\\r?\\n/ SOURCE | SOURCE\nPRAGMA: /\\/\\/ @exec:[^\\r\\n]*/\nSOURCE: /[\\s\\S]+/",
+            ['// @exec: 1\nf("\\n")', "\x01\x1f\x7f\u2028"],
+            [""],
+        ),
+        ('start: "a".."c" (SP "0".."9"){2,3} // a comment\n# another\nSP: " "', ["b 1 2", "c 1 2 3"], ["d 1 2", "b 1"]),
+        ('start: e\n?e: INT | "(" e "+" e ")" -> sum\n%import common (INT, WS)', ["(1+(2+3))"], ["(1+", "1 + 2"]),
+        (r"start: /\p{Lu}\P{Lu}[[:digit:]--[5]]./", ['Ä"1\t', "A\n2."], ["Aa5.", "A11\n"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_grammars_of_texts_keep_their_meaning_in_calls(
+    name: str, grammar: str, good: list[str], bad: list[str]
+) -> None:
+    rules = AnswerRules(AnswerFormat(BY_NAME[name]), (ToolSchema("f", INPUT, True, grammar),), must_call=True)
+    for text in (*good, *bad):
+        arguments = json.dumps({"input": text}, ensure_ascii=False)
+        assert accepts(rules, written(BY_NAME[name], [("f", arguments)])) is (text in good), text
+
+
+def test_text_before_an_end_tag_does_not_have_it() -> None:
+    tools = BY_NAME["qwen3_coder"]
+    rules = AnswerRules(AnswerFormat(tools), (ToolSchema("f", INPUT, True, "start: C+\nC: /(?s:.)/"),), must_call=True)
+    assert accepts(rules, written(tools, [("f", '{"input": "<b></parameter"}')]))
+    assert not accepts(rules, written(tools, [("f", '{"input": "<b></parameter>x"}')]))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (
+            'start: e\ne: "\\n" | "(" e ")"',
+            "has the rule e, which refers to itself, and characters that are special in JSON",
+        ),
+        ("start: <[5]>", "has < in the rule start"),
+        ("start: @x", "has @ in the rule start"),
+        ("start: %json {}", "has %json in the rule start"),
+        ("start[max_tokens=3]: /a/", r'has the definition "start \[ max_tokens ="'),
+        ('a: "x"', "has no rule start"),
+        ("start: b", "refers to b, which it does not define"),
+        ("start: /a(?=b)/", "look-around"),
+        ("start: /[a/", "has a class in a regular expression that does not end"),
+        ('start: "\\q"', "which is not one of JSON"),
+        ("%import python.NAME\nstart: NAME", "has %import python . NAME"),
+        ("%import common.ABSENT\nstart: ABSENT", "imports common.ABSENT"),
+        ("start: /(?x) a/", r"has the flags \(\?x\)"),
+        ("start: /[z-a]/", "which is no regular expression here"),
+    ],
+)
+def test_grammars_of_texts_that_cannot_be_enforced_are_refused(grammar: str, reason: str) -> None:
+    rules = AnswerRules(AnswerFormat(BY_NAME["hermes"]), (ToolSchema("f", INPUT, True, grammar),), must_call=True)
+    with pytest.raises(ConstraintError, match=reason):
+        accepts(rules, "")

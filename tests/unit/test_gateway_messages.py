@@ -47,10 +47,13 @@ def test_system_is_one_message_without_what_changes_with_each_request() -> None:
         {"type": "text", "text": "Be brief."},
     ]
     turns = [{"role": "system", "content": "Now."}, *ASKED["messages"], {"role": "system", "content": "Later."}]
-    assert said(system=system, messages=[*turns, *ASKED["messages"]]) == [
-        {"role": "system", "content": "You help.\nBe brief.\n\nNow."},
-        {"role": "user", "content": "hi\n\nLater.\n\nhi"},
+    converted = chat(system=system, messages=[*turns, *ASKED["messages"]])
+    (request,) = convert_chat(converted.chat, Defaults(max_choices=1), "").requests
+    assert [(one.role, one.content[0].text) for one in request.chat.messages] == [
+        ("system", "You help.\nBe brief.\n\nNow."),
+        ("user", "hi\n\nLater.\n\nhi"),
     ]
+    assert converted.messages == ("system", "messages[0]", "messages[1]")
 
 
 def test_blocks_become_messages_with_reasoning_calls_and_results() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from inflight.gateway.responses.bodies import (
     parse_responses,
 )
 from inflight.gateway.responses.form import ResponseForm
+from inflight.gateway.responses.tools import InputText, set_inputs
 from inflight.v1 import inference_pb2
 
 ANSWER = AnswerId("chatcmpl-12ab", 1700000000)
@@ -133,7 +135,18 @@ def test_what_has_no_effect_is_taken() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": 5}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark"}}]},
+         "tools[0].format.definition"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "text", "definition": "x"}}]},
+         "tools[0].format.definition"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [F], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
+         "tool_choice.tools"),
+        ({"client_metadata_": {}}, "client_metadata_"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "1", "name": "f"}]}, "input[0].input"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "some"}, "tool_choice"),
@@ -142,8 +155,8 @@ def test_what_has_no_effect_is_taken() -> None:
         ({"tools": [F], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0].call_id"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"reasoning": {"summary": "all"}}, "reasoning.summary"),
+        ({"include": [5]}, "include[0]"),
         ({"input": None}, "input"),
         ({"input": 5}, "input"),
         ({"input": [5]}, "input[0]"),
@@ -156,10 +169,10 @@ def test_what_has_no_effect_is_taken() -> None:
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.name"),
-        ({"tools": [F], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tools": [F], "tool_choice": {"type": "custom"}}, "tool_choice.name"),
         ({"tools": [F], "tool_choice": 5}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"temperature": "warm"}, "temperature"),
         ({"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
@@ -190,6 +203,10 @@ def test_errors_about_a_chat_name_the_parameters_of_this_api() -> None:
     assert restored("response_format.json_schema.schema")[0] == "text.format.schema"
     assert restored("reasoning_effort")[0] == "reasoning.effort"
     assert restored("tools[3].function.parameters") == ("tools[3].parameters", "tools[3].parameters: is wrong")
+    tools = replace(names, of_tools=("tools[1]", "tools[2].tools[0]"))
+    wrong = tools.restored(ApiError(400, "tools[1].function.input_grammar: is wrong", param="tools[0].function.name"))
+    assert wrong.text == "tools[2].tools[0].format.definition: is wrong"
+    assert wrong.param == "tools[1].name"
     assert restored("messages[2].tool_call_id")[0] == "input[3].call_id"
     assert restored("temperature")[0] == "temperature"
 
@@ -282,6 +299,134 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     }  # fmt: skip
     assert (second["call_id"], second["name"], second["arguments"]) == ("call_2", "g", "{}")
     assert events[-1]["response"]["tools"][0] == F
+
+
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+PATCH = {"type": "custom", "name": "patch", "description": "Edits.", "format": LARK}
+SPACE = {"type": "namespace", "name": "mcp__db", "description": "A database.", "tools": [F, {**PATCH, "name": "p"}]}
+BOX = {"type": "namespace", "name": "box__", "tools": [{**F, "name": "g", "defer_loading": True}]}
+REGEX = {"type": "custom", "name": "r", "format": {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}}
+
+
+def test_custom_tools_and_namespaces_are_functions_of_a_chat() -> None:
+    tools = [{"type": "web_search", "external_web_access": True}, PATCH, SPACE, BOX, REGEX]
+    body = parsed(tools=[*tools, {"type": "custom", "name": "free"}])
+    chat, names = chat_body(body)
+    functions = convert_chat(chat, Defaults(max_choices=1), "").requests[0].chat.functions
+    set_inputs(functions, body.offered)
+    assert [one.name for one in functions] == ["patch", "mcp__db__f", "mcp__db__p", "box__g", "r", "free"]
+    assert names.of_tools[1:4] == ("tools[2].tools[0]", "tools[2].tools[1]", "tools[3].tools[0]")
+    assert functions[0].description == f"Edits.\n\nThe input is a text of this Lark grammar:\n{LARK['definition']}"
+    assert functions[1].description == "A database.\n\nd"
+    forms = [(one.input_grammar, one.input_regex) for one in functions]
+    assert forms == [(LARK["definition"], ""), ("", ""), (LARK["definition"], ""), ("", ""), ("", "[0-9]+"), ("", "")]
+    assert all(json.loads(functions[place].parameters)["required"] == ["input"] for place in (0, 2, 4, 5))
+    assert body.unused == ["tools[0]", "tools[3].tools[0].defer_loading"]
+
+
+def test_choice_may_name_custom_tools_and_those_of_namespaces() -> None:
+    allowed = [{"type": "custom", "name": "patch"}, {"type": "web_search"}, {"type": "function", "name": "f"}]
+    for choice, chosen in (
+        ({"type": "custom", "name": "patch"}, ["patch"]),
+        ({"type": "function", "name": "f", "namespace": "mcp__db"}, ["mcp__db__f"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": allowed}, ["patch", "f"]),
+    ):
+        (request,) = asked(tools=[PATCH, F, SPACE], tool_choice=choice)[0].requests
+        assert request.tool_choice.names == chosen
+        assert request.tool_choice.mode == inference_pb2.ToolChoice.MODE_REQUIRED
+
+
+def test_hints_are_taken_and_named() -> None:
+    body = parsed(
+        client_metadata={"x": "y"},
+        prompt_cache_retention="24h",
+        include=["reasoning.encrypted_content", "message.output_text.logprobs"],
+        reasoning={"summary": "auto", "effort": "low"},
+        text={"verbosity": "low"},
+        service_tier="priority",
+        prompt_cache_key="k",
+        input=[
+            {"role": "user", "content": "hi"},
+            {"type": "web_search_call", "id": "ws", "action": {"type": "search"}},
+        ],
+    )
+    chat_body(body)
+    hints = ["client_metadata", "prompt_cache_retention", "include[0]", "reasoning.summary", "text.verbosity"]
+    assert body.unused == [*hints, "input[1]"]
+    neutral = parsed(reasoning={"summary": "none"}, text={"verbosity": "medium"}, store=False)
+    assert neutral.unused == []
+
+
+def test_calls_of_every_kind_go_back_with_their_results() -> None:
+    texts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    action = {"type": "exec", "command": ["ls"]}
+    items = [
+        {
+            "type": "custom_tool_call",
+            "id": "ctc",
+            "status": "completed",
+            "call_id": "1",
+            "name": "patch",
+            "input": 'a"\n',
+        },
+        {"type": "custom_tool_call_output", "call_id": "1", "output": texts},
+        {"type": "function_call", "call_id": "2", "name": "f", "namespace": "mcp__db", "arguments": "{}"},
+        {"type": "local_shell_call", "id": "3", "call_id": None, "status": "completed", "action": action},
+        {"type": "function_call_output", "call_id": "2", "output": "x"},
+        {"type": "local_shell_call_output", "id": "3", "output": "y"},
+        {"type": "additional_tools", "role": "developer", "tools": [PATCH]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "hm"}], "encrypted_content": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "z"}], "end_turn": True},
+    ]
+    (request,) = asked(input=items)[0].requests
+    assert [one.name for one in request.chat.functions] == ["patch"]
+    said = [(one.role, one.tool_call_id, "".join(part.text for part in one.content)) for one in request.chat.messages]
+    assert said == [
+        ("assistant", "", ""), ("tool", "1", "a\nb"), ("assistant", "", ""), ("tool", "2", "x"), ("tool", "3", "y"),
+        ("assistant", "", "z"),
+    ]  # fmt: skip
+    calls = [(call.id, call.name, call.arguments) for one in request.chat.messages for call in one.tool_calls]
+    assert calls == [
+        ("1", "patch", '{"input": "a\\"\\n"}'), ("2", "mcp__db__f", "{}"), ("3", "local_shell", json.dumps(action)),
+    ]  # fmt: skip
+    assert request.chat.messages[-1].reasoning == "hm"
+
+
+def test_leading_messages_of_the_system_are_one() -> None:
+    developer = {"role": "developer", "content": [{"type": "input_text", "text": "B"}]}
+    user = {"role": "user", "content": "hi"}
+    assert messages_of(instructions="A", input=[developer, developer, user, developer]) == [
+        ("system", "A\n\nB\n\nB"), ("user", "hi"), ("system", "B"),
+    ]  # fmt: skip
+
+
+def test_calls_of_custom_tools_and_namespaces_are_items_of_their_own() -> None:
+    arguments = json.dumps({"input": 'é "\n😀\\'})
+    parts: list[Part] = [ToolCallPart(0, "call_1", "patch", "")]
+    parts += [ToolCallPart(0, "", "", one) for one in arguments]
+    parts.append(ToolCallPart(1, "call_2", "mcp__db__f", "{}"))
+    events = streamed(parts, FinishReason.STOP_TOKEN, tools=[PATCH, SPACE])
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    assert deltas == list('é "\n😀\\')
+    assert kinds[2:3] + kinds[3 + len(deltas) :] == [
+        "output_item.added", "custom_tool_call_input.done", "output_item.done", "output_item.added",
+        "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    custom, function = events[-1]["response"]["output"]
+    assert custom == {
+        "id": "ctc_12ab_0", "type": "custom_tool_call", "status": "completed", "call_id": "call_1", "name": "patch",
+        "input": 'é "\n😀\\',
+    }  # fmt: skip
+    assert (function["name"], function["namespace"], function["arguments"]) == ("f", "mcp__db", "{}")
+
+
+@pytest.mark.parametrize("text", ["\\ud800x", "\\ud800\\ud83d\\ude00", "\\udc00", "\\u00e9\\/"])
+def test_escapes_in_the_input_of_a_custom_tool_are_decoded_wherever_it_is_cut(text: str) -> None:
+    whole = json.loads(f'"{text}"').encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    for cut in range(len(text)):
+        reader = InputText()
+        assert "".join(map(reader.feed, ('{"in', f'put" : "{text[:cut]}', f'{text[cut:]}"}}'))) == whole
 
 
 def test_tools_are_those_of_a_chat() -> None:

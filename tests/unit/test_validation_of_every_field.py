@@ -46,6 +46,8 @@ SUPPORTED = frozenset(
         "chat.functions.description",
         "chat.functions.parameters",
         "chat.functions.strict",
+        "chat.functions.input_regex",
+        "chat.functions.input_grammar",
         "chat.reasoning_effort",
         "chat.thinking_token_budget",
         "tool_choice.mode",
@@ -194,6 +196,10 @@ def request_for(path: str) -> inference_pb2.GenerateRequest:
             message.tool_calls.add(name="f")
         if path.startswith(("chat.functions", "tool_choice.")):
             request.chat.functions.extend(inference_pb2.Function(name=name) for name in ("f", "h"))
+        if path.startswith("chat.functions.input"):
+            request.chat.functions[
+                0
+            ].parameters = '{"properties": {"input": {"type": "string"}}, "required": ["input"]}'
         request.output.parts = path == "chat.thinking_token_budget"
     elif path not in ("text_bytes", "token_ids.ids"):
         request.text = "hello"

@@ -25,24 +25,25 @@ FOLDER = Path(__file__).parents[2] / ".clients" / "agents"
 CLAUDE_CODE = "@anthropic-ai/claude-code@2.1.197"
 
 
-@pytest.fixture(scope="session")
-def claude() -> Path:
-    """Claude Code, fetched once."""
-    command = FOLDER / "node_modules" / ".bin" / "claude"
+def fetched(package: str, command: str) -> Path:
+    """Returns the command of an npm package ("name@version"), fetched once; skips where npm cannot."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with FileLock(FOLDER / ".lock"):
-        if not command.exists():
-            fetched = subprocess.run(
-                ["npm", "install", "--prefix", str(FOLDER), "--no-audit", "--no-fund", CLAUDE_CODE],
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            if fetched.returncode:
-                pytest.skip(f"npm cannot fetch {CLAUDE_CODE}: {fetched.stderr.strip()[-200:]}")
-    return command
+    folder = FOLDER / package.replace("/", "+")
+    path = folder / "node_modules" / ".bin" / command
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        if not path.exists():
+            install = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", package]
+            done = subprocess.run(install, capture_output=True, text=True, timeout=300)
+            if done.returncode:
+                pytest.skip(f"npm cannot fetch {package}: {done.stderr.strip()[-200:]}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def claude() -> Path:
+    return fetched(CLAUDE_CODE, "claude")
 
 
 async def test_claude_code_reads_a_file_and_says_what_it_has(claude: Path, tmp_path: Path) -> None:

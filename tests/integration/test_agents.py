@@ -128,6 +128,7 @@ OPENCODE = Agent(
                     "models": {"{model}": {}},
                 }
             },
+            "agent": {"title": {"disable": True}},
             "autoupdate": False,
         }
     },

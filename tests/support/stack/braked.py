@@ -10,9 +10,12 @@ output so far reaches the clients.
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import os
 import select
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +48,12 @@ class ProcessBrake:
     def permit(self, num_steps: int) -> None:
         assert self._pipe is not None
         os.write(self._pipe, bytes(num_steps))
+
+    async def until_waited_for(self) -> None:
+        """Permits one step, and returns when an executor has taken the permission. It waits for the next one then."""
+        self.permit(1)
+        while any(fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4))):
+            await asyncio.sleep(0.01)
 
     def release(self) -> None:
         """Lets all go on; does nothing if the brake is not held."""

@@ -1,4 +1,5 @@
-"""Coding agents from npm, unmodified, in front of a router with written answers: a round with a tool."""
+"""Coding agents and Anthropic's client from npm, unmodified, in front of a router with written answers: a round with a
+tool."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[2] / ".clients" / "agents"
 QUESTION = "Read the file."
+ANTHROPIC_TYPESCRIPT = "@anthropic-ai/sdk@1.14.0"
+DRIVER = Path(__file__).parents[1] / "clients" / "drive_anthropic.mjs"
 
 
 def fetched(package: str, command: str) -> Path:
@@ -178,3 +181,24 @@ async def test_agent_reads_a_file_and_says_what_it_has(agent: Agent, tmp_path: P
     async with gateway_of(ScriptedRouter(script)) as gateway:
         assert "It is 4711." in await agent.run(gateway.url, "smol", tmp_path)
     assert [len(results) for results in rounds] == [0, 1]
+
+
+async def test_anthropics_client_for_typescript_gets_texts_and_calls(tmp_path: Path) -> None:
+    folder = fetched(ANTHROPIC_TYPESCRIPT, "anthropic-ai-sdk").parents[2]
+    call = ("add", '{"a": 1}')
+
+    def script(request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.StreamEvent]:
+        results = [part.text for one in request.chat.messages if one.role == "tool" for part in one.content]
+        text = f"It is {results[0]}." if results else "I add.\n" + written(BY_NAME["hermes"], [call])
+        yield from spoken(HERMES, text if request.chat.functions else "<think>\nHm.</think>\n\nHello there.")
+
+    async with gateway_of(ScriptedRouter(script)) as gateway:
+        said = json.loads(await _printed(["node", str(DRIVER), str(folder), gateway.url, "smol"], tmp_path, {}))
+    thinking, text = said["whole"]
+    assert (thinking["thinking"], text) == ("Hm.", {"type": "text", "text": "Hello there."})
+    assert [block["type"] for block in said["streamed"]] == ["thinking", "text"]
+    assert said["streamed"][1] == text
+    assert said["pieces"] > 1
+    assert said["stops"] == ["end_turn", "end_turn", "tool_use", "end_turn"]
+    assert (said["use"]["name"], said["use"]["input"]) == ("add", {"a": 1})
+    assert said["answer"] == [{"type": "text", "text": "It is 3."}]

@@ -13,7 +13,7 @@ from tests.integration.test_chat_texts import speaking_tokenizer
 from tests.integration.test_gateway import metric
 from tests.integration.test_hostile_clients import dispatcher_of, until
 from tests.support.stack.cluster import Cluster
-from tests.support.stack.gateways import ANY_KEY, RunningGateway, events_of
+from tests.support.stack.gateways import ANY_KEY, RunningGateway, ServerSentEvent, events_of
 
 ASKED: dict[str, Any] = {"max_tokens": 9, "messages": [{"role": "user", "content": "t1 t2"}]}
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0, "ignore_eos": True}}
@@ -89,7 +89,7 @@ async def test_message_that_was_left_continues_after_its_last_event(
     asked = {"model": pool, **ASKED, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "resume_ttl_s": 60}
     async with events_of(url, asked) as events:
         whole = [event.value async for event in events]
-    brake, known = cluster.executors[0].brake, []
+    brake, known = cluster.executors[0].brake, list[ServerSentEvent]()
     brake.hold()
     brake.permit(9)
     async with events_of(url, asked) as events:

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken
@@ -37,9 +38,10 @@ def save_fixed_model(folder: Path, texts: Mapping[str, str], template: str) -> d
     tokenizer.add_tokens([AddedToken(start, special=True) for start in answers])
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in used])
     tokenizer.save_pretrained(folder)
-    chains = [
-        tokenizer.convert_tokens_to_ids([start, *pieces, str(tokenizer.eos_token)]) for start, pieces in answers.items()
-    ]
+    chains: list[list[int]] = []
+    for start, pieces in answers.items():
+        token_ids: Any = tokenizer.convert_tokens_to_ids([start, *pieces, str(tokenizer.eos_token)])
+        chains.append(token_ids)
     _network(len(tokenizer), chains).save_pretrained(folder)
     return {start: len(pieces) for start, pieces in answers.items()}
 
@@ -59,7 +61,7 @@ def _pieces(text: str, used: set[str]) -> Iterator[str]:
             yield piece
 
 
-def _network(vocabulary_size: int, chains: list[list[int]]) -> LlamaForCausalLM:
+def _network(vocabulary_size: int, chains: list[list[int]]) -> Any:
     config = LlamaConfig(
         vocab_size=vocabulary_size,
         hidden_size=HIDDEN_SIZE,
@@ -75,8 +77,8 @@ def _network(vocabulary_size: int, chains: list[list[int]]) -> LlamaForCausalLM:
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        network = LlamaForCausalLM(config)
-        embeddings, successors = network.get_input_embeddings().weight, network.lm_head.weight
+        network: Any = LlamaForCausalLM(config)
+        embeddings, successors = network.model.embed_tokens.weight, network.lm_head.weight
         embeddings.copy_(torch.nn.functional.normalize(torch.randn_like(embeddings), dim=-1))
         successors.zero_()
         for chain in chains:

@@ -52,6 +52,7 @@ class ProcessBrake:
     async def until_waited_for(self) -> None:
         """Permits one step, and returns when an executor has taken the permission. It waits for the next one then."""
         self.permit(1)
+        assert self._pipe is not None
         while any(fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4))):
             await asyncio.sleep(0.01)
 

@@ -67,7 +67,7 @@ async def test_agent_finishes_its_round_when_an_executor_is_killed_in_the_call(a
         brake.release()
         assert "It is 4711." in await running
         # It has not sent its request again: its stream went on.
-        async with httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient(timeout=PATIENCE_S) as http:
             metrics = (await http.get(f"{url}/metrics")).text
         counted = re.findall(
             r'^inflight_gateway_requests_total{route="(/v1/[^"]*)",status="(\d+)"} (\S+)', metrics, re.M

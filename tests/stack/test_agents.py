@@ -15,7 +15,7 @@ from inflight import AsyncClient
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
-from tests.integration.test_agents import AGENTS, Agent
+from tests.integration.test_agents import AGENTS, Agent, fetched
 from tests.support.checkpoints.fixed_answers import save_fixed_model
 from tests.support.stack.braked import ProcessBrake
 from tests.support.stack.executors_linked import wait_for_executors
@@ -43,6 +43,7 @@ TEMPLATE = (
 
 @pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)
 async def test_agent_finishes_its_round_when_an_executor_is_killed_in_the_call(agent: Agent, tmp_path: Path) -> None:
+    fetched(agent.package, agent.command)  # or the test is skipped
     secret = tmp_path / "secret.txt"
     secret.write_text("the number is 4711\n")
     texts = {CALLS: "I read it.\n" + written(BY_NAME["hermes"], [agent.call(secret)]), ANSWERS: "It is 4711."}

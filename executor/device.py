@@ -76,6 +76,13 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def is_lost(error: Exception) -> bool:
+    """Returns whether an error of a step shows that its device computes no more. CUDA keeps every error except a lack
+    of memory: each later call on the device fails, too. Triton reports those of its launches as RuntimeError."""
+    comes_from_device = isinstance(error, torch.AcceleratorError) or str(error).startswith("Triton Error [CUDA]")
+    return comes_from_device and "out of memory" not in str(error)
+
+
 class StepTimer:
     """Begin and end of a step on the GPU, by events in its stream; on a CPU by the host's clock."""
 

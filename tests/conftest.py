@@ -98,6 +98,9 @@ for name, num_examples in (("fixed", 100), ("short", 25)):
 settings.register_profile("explore", deadline=None, print_blob=True, phases=PHASES, suppress_health_check=BUSY)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
+# Of each log of a test that has failed.
+LOG_LINES = 20
+
 _pool_numbers = itertools.count()
 
 
@@ -128,11 +131,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """After a failure, which leaves sockets and event loops open, a warning about one of them that is collected during
-    another test does not fail that test."""
+    another test does not fail that test. The report has the ends of the logs of the test's processes."""
     report = yield
     if report.failed:
+        report.sections += last_words(item)
         item.config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
     return report
+
+
+def last_words(item: pytest.Item) -> Iterator[tuple[str, str]]:
+    """The ends of the logs in the folders of the test and of its stacks."""
+    arguments = getattr(item, "funcargs", {}).values()
+    folders = {one for one in arguments if isinstance(one, Path) and one.is_dir()}
+    folders |= {one.options.run_dir for one in arguments if hasattr(getattr(one, "options", None), "run_dir")}
+    for path in sorted({path for folder in folders for path in folder.rglob("*.log") if path.is_file()}):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield f"end of {path.name}", "\n".join(lines[-LOG_LINES:])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,7 +28,7 @@ from inflight.bench.report.page import write_report
 from inflight.bench.targets.command_errors import with_command_errors
 from inflight.cli.console import EXIT_FAILURE, run_in_foreground
 
-LEAK_TIMEOUT_S = 30.0
+LEAK_TIMEOUT_S = 90.0
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ breaks in the middle of one has to get right. Written without torch, which only 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,16 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     """Makes a Hugging Face folder in `folder` and returns it; the same seed makes the same model."""
     model_folder = folder / NAME
     model_folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = _write_tokenizer(model_folder)
+    vocabulary = write_tokenizer(model_folder)
     (model_folder / "config.json").write_text(json.dumps(_configuration(len(vocabulary), vocabulary[END])))
     save_file(_weights(len(vocabulary), seed), model_folder / "model.safetensors", metadata={"format": "pt"})
     return model_folder
 
 
-def _write_tokenizer(folder: Path) -> dict[str, int]:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+def write_tokenizer(folder: Path, more_texts: Sequence[str] = ()) -> dict[str, int]:
+    """Writes a tokenizer of bytes and returns its vocabulary. Ids of `more_texts` are read by nothing, and written."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *more_texts]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])

@@ -6,7 +6,8 @@ launched while the device computes step N, and only then step N is retired. With
 it (`PendingStep.allows_next`), a step is retired before the next one is planned.
 
 A step that fails, at launch or when its tokens are read, ends its own sequences only. If the loop cannot continue (a
-bug, a lost device, or a device on which every step fails), the thread calls `on_death` and ends.
+bug, a lost device, or a device on which every step fails), the thread calls `on_death` and ends. The sequences of a
+step whose device is lost do not end with it: routers continue them elsewhere.
 
 All input reaches the loop through its inbox, and all output leaves through `publish`, in order. No other thread touches
 the scheduler. An idle engine blocks on the inbox and uses no processor time.
@@ -23,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from inflight.executor.device import is_lost
 from inflight.executor.engine.commands import (
     CancelCommand,
     Command,
@@ -47,8 +49,8 @@ from inflight.executor.scheduler.step_record import NO_TIMES, DeviceTimes, LoopP
 log = logging.getLogger(__name__)
 
 # Consecutive failed steps until the device counts as lost. Each failure ends other sequences than the previous one, so
-# an impossible prompt or a moment without memory does not reach this number. A GPU whose context is lost fails every
-# step.
+# an impossible prompt or a moment without memory does not reach this number. A GPU whose context is lost ends it sooner
+# (`is_lost`).
 MAX_FAILURES = 16
 # Commands that are executed before a step. A submit takes about 15 µs, so a burst delays the running sequences by at
 # most 2 ms per step. It is more than the sequences that most executors hold, which can be cancelled all at once.
@@ -295,6 +297,8 @@ class Engine:
         except DeviceLostError:
             raise
         except Exception as error:
+            if is_lost(error):
+                raise DeviceLostError(str(error).partition("\n")[0]) from error
             log.exception("step %d failed", self.num_steps)
             self._num_failures += 1
             if self._num_failures == MAX_FAILURES:

@@ -5,6 +5,7 @@
     native          the C++ code                                               a CPU
     native_ranks    the C++ code, a shard of the weights on each rank          CPUs
     gpu             fused products and Triton kernels, by CUDA graphs          a GPU
+    gpu_network     the network of transformers, in the steps of `gpu`         a GPU
     gpu_ranks       the same, a shard of the weights on each rank              GPUs
 
 A new way is one more module here, and its choice in `executor/model/loader.py`. A forward pass has the weights and no

@@ -12,10 +12,9 @@ from torch import Tensor
 from inflight.executor.attention.flashinfer import NAME as FLASHINFER
 from inflight.executor.attention.flashinfer import FlashInfer
 from inflight.executor.attention.kv_layout import KvLayout
-from inflight.executor.device import free_device_bytes
 from inflight.executor.engine.runner import StepSizes
 from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
-from inflight.executor.forward.gpu_memory import working_bytes
+from inflight.executor.forward.gpu_memory import free_beside_steps
 from inflight.executor.gpu.decoder import GpuDecoder
 from inflight.executor.gpu.runner import Followers, GpuRunner
 from inflight.executor.step.batch import StepBatch
@@ -41,10 +40,7 @@ class GpuForward(Forward):
         return AdapterMemory.of(self.decoder)
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
-        if free_device_bytes(self.layout.device) is None:
-            return None  # as in the tests, without a GPU
-        used = working_bytes(self.decoder, self.layout, sizes)
-        return (free_device_bytes(self.layout.device) or 0) - used
+        return free_beside_steps(self.decoder, self.layout, sizes)
 
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         with torch.inference_mode():

@@ -16,8 +16,7 @@ from inflight.executor.step.batch import StepBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransformersForward(Forward):
-    """`Forward` of a network that calls attention through transformers' interface. On a GPU steps use the memory that
-    the fraction for the KV leaves free."""
+    """`Forward` of a network that calls attention through transformers' interface."""
 
     network: PreTrainedModel
     layout: KvLayout

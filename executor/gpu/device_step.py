@@ -19,6 +19,7 @@ from inflight.executor.attention.backend import LayerKv, StepAttention
 from inflight.executor.engine.runner import NO_TOKEN
 from inflight.executor.gpu.decoder import GpuDecoder
 from inflight.executor.gpu.graphs import Bucket, Capture, Graph, bucket_of, decode_buckets
+from inflight.executor.gpu.network import NetworkDecoder
 from inflight.executor.gpu.sampling import DrawRows, draw
 from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout
@@ -31,7 +32,7 @@ class DeviceStep:
 
     def __init__(
         self,
-        decoder: GpuDecoder,
+        decoder: GpuDecoder | NetworkDecoder,
         kv: Sequence[LayerKv],
         buffers: StepBuffers,
         block_size: int,
@@ -43,8 +44,8 @@ class DeviceStep:
         self.kv = kv
         self.block_size = block_size
         self.num_adapters = decoder.num_adapter_slots
-        self.logits = _empty_rows(max_num_logits, decoder.shape.vocabulary_size, decoder.head)
-        self._states = _empty_rows(max_num_states, decoder.shape.hidden_size, decoder.head)
+        self.logits = _empty_rows(max_num_logits, decoder.vocabulary_size, decoder.head)
+        self._states = _empty_rows(max_num_states, decoder.head.shape[1], decoder.head)
         self._decoder = decoder
         # Whether there may be logits of other ranks.
         self._has_others = True
@@ -65,7 +66,7 @@ class DeviceStep:
         self.drop_others()
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, layout.num_sequences, self.block_size)
-        states = self._decoder.states(batch, self.kv, self.buffers.row_groups(layout))
+        states = self._fused.states(batch, self.kv, self.buffers.row_groups(layout))
         self._states[: layout.num_tokens] = states
 
     def finish(self, layout: StepLayout) -> None:
@@ -73,13 +74,13 @@ class DeviceStep:
         num_logits = layout.num_logits + layout.num_scored
         if num_logits:
             states = self._states[self.buffers.logit_rows(layout)]
-            self._decoder.logits(states, self.logits[:num_logits])
+            self._fused.logits(states, self.logits[:num_logits])
             self._draw(layout)
 
     def drop_others(self) -> None:
         """Makes the logits of other ranks -inf."""
         if self._decoder.ranks is not None and self._has_others:
-            own = self._decoder.own_ids
+            own = self._fused.own_ids
             self.logits[:, : own.start] = float("-inf")
             self.logits[:, own.stop :] = float("-inf")
             self._has_others = False
@@ -87,7 +88,7 @@ class DeviceStep:
     def gather_logits(self, num_rows: int) -> None:
         """Fills in the first rows of logits of other ranks. All ranks must call it."""
         if self._decoder.ranks is not None:
-            self._decoder.gather_logits(self.logits[:num_rows])
+            self._fused.gather_logits(self.logits[:num_rows])
             self._has_others = True
 
     def gather_and_draw(self, layout: StepLayout) -> None:
@@ -106,6 +107,12 @@ class DeviceStep:
         """Gives all ranks the tokens of rank 0."""
         if self._decoder.ranks is not None:
             self._decoder.ranks.broadcast(self.buffers.sampled_ids[:num_rows])
+
+    @property
+    def _fused(self) -> GpuDecoder:
+        """The decoder, where only this kind is possible: for graphs of chunks, and with ranks."""
+        assert isinstance(self._decoder, GpuDecoder)
+        return self._decoder
 
     def _draw(self, layout: StepLayout) -> None:
         if layout.num_logits:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from inflight.executor.attention.backend import LayerKv, StepAttention
@@ -29,6 +30,7 @@ from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
 from inflight.executor.gpu.graph_check import AttentionCheck, GraphCheck
 from inflight.executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
 from inflight.executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
+from inflight.executor.gpu.network import NetworkDecoder
 from inflight.executor.gpu.pending import GpuStep, ReadBack
 from inflight.executor.gpu.processing import Processing, name_excluded
 from inflight.executor.gpu.step_buffers import StepBuffers
@@ -80,11 +82,11 @@ class Followers(Protocol):
 
 
 class GpuRunner:
-    """`StepRunner` of a model of the common family on a GPU. `prepare` must precede the first launch."""
+    """`StepRunner` of a model on a GPU. `prepare` must precede the first launch."""
 
     def __init__(
         self,
-        decoder: GpuDecoder,
+        decoder: GpuDecoder | NetworkDecoder,
         kv: Sequence[LayerKv],
         limits: SchedulerLimits,
         block_size: int,
@@ -101,7 +103,7 @@ class GpuRunner:
         num_seats, max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
         self._device = decoder.head.device
         self._limits = limits
-        self._vocabulary_size = decoder.shape.vocabulary_size
+        self._vocabulary_size = decoder.vocabulary_size
         self._inputs = StepInputs(limits, block_size, self._vocabulary_size)
         self._follower = TableFollower(num_seats, max_blocks)
         most_logits = limits.max_num_yields
@@ -126,8 +128,7 @@ class GpuRunner:
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
         self._newest: GpuStep | None = None
-        shape = decoder.shard.shape(decoder.shape)
-        self._group = shape.num_heads // shape.num_kv_heads
+        self._group = decoder.group
         self._flashinfer = flashinfer
         self._followers = followers
 
@@ -216,6 +217,12 @@ class GpuRunner:
         assert bucket is not None
         with torch.inference_mode():
             self._graphed.compute(self._graphed.form_in(bucket))
+
+    @property
+    def newest_logits(self) -> Tensor:
+        """The logits of the step launched last, `[R + Q, vocabulary]` and rows without meaning behind, for
+        measurements."""
+        return self._step.logits
 
     def close(self) -> None:
         """Waits for the launched steps."""

@@ -177,6 +177,10 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         why = chosen or f"the attention backend is {backend.name}"
         raise ModelError(f"tensor parallelism needs the native forward pass on a CPU or GPU, and {why}")
     _open_flashinfer(weights, None, backend_name)
+    if backend.name == "triton":
+        from inflight.executor.forward.gpu_network import GpuNetworkForward  # imports triton, which only this needs
+
+        return _Chosen(GpuNetworkForward(network, weights.layout, read_vocabulary_size(network)), {})
     pack_linears(network)
     return _Chosen(TransformersForward(network, weights.layout), {})
 

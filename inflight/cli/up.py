@@ -155,7 +155,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts a private Redis, executors, routers and optionally a gateway on this machine, and waits "
         "until they serve. Ctrl-C stops them; a second Ctrl-C kills them.",
     )
-    parser.add_argument("--executors", type=int, default=1, metavar="N", help="number of executors (default: 1)")
+    parser.add_argument(
+        "--executors",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of executors, each with GPUs of its own (default: 1)",
+    )
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
     parser.add_argument(
         "--model",

@@ -72,7 +72,9 @@ class StackOptions:
         return frozenset(router | gateway)
 
 
-def executor_command(options: StackOptions, name: str, address: str, http_address: str = "") -> list[str]:
+def executor_command(
+    options: StackOptions, name: str, address: str, http_address: str = "", device_index: int | None = None
+) -> list[str]:
     """Returns the command line of one executor."""
     model = [] if options.model is None else ["--model", options.model]
     common = ["--listen", address, "--executor-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
@@ -82,7 +84,8 @@ def executor_command(options: StackOptions, name: str, address: str, http_addres
     certificates = options.certificates
     tls = ["--insecure"] if certificates is None else _flags(certificates.executor_settings())
     http = _http_flags(http_address)
-    return [*options.program, "executor", *common, *threads, *tls, *http, *model, *options.executor_args]
+    device = [] if device_index is None else ["--device-index", str(device_index)]
+    return [*options.program, "executor", *common, *threads, *tls, *http, *model, *device, *options.executor_args]
 
 
 def router_command(

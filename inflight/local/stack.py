@@ -27,7 +27,9 @@ from redis.exceptions import RedisError
 
 from inflight.common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
 from inflight.common.rpc.server import ListenError, check_listen
+from inflight.common.settings import SettingError
 from inflight.local.certificates import make_certificates
+from inflight.local.gpus import devices_of, num_gpus
 from inflight.local.options import (
     STOP_GRACE_S,
     StackOptions,
@@ -96,6 +98,7 @@ class LocalStack:
         self._lock: RunFolderLock | None = None
         self._redis: PrivateRedis | None = None
         self._credentials: grpc.ChannelCredentials | None = None
+        self._devices: list[int | None] = []
         self.redis_url = options.redis_url or ""
         self.executors: list[ChildProcess] = []
         self.routers: list[ChildProcess] = []
@@ -140,6 +143,7 @@ class LocalStack:
         self._lock = _lock_run_folder(self.options)
         try:
             self._check_chosen_ports()
+            self._assign_devices()
             self._make_certificates()
             await self._start_redis()
             await self._start_servers()
@@ -188,6 +192,12 @@ class LocalStack:
                 holder = holder_of(port or 0)
                 by = "" if holder is None else f" by {holder.command} (pid {holder.pid})"
                 raise StackError(f"{error}{by}; choose another port with {flag}", is_setting=True) from None
+
+    def _assign_devices(self) -> None:
+        try:
+            self._devices = devices_of(self.options, num_gpus())
+        except (ValueError, SettingError) as error:
+            raise StackError(str(error), is_setting=True) from None
 
     def _make_certificates(self) -> None:
         made = self.options.certificates
@@ -247,9 +257,9 @@ class LocalStack:
         options = self.options
         # All at once, so that they differ: two for each executor and router.
         ports = iter(free_ports(options.host, 2 * (options.executors + options.routers) + options.gateways))
-        for index in range(options.executors):
+        for index, device in enumerate(self._devices):
             address, http, name = _loopback(next(ports)), _loopback(next(ports)), f"executor-{index}"
-            command = executor_command(options, name, address, http)
+            command = executor_command(options, name, address, http, device)
             self.executors.append(await self._start_child(name, "executor", address, command, http))
         executors = tuple(executor.address for executor in self.executors)
         for index in range(options.routers):

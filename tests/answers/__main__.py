@@ -22,7 +22,7 @@ from inflight.cli.console import EXIT_FAILURE, run_in_foreground, run_main
 from tests.answers.load import Answers
 from tests.answers.verdict import Verdict
 
-LEAK_TIMEOUT_S = 30.0
+LEAK_TIMEOUT_S = 90.0
 
 
 def main(argv: Sequence[str]) -> int:

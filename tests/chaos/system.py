@@ -23,7 +23,7 @@ PATIENCE_S = 90.0
 
 # A sequence with so many output tokens waits for the brake, while it is held.
 BRAKED_FROM = 20
-STEP_INTERVAL_S = 0.02
+STEP_INTERVAL_S = 0.05
 
 LONG = SampleRequest("long", SampleKind.IDS, 220, prompt_ids=tuple(range(40, 60)))
 SHORT = SampleRequest("short", SampleKind.IDS, 24, prompt_ids=(7, 8, 9, 10, 11, 12, 13, 14))
@@ -97,11 +97,15 @@ class System:
         await self.learn(*samples)
         self.brake.hold()
         readings = [self.read(sample) for sample in samples]
+        await self.step_until(readings, num_tokens)
+        return readings
+
+    async def step_until(self, readings: list[Reading], num_tokens: int) -> None:
+        """Permits steps, and returns when each request has brought so many tokens. The brake is held."""
         async with asyncio.timeout(PATIENCE_S):
             while any(reading.observed.num_tokens < num_tokens for reading in readings):
-                self.brake.permit(1)
+                self.brake.permit_next()
                 await asyncio.sleep(STEP_INTERVAL_S)
-        return readings
 
     async def finish(self, readings: list[Reading]) -> float:
         """Releases the brake, reads to the end, checks every token, and returns the longest pause."""

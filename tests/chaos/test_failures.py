@@ -71,8 +71,7 @@ async def test_client_goes_on_by_itself_when_a_router_is_killed(system: System, 
         if any(reading.stream.num_resumes for reading in readings):
             break
         router.send(signal.SIGKILL)
-        system.brake.release()
-        await asyncio.gather(*(reading.until(lambda o: o.num_tokens > 60) for reading in readings))
+        await system.step_until(readings, 60)
     record_property("longest_pause_s", await system.finish(readings))
     assert any(reading.stream.num_resumes for reading in readings)
     await system.whole()

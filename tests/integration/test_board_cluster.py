@@ -12,6 +12,7 @@ from playwright.async_api import Locator, expect
 
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
+from tests.integration.test_hostile_clients import until
 from tests.support.board.browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, chromium, opened
 from tests.support.stack.cluster import Brake, RunningRouter, run_cluster, token_request
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=NO_CHROMIUM)
 SETTINGS = RouterSettings(http_listen="127.0.0.1:0", no_executor_grace_s=60.0)
 NUM_SEATS = 4
 NUM_TOKENS = 24
-STEP_PATIENCE_MS = 3000
+STEP_PATIENCE_MS = 5000
 
 
 async def answered(router: RunningRouter, number: int) -> None:
@@ -46,7 +47,8 @@ async def stepped_until(brake: Brake, seats: Locator, says: str) -> None:
 
 async def test_board_shows_real_requests_boarding_waiting_and_leaving(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool, settings=SETTINGS) as cluster, chromium() as browser:
-        router, brake = cluster.routers[0], cluster.executors[0].brake
+        router, executor = cluster.routers[0], cluster.executors[0]
+        brake = executor.brake
         http = router.parts.http
         assert http is not None
         address = await http.start("127.0.0.1:0")
@@ -56,10 +58,12 @@ async def test_board_shows_real_requests_boarding_waiting_and_leaving(redis_url:
             # Given more requests than seats, and an executor that steps when it may
             brake.hold()
             calls = [asyncio.create_task(answered(router, number)) for number in range(NUM_SEATS + 3)]
+            # One of them is in a step, and the engine takes the others in at its end
+            await until(lambda: executor.scheduler.num_held + executor.engine._inbox.qsize() == NUM_SEATS)
             # Then seats are taken, and the others wait in the queue
             await stepped_until(brake, said, "^4 of 4")
             await expect(page.locator("#figures")).to_contain_text("Queue3", timeout=PATIENCE_MS)
-            await expect(page.locator("#tenants")).to_contain_text("tenant-1")
+            await expect(page.locator("#tenants")).to_contain_text("tenant-1", timeout=PATIENCE_MS)
             # When the executor goes on
             brake.release()
             await asyncio.wait_for(asyncio.gather(*calls), 60)
@@ -70,7 +74,8 @@ async def test_board_shows_real_requests_boarding_waiting_and_leaving(redis_url:
             await router.parts.sampler.sample()
             first = page.get_by_role("img", name=re.compile(r"^TTFT, ms\. Now: p50 \d"))
             await expect(first).to_be_visible(timeout=PATIENCE_MS)
-            await expect(page.locator(".bounds").first).to_have_text(re.compile("nothing waited on the executor"))
+            bounds = page.locator(".bounds").first
+            await expect(bounds).to_have_text(re.compile("nothing waited on the executor"), timeout=PATIENCE_MS)
             assert not complaints
         router.stats.close()
         await http.stop()

@@ -7,7 +7,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +169,10 @@ async def test_connection_that_never_ends_its_tls_handshake_is_closed(tmp_path: 
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"\x16\x03\x01\x02\x00")  # the beginning of a ClientHello
+        # A server that has closed before the client's bytes came resets the connection.
         async with asyncio.timeout(TIMEOUT_S):
-            assert await reader.read(1024) == b""
+            with suppress(ConnectionResetError):
+                assert await reader.read(1024) == b""
         writer.close()
 
 

@@ -170,7 +170,7 @@ async def test_cancel_and_deadline_end_a_sequence_that_waits(executor: RunningEx
 async def test_drain_hands_back_what_waits_for_its_grammar(executor: RunningExecutor, compiler: HeldCompiler) -> None:
     async with router_stream(executor.address) as router:
         await accepted(router, compiler, constrained("a", [1]))
-        drained = asyncio.create_task(executor.service.drain(20))
+        drained = asyncio.create_task(executor.service.drain(60))
         assert (await end_of(router, "a")).reason == types_pb2.FINISH_REASON_PREEMPTED
         await drained
         assert executor.service.num_held == 0

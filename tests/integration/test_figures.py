@@ -8,7 +8,7 @@ from typing import Any
 
 from inflight.v1 import inference_pb2, types_pb2
 from tests.integration.test_requests import collect
-from tests.support.stack.cluster import Brake, ExecutorShape, RunningRouter, run_cluster, token_request
+from tests.support.stack.cluster import ExecutorShape, RunningExecutor, RunningRouter, run_cluster, token_request
 
 TIMEOUT_S = 60
 SHAPE = ExecutorShape(max_num_sequences=2, num_standby_sequences=1, num_blocks=64)
@@ -17,16 +17,16 @@ Capacity = inference_pb2.GetCapacityResponse
 
 
 async def capacity_with(
-    router: RunningRouter, condition: Callable[[Capacity], bool], brake: Brake | None = None
+    router: RunningRouter, condition: Callable[[Capacity], bool], held: RunningExecutor | None = None
 ) -> Capacity:
-    """The first answer that meets the condition; with a brake a step is made before each."""
+    """The first answer that meets the condition; an executor that is held takes in what it is told."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             capacity: Capacity = await router.stub.GetCapacity(inference_pb2.GetCapacityRequest())
             if condition(capacity):
                 return capacity
-            if brake is not None:
-                brake.permit(1)
+            if held is not None:
+                held.permit_for_commands()
             await asyncio.sleep(0.02)
 
 
@@ -43,7 +43,7 @@ def num_queued(capacity: Capacity) -> int:
 
 async def test_figures_of_an_executor_that_is_idle_then_full_then_idle(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool, routers=2, shape=SHAPE) as cluster:
-        router, brake = cluster.routers[0], cluster.executors[0].brake
+        router, held = cluster.routers[0], cluster.executors[0]
 
         # Given nothing to do
         idle = await capacity_with(router, lambda one: one.executors[0].HasField("steps_per_s"))
@@ -53,7 +53,7 @@ async def test_figures_of_an_executor_that_is_idle_then_full_then_idle(redis_url
         assert (executor.steps_per_s, executor.output_tokens_per_s) == (0, 0)
 
         # When two run, one stands by and one is in the queue
-        brake.hold()
+        held.brake.hold()
         calls: list[asyncio.Task[Any]] = []
         for number in range(4):
             request = token_request([number], 60, request_id=f"r{number}")
@@ -61,7 +61,7 @@ async def test_figures_of_an_executor_that_is_idle_then_full_then_idle(redis_url
         full = await capacity_with(
             router,
             lambda one: (one.executors[0].seats_used, one.executors[0].num_waiting, num_queued(one)) == (2, 1, 1),
-            brake,
+            held,
         )
 
         # Then seats bound the executor, and each request is where the figures say, whichever router is asked
@@ -78,7 +78,7 @@ async def test_figures_of_an_executor_that_is_idle_then_full_then_idle(redis_url
             ]
 
         # And once all have ended nothing waits, and the rates of steps and tokens are of the same time
-        brake.release()
+        held.brake.release()
         await asyncio.gather(*calls)
         done = await capacity_with(router, lambda one: not one.executors[0].seats_used and not num_queued(one))
         (executor,) = done.executors

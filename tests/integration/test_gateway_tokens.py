@@ -24,7 +24,7 @@ def _speaking_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def post(gateway: RunningGateway, path: str, body: dict[str, Any], key: str = "") -> httpx2.Response:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         return await http.post(f"{gateway.url}{path}", json=body, headers=headers)
 
 
@@ -82,5 +82,5 @@ async def test_tokenizing_needs_the_key_that_requests_need(redis_url: str, pool:
 
 
 async def test_version_is_that_of_the_distribution() -> None:
-    async with run_gateway("127.0.0.1:1") as gateway, httpx2.AsyncClient() as http:
+    async with run_gateway("127.0.0.1:1") as gateway, httpx2.AsyncClient(timeout=60) as http:
         assert (await http.get(f"{gateway.url}/version")).json() == {"version": installed_version()}

@@ -125,12 +125,13 @@ def check_output(call: Call, number: int, prompt: list[int], num_tokens: int) ->
 async def test_streams_of_a_call_get_their_own_output_and_share_messages(redis_url: str, pool: str) -> None:
     shape = ExecutorShape(num_blocks=64, max_num_sequences=8)
     async with run_cluster(redis_url, pool, shape=shape) as cluster, opened(cluster.routers[0]) as call:
-        brake = cluster.executors[0].brake
-        brake.hold()
+        executor = cluster.executors[0]
+        executor.brake.hold()
         for number in range(8):
             await call.send(number, generate=token_request([1, number % 5], 20))
-        await until(lambda: len(dispatcher_of(cluster).streams) == 8)
-        brake.release()
+        # The first is in a step, and the engine takes the others in at its end
+        await until(lambda: executor.scheduler.num_held + executor.engine._inbox.qsize() == 8)
+        executor.brake.release()
         await call.read_to_end()
         for number in range(8):
             check_output(call, number, [1, number % 5], 20)
@@ -223,9 +224,13 @@ async def test_cancelled_stream_frees_its_blocks_and_others_go_on(redis_url: str
 
 async def test_stream_cancelled_at_once_ends_once(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster, opened(cluster.routers[0]) as call:
+        # No stream can come to its end before its cancellation is read
+        cluster.executors[0].brake.hold()
         for number in range(20):
             await call.send(number, generate=token_request([1], 20))
             await call.send(number, cancel=inference_pb2.CancelStream())
+        await call.read_until_ended(*range(20))
+        cluster.executors[0].brake.release()
         await call.send(99, generate=token_request([2], 10))
         await call.read_to_end()
         check_output(call, 99, [2], 10)

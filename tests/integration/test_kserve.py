@@ -188,7 +188,7 @@ async def test_draining_router_is_not_ready_and_refuses(redis_url: str, pool: st
         await call.write(by_ids([1], 5, request_id="running"))
         await until(lambda: executor.scheduler.num_held == 1)
         # When the router drains
-        draining = asyncio.create_task(cluster.routers[0].service.drain(20))
+        draining = asyncio.create_task(cluster.routers[0].service.drain(60))
         await until(lambda: cluster.routers[0].service.is_draining)
         # Then nothing new is taken, and what runs comes to its end
         assert not (await stub.ServerReady(grpc_service_pb2.ServerReadyRequest())).ready

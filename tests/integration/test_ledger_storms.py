@@ -44,6 +44,8 @@ SETTINGS = LedgerSettings(
     mailbox_block_ms=50,
 )
 NUM_REQUESTS = 2000
+# Of calls of a Redis that falls silent. A machine that stands still for less time fails no other call.
+CALL_TIMEOUT_MS = 2000
 REPORT = ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True)
 
 
@@ -80,7 +82,7 @@ class Storm:
         return sum((await self.other.snapshot()).num_waiting)
 
     async def until_waiting(self, num_requests: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while await self.num_waiting() != num_requests:
                 await asyncio.sleep(0.05)
 
@@ -173,8 +175,7 @@ async def test_all_that_wait_are_put_in_line_again_when_the_ledger_was_lost(
 
 
 @pytest.mark.parametrize(
-    ("num_waiting", "num_cancelled", "call_timeout_ms", "pause_ms"),
-    [(2_000, 800, 500, 750), pytest.param(20_000, 8_000, 2_000, 3_000, marks=pytest.mark.slow)],
+    ("num_waiting", "num_cancelled"), [(2_000, 800), pytest.param(20_000, 8_000, marks=pytest.mark.slow)]
 )
 async def test_clients_that_leave_while_redis_is_silent_cost_no_lease_and_no_other_request_its_place(
     redis_url: str,
@@ -182,10 +183,8 @@ async def test_clients_that_leave_while_redis_is_silent_cost_no_lease_and_no_oth
     pool: str,
     num_waiting: int,
     num_cancelled: int,
-    call_timeout_ms: int,
-    pause_ms: int,
 ) -> None:
-    settings = dataclasses.replace(SETTINGS, call_timeout_ms=call_timeout_ms, max_queue_requests=100_000)
+    settings = dataclasses.replace(SETTINGS, call_timeout_ms=CALL_TIMEOUT_MS, max_queue_requests=100_000)
     submitted_again: list[str] = []
     async with storm(redis_url, admin, pool, settings) as here:
         streams = await here.queue(num_waiting)
@@ -199,7 +198,7 @@ async def test_clients_that_leave_while_redis_is_silent_cost_no_lease_and_no_oth
         leaving, staying = streams[:num_cancelled], streams[num_cancelled:]
         server = int((await admin.info("server"))["process_id"])
         os.kill(server, signal.SIGSTOP)
-        asyncio.get_running_loop().call_later(pause_ms / 1000, os.kill, server, signal.SIGCONT)
+        asyncio.get_running_loop().call_later(1.5 * CALL_TIMEOUT_MS / 1000, os.kill, server, signal.SIGCONT)
         for stream in leaving:
             here.dispatcher.release(stream)
         with suppress(RequestError):  # not answered, and answered only when Redis continues

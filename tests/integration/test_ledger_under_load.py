@@ -112,27 +112,17 @@ async def test_waiting_requests_of_a_class_board_in_order_of_arrival_across_rout
         brake.hold()
         running = cluster.routers[0].stub.Generate(token_request([0], 1))
         await running.read()
-        ended: list[int] = []
-
-        async def send(number: int, has_queued: asyncio.Event) -> None:
-            request = token_request([number % 5], 1 + number % 3, want_queue_events=True)
-            async for response in cluster.routers[number % 2].stub.Generate(request):
-                if response.event.HasField("queued"):
-                    assert response.event.queued.position == number
-                    has_queued.set()
-            ended.append(number)
-
-        tasks = []
+        calls = []
         for number in range(12):
-            has_queued = asyncio.Event()
-            tasks.append(asyncio.create_task(send(number, has_queued)))
-            await asyncio.wait_for(has_queued.wait(), 60)
+            request = token_request([number % 5], 1 + number % 3, request_id=f"{number:02}", want_queue_events=True)
+            calls.append(cluster.routers[number % 2].stub.Generate(request))
+            assert (await calls[-1].read()).event.queued.position == number
         # When the seat is free again and again
         brake.release()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*(rest(call) for call in calls))
         running.cancel()
     # Then they were served in order of arrival
-    assert ended == list(range(12))
+    assert cluster.executors[0].device.boarded[1:] == [f"{number:02}" for number in range(12)]
 
 
 async def test_interactive_requests_board_before_batch_requests(redis_url: str, pool: str) -> None:
@@ -141,24 +131,15 @@ async def test_interactive_requests_board_before_batch_requests(redis_url: str, 
         brake.hold()
         running = cluster.routers[0].stub.Generate(token_request([0], 1))
         await running.read()
-        ended: list[str] = []
-
-        async def send(name: str, priority: inference_pb2.GenerateRequest, has_queued: asyncio.Event) -> None:
-            async for response in cluster.routers[0].stub.Generate(priority):
-                if response.event.HasField("queued"):
-                    has_queued.set()
-            ended.append(name)
-
-        tasks = []
+        calls = []
         for name, priority in (("batch", "PRIORITY_CLASS_BATCH"), ("interactive", "PRIORITY_CLASS_INTERACTIVE")):
-            has_queued = asyncio.Event()
-            request = token_request([1], 2, want_queue_events=True, priority=priority)
-            tasks.append(asyncio.create_task(send(name, request, has_queued)))
-            await asyncio.wait_for(has_queued.wait(), 60)
+            request = token_request([1], 2, request_id=name, want_queue_events=True, priority=priority)
+            calls.append(cluster.routers[0].stub.Generate(request))
+            assert (await calls[-1].read()).event.HasField("queued")
         brake.release()
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*(rest(call) for call in calls))
         running.cancel()
-    assert ended == ["interactive", "batch"]
+    assert cluster.executors[0].device.boarded[1:] == ["interactive", "batch"]
 
 
 @pytest.mark.parametrize("batching", list(Batching))

@@ -202,9 +202,10 @@ async def test_answer_of_another_server_on_the_port_does_not_make_a_child_ready(
 async def test_a_port_asked_for_is_used_and_not_replaced(tmp_path: Path) -> None:
     marker = tmp_path / "taken"
     marker.touch()
+    (port,) = free_ports("127.0.0.1", 1)
     with pytest.raises(StackError, match="the port is in use") as caught:
-        await LocalStack(options(tmp_path, router_args=("--behave", f"port-taken={marker}"), port=50999)).start()
-    assert "127.0.0.1:50999" in str(caught.value)
+        await LocalStack(options(tmp_path, router_args=("--behave", f"port-taken={marker}"), port=port)).start()
+    assert f"127.0.0.1:{port}" in str(caught.value)
 
 
 async def test_a_port_asked_for_that_another_server_has_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import grpc
@@ -16,9 +16,12 @@ from inflight.executor.engine.runner import PendingStep
 from inflight.executor.scheduler.sequence import StepPlan
 from inflight.local.ports import free_ports
 from inflight.router.settings import RouterSettings
+from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import inference_pb2
+from tests.integration.test_hostile_clients import until
 from tests.integration.test_requests import collect, expected_ids, ids_of
 from tests.support.stack.cluster import (
+    Cluster,
     ExecutorShape,
     RunningExecutor,
     RunningRouter,
@@ -64,8 +67,9 @@ async def test_poison_request_kills_two_executors_and_no_other_request(redis_url
             executor.brake.hold()
         router = cluster.routers[0]
         others = [asyncio.create_task(collect(router, token_request(prompt, 20))) for prompt in prompts]
-        for executor in cluster.executors:
-            executor.brake.permit(4)
+        # Given that each of them has begun: a request without a token may be taken for the poison, too
+        dispatcher = router.pools.by_name[pool].dispatcher
+        await until(lambda: len(dispatcher.streams) == len(prompts) and all_have_tokens(cluster, dispatcher.streams))
         poisoned = asyncio.create_task(collect(router, token_request(POISON, 20)))
         for executor in cluster.executors:
             executor.brake.release()
@@ -76,6 +80,15 @@ async def test_poison_request_kills_two_executors_and_no_other_request(redis_url
     assert "2 executors died under the request" in (error.value.details() or "")
     assert len(deaths) == 2
     assert [ids_of(events) for events in answers] == [expected_ids(prompt, 20) for prompt in prompts]
+
+
+def all_have_tokens(cluster: Cluster, streams: Sequence[RequestStream]) -> bool:
+    """Whether every request has a token. An executor of one that has none makes a step."""
+    waiting = {stream.life.executor_id for stream in streams if not stream.output_ids}
+    for number, executor in enumerate(cluster.executors):
+        if f"executor-{number}" in waiting and executor.brake.is_waited_for.is_set():
+            executor.brake.permit(1)
+    return all(stream.output_ids for stream in streams)
 
 
 def paralyse(executor: RunningExecutor, hangs: list[RunningExecutor]) -> None:

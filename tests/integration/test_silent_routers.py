@@ -44,6 +44,7 @@ async def test_stream_without_a_hello_is_ended(executor: RunningExecutor) -> Non
         with pytest.raises(grpc.aio.AioRpcError, match=r"hello: did not arrive within 0\.05 s") as error:
             await asyncio.wait_for(call.read(), WAIT_S)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    executor.service._hello_timeout_s = WAIT_S
     await is_served(executor)
 
 

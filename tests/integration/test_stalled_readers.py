@@ -120,6 +120,19 @@ def goes_on_unattended(cluster: Cluster) -> Callable[[], object]:
     return lambda: dispatcher_of(cluster).streams and not cluster.routers[0].service._num_streams
 
 
+async def step_until(cluster: Cluster, condition: Callable[[], object]) -> None:
+    """Makes steps until the condition holds, and none of the request's last ten. Each waits until the router has the
+    token of the one before, so that tokens are written one by one: a single message of any size can be written
+    unread."""
+    brake, (stream,) = cluster.executors[0].brake, dispatcher_of(cluster).streams
+    for num_tokens in range(NUM_TOKENS - 10):
+        await until(lambda num_tokens=num_tokens: condition() or len(stream.output_ids) >= num_tokens)
+        if condition():
+            return
+        brake.permit(1)
+    await until(condition)
+
+
 async def test_stalled_stream_ends_and_resumes_while_its_request_goes_on(
     redis_url: str, pool: str, settings: RouterSettings
 ) -> None:
@@ -127,9 +140,8 @@ async def test_stalled_stream_ends_and_resumes_while_its_request_goes_on(
         # Given a stream that is not read, whose request is not at its end yet
         executor = cluster.executors[0]
         executor.brake.hold()
-        executor.brake.permit(NUM_TOKENS - 10)
         await client.begin()
-        await until(goes_on_unattended(cluster))
+        await step_until(cluster, goes_on_unattended(cluster))
         # When another comes, it gets its tokens at the pace at which it would without
         executor.brake.release()
         assert ids_of(await collect(cluster.routers[0], token_request([2], 30), HANG_S)) == expected_ids([2], 30)
@@ -161,10 +173,10 @@ async def test_request_that_no_client_resumes_ends(
     async with scene(redis_url, pool, settings) as (cluster, client):
         executor = cluster.executors[0]
         executor.brake.hold()
-        executor.brake.permit(NUM_TOKENS - 10)
         wanted: dict[str, Any] = {"resume_ttl": duration_pb2.Duration()} if wants_none else {}
         await client.begin(**wanted)
-        await until(lambda: executor.brake.is_waited_for.is_set() and not executor.engine._inbox.empty())
+        # The engine is told during a step, or before it plans the next one
+        await step_until(cluster, lambda: not executor.engine._inbox.empty() or not executor.scheduler.num_held)
         executor.brake.release()
         await until_empty(cluster)
         assert executor.engine.num_steps < NUM_TOKENS

@@ -16,7 +16,14 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.auth.caller import Caller
 from inflight.router.settings import RouterSettings
 from inflight.v1 import executor_pb2, executor_pb2_grpc, inference_pb2, stats_pb2, types_pb2
-from tests.support.stack.cluster import Brake, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
+from tests.support.stack.cluster import (
+    Cluster,
+    ExecutorShape,
+    RunningExecutor,
+    RunningRouter,
+    run_cluster,
+    token_request,
+)
 from tests.support.stack.credentials import key_entry
 
 TIMEOUT_S = 60
@@ -46,13 +53,15 @@ async def watching(router: RunningRouter, metadata: Metadata = (), **wants: Any)
         call.cancel()
 
 
-async def first_with(messages: AsyncIterator[Stats], has: Callable[[Stats], bool], brake: Brake | None = None) -> Stats:
-    """The first message that has what is looked for. A device that is held makes a step for each other."""
+async def first_with(
+    messages: AsyncIterator[Stats], has: Callable[[Stats], bool], held: RunningExecutor | None = None
+) -> Stats:
+    """The first message that has what is looked for. An executor that is held takes in what it is told."""
     async for message in messages:
         if has(message):
             return message
-        if brake is not None:
-            brake.permit(1)
+        if held is not None:
+            held.permit_for_commands()
     raise AssertionError("the stream has ended")
 
 
@@ -86,7 +95,7 @@ async def test_seats_fill_and_empty_and_who_waits_shows_by_tenant(redis_url: str
         executor.brake.hold()
         running = [generate(router, [1, 2, 3], 40, request_id=f"r{i}", tenant="ann") for i in range(2)]
         async with watching(router, want_sequences=True) as messages:
-            seated = await first_with(messages, lambda one: seats(one) == [0, 1], executor.brake)
+            seated = await first_with(messages, lambda one: seats(one) == [0, 1], executor)
             assert {(one.request_id, one.tenant) for one in sequences(seated)} == {("r0", "ann"), ("r1", "ann")}
             assert {one.phase for one in sequences(seated)} <= {
                 stats_pb2.SEQUENCE_PHASE_PREFILL,
@@ -255,22 +264,22 @@ async def test_whose_requests_run_and_wait_only_their_tenant_and_operators_see(
     settings = RouterSettings(api_keys_file=tmp_path / "keys", no_executor_grace_s=60.0)
     shape = ExecutorShape(max_num_sequences=1)
     async with run_cluster(redis_url, pool, shape=shape, settings=settings, metadata=shown("operator")) as cluster:
-        router, brake = cluster.routers[0], cluster.executors[0].brake
-        brake.hold()
+        router, executor = cluster.routers[0], cluster.executors[0]
+        executor.brake.hold()
         seated = generate(router, [1, 2, 3], 40, request_id="r0", metadata=shown("ann"))
         async with AsyncExitStack() as stack:
             messages = {
                 who: await stack.enter_async_context(watching(router, want_sequences=True, metadata=shown(who)))
                 for who in ("ann", "bob", "operator")
             }
-            await first_with(messages["ann"], lambda one: seats(one) == [0], brake)
+            await first_with(messages["ann"], lambda one: seats(one) == [0], executor)
             waiting = generate(router, [1, 2, 3], 4, metadata=shown("bob"))
             sees = {}
             for who, stream in messages.items():
-                message = await first_with(stream, lambda one: bool(one.queues and seats(one) == [0]), brake)
+                message = await first_with(stream, lambda one: bool(one.queues and seats(one) == [0]), executor)
                 (sequence,), (queue,) = sequences(message), message.queues
                 sees[who] = (sequence.request_id, sequence.tenant, queue.tenant, queue.num_requests, queue.num_tokens)
-            brake.release()
+            executor.brake.release()
             await asyncio.gather(seated, waiting)
     assert sees == {
         "ann": ("r0", "ann", "", 1, 7),

@@ -64,8 +64,8 @@ class FaultyRunner:
     def __init__(self, limits: SchedulerLimits) -> None:
         decoder = SimpleNamespace(
             head=torch.zeros(VOCABULARY_SIZE, 1),
-            shape=SimpleNamespace(hidden_size=1, vocabulary_size=VOCABULARY_SIZE),
-            shard=SimpleNamespace(shape=lambda _: SimpleNamespace(num_heads=1, num_kv_heads=1)),
+            vocabulary_size=VOCABULARY_SIZE,
+            group=1,
             ranks=None,
             num_adapter_slots=0,
         )

@@ -67,7 +67,7 @@ class Storm:
     async def listed(self, names: set[str], hashes_before: set[str]) -> set[str]:
         """Waits until the router lists these names, with contents of which none is among `hashes_before`. Returns the
         contents."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while True:
                 (model,) = await self.client.list_models()
                 hashes = {adapter.hash for adapter in model.adapters}
@@ -179,6 +179,6 @@ async def test_storm_of_loads_and_unloads_under_traffic_leaks_nothing(storm: Sto
     assert all(number - files[name] <= FEW_FILES for name, number in storm.open_files().items())
 
     # Every slot can be had, and both versions of a name say what they said
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         for name in (*NAMES, *NAMES):
             await storm.client.complete("afterwards", adapter_id=name, max_tokens=1)

@@ -157,7 +157,7 @@ def run(stack: LocalStack, example: Example) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

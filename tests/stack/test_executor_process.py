@@ -72,7 +72,7 @@ async def generation_of(child: ChildProcess) -> int:
     """Waits until it serves."""
     async with grpc.aio.insecure_channel(child.address) as channel:
         stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
-        describe = stub.Describe(executor_pb2.DescribeRequest(), wait_for_ready=True, timeout=100)
+        describe = stub.Describe(executor_pb2.DescribeRequest(), wait_for_ready=True, timeout=240)
         return int((await describe).generation)
 
 

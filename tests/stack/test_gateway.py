@@ -150,8 +150,8 @@ async def test_streams_outlive_a_router_unseen_and_their_gateway_by_the_last_eve
         ]
         async with asyncio.timeout(60):
             while not all(event.is_set() for event in begun):
-                brake.permit(1)
-                await asyncio.sleep(0.02)
+                brake.permit_next()
+                await asyncio.sleep(0.05)
         # When a router dies, and then the gateway
         await end(stack.routers[0])
         await end(stack.gateways[0])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,13 @@ def processes() -> Iterator[tuple[int, int, str]]:
             except OSError:
                 continue  # it has ended meanwhile
             yield int(folder.name), int(parent), state
+
+
+async def until_gone(pids: Sequence[int]) -> None:
+    """Waits until these processes have ended: a worker whose executor has ended is killed by the kernel."""
+    async with asyncio.timeout(60):
+        while [pid for pid, _, _ in processes() if pid in pids]:
+            await asyncio.sleep(0.05)
 
 
 @dataclass(slots=True)
@@ -93,5 +101,5 @@ async def test_streams_continue_elsewhere_when_a_worker_is_killed_or_stopped(tin
             reason = "by signal 9" if blow.signal is signal.SIGKILL else "no sign of life"
             assert "a rank of this executor has failed" in child.log_file.read_text()
             assert reason in child.log_file.read_text()
-            assert not [pid for pid, _, _ in processes() if pid in blow.pids]
+            await until_gone(blow.pids)
         assert len({blow.executor for blow in blows}) == 2

@@ -18,6 +18,7 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import (
     NO_LOGPROBS,
+    FinishEvent,
     FinishReason,
     Sequence,
     StepOutcome,
@@ -206,6 +207,8 @@ def test_cancelled_in_flight_ends_without_a_token(loop: Loop) -> None:
 FAILURES = [
     RuntimeError("the device is gone"),
     torch.OutOfMemoryError("the device is full"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
     MemoryError(),
     ValueError("a bug of the runner"),
 ]
@@ -283,6 +286,28 @@ def test_device_on_which_nothing_succeeds_any_more_ends_the_engine(loop: Loop) -
     assert [type(death) for death in loop.deaths] == [DeviceLostError]
 
 
+LOST = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`"),
+    torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+]
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: str(error).partition("\n")[0])
+@pytest.mark.parametrize("fails_at_launch", [False, True])
+def test_error_after_which_a_gpu_computes_no_more_ends_the_engine_and_no_sequence(
+    loop: Loop, error: Exception, fails_at_launch: bool
+) -> None:
+    (loop.device.failing_launches if fails_at_launch else loop.device.failing)[1] = error
+    loop.engine.submit(make_sequence("a", [1], max_tokens=60))
+    for _ in range(2):
+        loop.device.launched.get(timeout=TIMEOUT_S)
+    loop.engine.stop()
+
+    assert [(type(death), str(death)) for death in loop.deaths] == [(DeviceLostError, str(error).partition("\n")[0])]
+    assert not ends_in(loop.outputs)
+
+
 def test_stop_waits_for_the_steps_in_flight_and_gives_no_end(loop: Loop) -> None:
     loop.device.gate.clear()
     loop.engine.submit(make_sequence("a", [1], max_tokens=60))
@@ -293,11 +318,16 @@ def test_stop_waits_for_the_steps_in_flight_and_gives_no_end(loop: Loop) -> None
     stopping.join(TIMEOUT_S)
 
     assert not stopping.is_alive()
-    finished = []
-    while not loop.outputs.empty():
-        finished += loop.outputs.get().finished
-    assert finished == []
+    assert not ends_in(loop.outputs)
     assert not loop.deaths
+
+
+def ends_in(outputs: queue.SimpleQueue[EngineOutput]) -> list[FinishEvent]:
+    """The ends that were published and not taken."""
+    finished: list[FinishEvent] = []
+    while not outputs.empty():
+        finished += outputs.get().finished
+    return finished
 
 
 def test_drain_lets_the_held_end_and_refuses_the_next(loop: Loop) -> None:

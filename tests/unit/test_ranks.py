@@ -62,7 +62,7 @@ def joining(group: WorkerGroup) -> Iterator[Future[Any]]:
 
 def connect(group: WorkerGroup) -> Connection:
     host, _, port = group.address.rpartition(":")
-    return Connection(socket.create_connection((host, int(port)), timeout=10))
+    return Connection(socket.create_connection((host, int(port)), timeout=60))
 
 
 def refusal(group: WorkerGroup, hello: dict[str, Any]) -> str:
@@ -156,7 +156,7 @@ def test_worker_that_cannot_load_its_shard_ends_the_start(group: WorkerGroup, jo
     connection = connect(group)
     connection.send(Kind.FAILED, b"ModelError: a shard is truncated")
     with pytest.raises(ModelError, match="a shard is truncated"):
-        joining.result(10)
+        joining.result(60)
     connection.close()
 
 

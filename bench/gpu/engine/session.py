@@ -104,6 +104,14 @@ class GpuSession:
             step_s = steps.decode_step_s(runner, num_sequences, context, BLOCK_SIZE, NUM_DECODE_STEPS, processors)
             return step_s, device.elapsed_s(partial(runner.repeat_decodes, num_sequences))
 
+    def first_logits(self, num_sequences: int, context: int) -> torch.Tensor:
+        """The logits `[vocabulary]` of one decode beside `num_sequences - 1` others. Its prompt, and each of theirs, is
+        computed in a step of its own, and no step is a graph."""
+        num_blocks = num_sequences * -(-(context + 2) // BLOCK_SIZE)
+        limits = _limits(num_sequences, max(context, 16))
+        with self._runner(limits, num_blocks, max_graph_tokens=0, uses_graphs=False) as runner:
+            return steps.first_logits(runner, num_sequences, context, BLOCK_SIZE)
+
     def decode_kernels(self, num_sequences: int, context: int) -> list[device.Kernel]:
         """The kernels of a step of decodes, without its upload."""
         num_blocks = num_sequences * -(-(context + steps.WARM_UP_STEPS + 1) // BLOCK_SIZE)
@@ -160,10 +168,18 @@ class GpuSession:
 
     @contextmanager
     def _runner(
-        self, limits: SchedulerLimits, num_blocks: int, max_graph_tokens: int = MAX_GRAPH_TOKENS
+        self,
+        limits: SchedulerLimits,
+        num_blocks: int,
+        max_graph_tokens: int = MAX_GRAPH_TOKENS,
+        *,
+        uses_graphs: bool = True,
     ) -> Iterator[GpuRunner]:
+        decoder = self._model.decoder
         with self._kv(num_blocks) as kv:
-            runner = GpuRunner(self._model.decoder, kv, limits, BLOCK_SIZE, max_graph_tokens=max_graph_tokens)
+            runner = GpuRunner(
+                decoder, kv, limits, BLOCK_SIZE, uses_graphs=uses_graphs, max_graph_tokens=max_graph_tokens
+            )
             runner.prepare()
             try:
                 yield runner

@@ -49,6 +49,17 @@ def seated(
     return sequences
 
 
+def first_logits(runner: GpuRunner, num_sequences: int, context: int, block_size: int) -> torch.Tensor:
+    """The logits `[vocabulary]` of the first of so many decodes, each behind a prompt of its own."""
+    sequences = seated(num_sequences, context + 1, 1, block_size)
+    for number, sequence in enumerate(sequences):
+        sequence.token_ids = [(11 * number + 7 * place + 1) % 5000 for place in range(context + 1)]
+        plan = StepPlan.of([PlanRow(sequence, 0, context, True)])
+        runner.launch(replace(plan, boarded=(sequence,))).result()
+    runner.launch(StepPlan.of([PlanRow(sequence, context, 1, True) for sequence in sequences])).result()
+    return runner.newest_logits[0].clone()
+
+
 def decode_step_s(
     runner: GpuRunner,
     num_sequences: int,

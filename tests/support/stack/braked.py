@@ -14,6 +14,7 @@ import asyncio
 import fcntl
 import os
 import select
+import struct
 import sys
 import termios
 from collections.abc import Sequence
@@ -45,16 +46,23 @@ class ProcessBrake:
         assert self._pipe is None
         self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)  # to write alone it would need a reader
 
-    def permit(self, num_steps: int) -> None:
-        assert self._pipe is not None
-        os.write(self._pipe, bytes(num_steps))
+    def permit_next(self) -> None:
+        """Permits a step, unless a permission is left. Permissions that a slow executor has not taken would let streams
+        go on to their end."""
+        if not self._has_permission():
+            assert self._pipe is not None
+            os.write(self._pipe, b"\0")
 
     async def until_waited_for(self) -> None:
-        """Permits one step, and returns when an executor has taken the permission. It waits for the next one then."""
-        self.permit(1)
-        assert self._pipe is not None
-        while any(fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4))):
+        """Permits a step, and returns when an executor has taken the permission. It waits for the next one then."""
+        self.permit_next()
+        while self._has_permission():
             await asyncio.sleep(0.01)
+
+    def _has_permission(self) -> bool:
+        assert self._pipe is not None
+        (num_left,) = struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))
+        return bool(num_left)
 
     def release(self) -> None:
         """Lets all go on; does nothing if the brake is not held."""

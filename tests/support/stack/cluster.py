@@ -82,7 +82,8 @@ class Brake:
         self._held = True
 
     def permit(self, num_steps: int) -> None:
-        """Permits so many steps."""
+        """Permits so many steps. Until the next one waits no step waits for a permission."""
+        self.is_waited_for.clear()
         for _ in range(num_steps):
             self._steps.release()
 
@@ -166,6 +167,12 @@ class RunningExecutor:
     server: GrpcServer
     work: list[asyncio.Task[None]]
     service: ExecutorService
+
+    def permit_for_commands(self, num_steps: int = 1) -> None:
+        """Permits steps if commands wait for the end of one. On a slow machine, steps that are permitted before the
+        commands come may end a request too early."""
+        if self.brake.is_waited_for.is_set() and not self.engine._inbox.empty():
+            self.brake.permit(num_steps)
 
     async def stop(self) -> None:
         """Ends it as a crash looks to routers: their streams break, nothing is handed back."""

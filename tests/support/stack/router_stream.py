@@ -144,7 +144,7 @@ async def router_stream(
     )
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
-        call = stub.Serve(router.outgoing())
+        call = stub.Serve(router.outgoing(), wait_for_ready=True)
         reader = asyncio.create_task(router.read(call))
         try:
             await router.until(lambda: router.reports)

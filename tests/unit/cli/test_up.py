@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from inflight.cli.main import main
 from inflight.cli.up import _parser as up_parser
 from inflight.cli.up import stack_options
+from inflight.local.gpus import devices_of
 from inflight.local.options import StackOptions, executor_command, gateway_command, router_command
+from inflight.local.stack import LocalStack, StackError
 
 
 def test_up_turns_its_flags_into_the_servers_flags() -> None:
@@ -98,3 +101,34 @@ def test_up_refuses_a_bad_number_by_name(flags: str, named: str, capsys: pytest.
 def test_demo_refuses_a_bad_number_of_seats(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--seats", "0"]) == 2
     assert "--seats" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("executors", "arguments", "num_gpus", "devices"),
+    [
+        (3, "", 4, [0, 1, 2]),
+        (2, "--tensor-parallel-size 2", 4, [0, 2]),
+        (1, "", 4, [None]),
+        (2, "", 0, [None, None]),
+        (4, "--device cpu", 2, [None] * 4),
+        (2, "--device-index 0", 1, [None, None]),  # they share it, as the user says
+    ],
+)
+def test_each_executor_has_gpus_of_its_own(
+    executors: int, arguments: str, num_gpus: int, devices: list[int | None]
+) -> None:
+    options = StackOptions(executors=executors, executor_args=tuple(arguments.split()))
+    assert devices_of(options, num_gpus) == devices
+    command = executor_command(options, "executor", "127.0.0.1:1", device_index=devices[-1])
+    chosen = [command[i + 1] for i, word in enumerate(command) if word == "--device-index"]
+    assert chosen == ([str(devices[-1])] if devices[-1] is not None else ["0"] if "--device-index" in arguments else [])
+
+
+def test_more_executors_than_gpus_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("inflight.local.stack.num_gpus", lambda: 3)
+    options = StackOptions(executors=2, executor_args=("--tensor-parallel-size", "2"), run_dir=tmp_path)
+    with pytest.raises(
+        StackError, match=r"tensor_parallel_size=2 need 4 GPUs, and CUDA shows 3; start 1, or give"
+    ) as at:
+        asyncio.run(LocalStack(options).start())
+    assert at.value.is_setting

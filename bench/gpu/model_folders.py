@@ -1,0 +1,107 @@
+"""Model folders with random weights in the shapes of known models, made on the device: `python -m … FOLDER NAME …`.
+
+The tokenizer reads bytes, and every id has a text of its own, so that streams carry as much text as those of a real
+model do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import string
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+from inflight.bench.fleet.tiny_model import END, write_tokenizer
+from inflight.bench.gpu.roofline import SHAPES
+from inflight.executor.checkpoint.quiet import quiet_transformers
+
+CONTEXT_LENGTH = 8192
+VOCABULARY_SIZE = 128_256
+# Qwen3-30B-A3B with 12 of its 48 layers: layers cost the same, so a step of all takes about four times as long.
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+# What a dry run makes of every shape.
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+TINY_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+NAMES = (*SHAPES, "experts")
+
+
+def write_model(folder: Path, name: str, *, is_tiny: bool) -> Path:
+    """Makes the folder `name` in `folder` and returns it. The same call makes the same weights on the same device."""
+    made = folder / name
+    made.mkdir(parents=True, exist_ok=True)
+    texts = ("".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=4))
+    vocabulary = write_tokenizer(made, list(itertools.islice(texts, VOCABULARY_SIZE - 257)))
+    config = _config(name, is_tiny=is_tiny)
+    config.update({"vocab_size": len(vocabulary), "max_position_embeddings": CONTEXT_LENGTH})
+    config.update({"bos_token_id": vocabulary[END], "eos_token_id": vocabulary[END], "pad_token_id": None})
+    torch.manual_seed(0)
+    with quiet_transformers(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    network.save_pretrained(str(made), max_shard_size="4GB")
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": vocabulary[END]}))
+    return made
+
+
+def _config(name: str, *, is_tiny: bool) -> PretrainedConfig:
+    if name == "experts":
+        config: PretrainedConfig = Qwen3MoeConfig(**EXPERTS)
+    else:
+        sizes = asdict(SHAPES[name])
+        config = LlamaConfig(
+            hidden_size=sizes["hidden_size"],
+            intermediate_size=sizes["intermediate_size"],
+            num_hidden_layers=sizes["num_layers"],
+            num_attention_heads=sizes["num_heads"],
+            num_key_value_heads=sizes["num_kv_heads"],
+            head_dim=sizes["head_dim"],
+            tie_word_embeddings=sizes["has_tied_embeddings"],
+        )
+    if is_tiny:
+        config = type(config)(**config.to_dict() | TINY | (TINY_EXPERTS if name == "experts" else {}))
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the named models; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m inflight.bench.gpu.model_folders", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="+", choices=NAMES)
+    parser.add_argument("--tiny", action="store_true", help="of every shape, a model of two small layers")
+    given = parser.parse_args(argv)
+    for name in given.names:
+        began_s = time.monotonic()
+        made = write_model(given.folder, name, is_tiny=given.tiny)
+        gigabytes = sum(file.stat().st_size for file in made.iterdir()) / 1e9
+        print(f"{made}: {gigabytes:.1f} GB in {time.monotonic() - began_s:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

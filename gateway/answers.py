@@ -268,10 +268,15 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS).encode()
 
 
-def named_event(event: dict[str, Any]) -> bytes:
-    """Returns an event that a stream names by its type."""
+def named_event(event: dict[str, Any], name: str = "") -> bytes:
+    """Returns an event that a stream names by its type; `name` is its id, if it has one."""
     kind: str = event["type"]
-    return b"event: " + kind.encode() + b"\ndata: " + encoded(event) + b"\n\n"
+    return b"event: " + kind.encode() + b"\n" + id_line(name) + b"data: " + encoded(event) + b"\n\n"
+
+
+def id_line(name: str) -> bytes:
+    """Returns the line with an event's id; nothing for an event without one."""
+    return f"id: {name}\n".encode() if name else b""
 
 
 class Form(Protocol):
@@ -279,6 +284,9 @@ class Form(Protocol):
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Returns the body for a whole answer."""
+
+    def resume(self, last_id: str) -> str:
+        """Continues after the event with this id. Returns the id of the chat's chunk. Raises `ApiError`."""
 
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
         """Returns the events for a chunk; `name` is the event's id."""
@@ -302,6 +310,10 @@ class Form(Protocol):
 class CommentingForm:
     """What forms have in common whose streams are kept open by comments."""
 
+    def resume(self, last_id: str) -> str:
+        """Returns the id, which is that of the chunk."""
+        return last_id
+
     def started(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         """Returns nothing."""
         return b""
@@ -321,8 +333,7 @@ class OwnForm(CommentingForm):
 
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
         """Returns the chunk as an event."""
-        event_id = f"id: {name}\n".encode() if name else b""
-        return event_id + b"data: " + encoded(chunk) + b"\n\n"
+        return id_line(name) + b"data: " + encoded(chunk) + b"\n\n"
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the error as an event."""

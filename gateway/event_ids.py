@@ -64,11 +64,11 @@ def read_event_id(text: str) -> tuple[AnswerId, list[Place]]:
     """Parses an event id. Raises `ApiError`."""
     version, *rest = text.split("~")
     if version != VERSION or len(rest) < 3 or len(rest) - 2 > MAX_CHOICES:
-        raise _no_id()
+        raise no_event_id()
     name, created, *groups = rest
     found = [_GROUP.fullmatch(group) for group in groups]
     if not (_ANSWER_ID.fullmatch(name) and _CREATED.fullmatch(created)) or None in found:
-        raise _no_id()
+        raise no_event_id()
     places = [
         Place(one[1], one[2], int(one[3]), int(one[4]), bool(one[5]), int(one[6] or 0), int(one[7] or 0))
         for one in found
@@ -84,5 +84,6 @@ def _group(place: Place) -> str:
     return ",".join(map(str, (*parts, *shown)))
 
 
-def _no_id() -> ApiError:
+def no_event_id() -> ApiError:
+    """Returns the refusal of an id."""
     return ApiError(400, f"{HEADER}: is not the id of an event of this API", param=HEADER)

@@ -99,8 +99,6 @@ class GatewayService:
 
     async def messages(self, request: Request) -> ASGIApp:
         """`POST /v1/messages`, Anthropic's API."""
-        if LAST_EVENT_ID in request.headers:
-            raise refused(LAST_EVENT_ID, "is not supported here: a message cannot be resumed; send a chat completion")
         return await self._complete(request, lambda raw, key: self._convert_message(request, raw, key))
 
     def _convert_message(self, request: Request, raw: bytes, key: str) -> tuple[ApiRequest, Form]:
@@ -142,7 +140,7 @@ class GatewayService:
         api_request, form = convert(await self._body(request), _key(request))
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id is not None:
-            return self._resume(api_request, last_id, source)
+            return self._resume(api_request, form, last_id, source)
         answer = AnswerId(
             f"{'chatcmpl' if api_request.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
         )
@@ -176,9 +174,9 @@ class GatewayService:
         # Its log probabilities may be as many as the tokens of many prompts: streams go on meanwhile.
         return _json(await asyncio.to_thread(body))
 
-    def _resume(self, api_request: ApiRequest, last_id: str, source: Source) -> EventStream:
+    def _resume(self, api_request: ApiRequest, form: Form, last_id: str, source: Source) -> EventStream:
         """Resumes after an event of an earlier answer, of any gateway. The body must be the same."""
-        answer, places = read_event_id(last_id)
+        answer, places = read_event_id(form.resume(last_id))
         if not api_request.is_stream:
             raise refused("stream", f"must be true with {LAST_EVENT_ID}")
         if len(places) != api_request.num_choices:
@@ -191,7 +189,7 @@ class GatewayService:
             ChoiceSource(number * api_request.n, api_request.n, source.resumed(prompt))
             for number, prompt in enumerate(prompts)
         ]
-        return EventStream(Chunks(api_request, answer), OwnForm(), sources, places, self._timeouts, self._metrics)
+        return EventStream(Chunks(api_request, answer), form, sources, places, self._timeouts, self._metrics)
 
     async def _body(self, request: Request) -> bytes:
         encoding = request.headers.get("content-encoding", "identity")

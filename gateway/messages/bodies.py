@@ -32,6 +32,7 @@ SAME_IN_CHATS = frozenset(
     {
         *("min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "frequency_penalty", "presence_penalty"),
         *("repetition_penalty", "logit_bias", "bad_words", "priority", "stream_interval", "chat_template_kwargs"),
+        "resume_ttl_s",
     }
 )
 
@@ -323,7 +324,6 @@ def chat_of(body: CountTokensBody) -> Converted:
             "stop": body.stop_sequences,
             "stream": body.stream,
             "stream_options": {"include_usage": True} if body.stream else None,
-            "resume_ttl_s": 0.0,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,

@@ -2,6 +2,10 @@
 
 A chat's chunks go in, one after another, and events come out. The content is a list of blocks, of which the last one is
 open: thinking, a text, or a call of a tool.
+
+A chunk may become several events, and a client may have received some of them. The id of an event is that of the last
+chunk that the client has whole, and after `!` what it has besides: the number of blocks, which of them is open, and how
+many characters of the output after that chunk. The beginning of a call counts as one.
 """
 
 from __future__ import annotations
@@ -9,14 +13,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from inflight.gateway.answers import UNENFORCED_TOOLS, named_event
 from inflight.gateway.errors import ApiError
+from inflight.gateway.event_ids import no_event_id
 from inflight.gateway.messages.bodies import Converted, MessagesBody
 
-Kind = Literal["thinking", "text", "tool_use"]
+# What is open: a block, or thinking of which only the end is missing.
+Kind = Literal["thinking", "signed", "text", "tool_use"]
+# The letter of the open block in an id; after the last event but `message_stop` it is `e`.
+_LETTERS: dict[Kind | None, str] = {None: "n", "thinking": "h", "signed": "s", "text": "t", "tool_use": "u"}
+_END = "e"
+_STATE = re.compile(r"([0-9]{1,6})([nhstue])([0-9]{1,9})")
 
 # Anthropic's status for a server that takes no more work now, which its clients retry.
 OVERLOADED = 529
@@ -51,11 +62,27 @@ class MessageForm:
         self._opening: dict[str, Any] | None = None
         self._has_begun = False
         self._prompt = {"input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        # The block that is open, and the text of its thinking.
         self._open: Kind | None = None
-        self._thinking: list[str] = []
         self._num_blocks = 0
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._is_over = False
+        # The id of the last chunk that the client has whole, the characters after it that it has, and those among the
+        # next ones that it has already.
+        self._name = ""
+        self._num_after = 0
+        self._num_known = 0
+
+    def resume(self, last_id: str) -> str:
+        """Continues after an event of an earlier stream. Returns the id of the chat's chunk. Raises `ApiError`."""
+        name, _, state = last_id.rpartition("!")
+        found = _STATE.fullmatch(state)
+        if found is None:
+            raise no_event_id()
+        self._name, self._has_begun, self._is_over = name, True, found[2] == _END
+        self._num_blocks = int(found[1])
+        self._open = next((kind for kind, letter in _LETTERS.items() if letter == found[2]), None)
+        self._num_after = self._num_known = int(found[3])
+        return name
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Returns the message for a whole chat completion."""
@@ -64,7 +91,7 @@ class MessageForm:
         content: list[dict[str, Any]] = []
         if thinking := _reasoning(said):
             shown = thinking if self._shows_thinking else ""
-            content.append({"type": "thinking", "thinking": shown, "signature": _signature(thinking)})
+            content.append({"type": "thinking", "thinking": shown, "signature": _signature(answer)})
         if said["content"]:
             content.append({"type": "text", "text": said["content"]})
         for call in said.get("tool_calls") or ():
@@ -80,11 +107,20 @@ class MessageForm:
             "input_tokens": prompt_tokens - cached_tokens,
             "cache_read_input_tokens": cached_tokens,
         }
-        return b"".join(map(named_event, self._begun()))
+        return b"".join(named_event(event, self._id()) for event in self._begun())
 
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
-        """Returns the events for a chunk. `name` is unused: a message cannot be resumed."""
-        return b"".join(map(named_event, self._events(chunk)))
+        """Returns the events for a chunk."""
+        events = [(event, self._id(), self._num_after) for event in self._events(chunk)]
+        # The end is told again to a client that has not had all of it.
+        if any(choice["finish_reason"] is not None for choice in chunk["choices"]) or chunk["usage"] is not None:
+            return b"".join(named_event(event, one) for event, one, _ in events)
+        num_in_all, self._name, self._num_after = self._num_after, name, self._num_known
+        return b"".join(named_event(event, self._id() if num == num_in_all else one) for event, one, num in events)
+
+    def _id(self) -> str:
+        letter = _END if self._is_over else _LETTERS[self._open]
+        return f"{self._name}!{self._num_blocks}{letter}{self._num_after}" if self._name else ""
 
     def waiting(self, reason: str) -> bytes:
         """Returns an event for a time without output. Its clients ignore it."""
@@ -103,17 +139,20 @@ class MessageForm:
         return named_event({"type": "message_stop"})
 
     def _events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if self._opening is None:
+        if self._opening is None and not self._has_begun:
             # Written when the request has started, or its first output is there.
             self._opening = chunk
             return
+        if self._is_over:
+            return
         yield from self._begun()
         for choice in chunk["choices"]:
-            yield from self._delta(choice["delta"])
+            yield from self._delta(choice["delta"], chunk)
             if choice["finish_reason"] is not None:
-                yield from self._closed()
+                yield from self._closed(chunk)
                 self._end = _ended(choice)
         if chunk["usage"] is not None:
+            self._is_over = True
             yield {"type": "message_delta", "delta": self._end, "usage": _usage(chunk["usage"])}
 
     def _begun(self) -> Iterator[dict[str, Any]]:
@@ -123,38 +162,47 @@ class MessageForm:
         message = {**_message(self._opening), "content": [], **self._end, "usage": {**self._prompt, "output_tokens": 0}}
         yield {"type": "message_start", "message": message}
 
-    def _delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if thinking := _reasoning(delta):
-            yield from self._opened("thinking", {"thinking": "", "signature": ""})
-            self._thinking.append(thinking)
+    def _delta(self, delta: dict[str, Any], chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if thinking := self._unknown(_reasoning(delta)):
+            yield from self._opened("thinking", {"thinking": "", "signature": ""}, chunk)
+            self._num_after += len(thinking)
             if self._shows_thinking:
                 yield self._more({"type": "thinking_delta", "thinking": thinking})
-        if text := delta.get("content"):
-            yield from self._opened("text", {"text": ""})
+        if text := self._unknown(delta.get("content", "")):
+            yield from self._opened("text", {"text": ""}, chunk)
+            self._num_after += len(text)
             yield self._more({"type": "text_delta", "text": text})
         for call in delta.get("tool_calls") or ():
             function = call["function"]
-            if "id" in call:
-                yield from self._closed()
-                yield from self._opened("tool_use", {"id": call["id"], "name": function["name"], "input": {}})
-            if arguments := function["arguments"]:
+            if "id" in call and self._unknown("{"):
+                yield from self._closed(chunk)
+                self._num_after += 1
+                yield from self._opened("tool_use", {"id": call["id"], "name": function["name"], "input": {}}, chunk)
+            if arguments := self._unknown(function["arguments"]):
+                self._num_after += len(arguments)
                 yield self._more({"type": "input_json_delta", "partial_json": arguments})
 
-    def _opened(self, kind: Kind, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _unknown(self, text: str) -> str:
+        """Returns the part of a text that the client does not have."""
+        num_known = min(self._num_known, len(text))
+        self._num_known -= num_known
+        return text[num_known:]
+
+    def _opened(self, kind: Kind, fields: dict[str, Any], chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if self._open == kind:
             return
-        yield from self._closed()
+        yield from self._closed(chunk)
         self._open = kind
         self._num_blocks += 1
         yield self._of_block("content_block_start", content_block={"type": kind, **fields})
 
-    def _closed(self) -> Iterator[dict[str, Any]]:
+    def _closed(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Ends the open block, if there is one."""
         if self._open is None:
             return
         if self._open == "thinking":
-            yield self._more({"type": "signature_delta", "signature": _signature("".join(self._thinking))})
-            self._thinking.clear()
+            self._open = "signed"
+            yield self._more({"type": "signature_delta", "signature": _signature(chunk)})
         self._open = None
         yield self._of_block("content_block_stop")
 
@@ -176,9 +224,9 @@ def _reasoning(said: dict[str, Any]) -> str:
     return text
 
 
-def _signature(thinking: str) -> str:
+def _signature(answer: dict[str, Any]) -> str:
     """Returns the signature of a block of thinking. It says nothing: what clients send back is not checked."""
-    return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
+    return base64.b64encode(hashlib.sha256(answer["id"].encode()).digest()).decode()
 
 
 def _input(arguments: str) -> Any:

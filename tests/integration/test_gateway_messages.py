@@ -13,7 +13,7 @@ from tests.integration.test_chat_texts import speaking_tokenizer
 from tests.integration.test_gateway import metric
 from tests.integration.test_hostile_clients import dispatcher_of, until
 from tests.support.stack.cluster import Cluster
-from tests.support.stack.gateways import ANY_KEY, RunningGateway
+from tests.support.stack.gateways import ANY_KEY, RunningGateway, ServerSentEvent, events_of
 
 ASKED: dict[str, Any] = {"max_tokens": 9, "messages": [{"role": "user", "content": "t1 t2"}]}
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0, "ignore_eos": True}}
@@ -82,6 +82,32 @@ async def test_stop_sequence_and_unused_hints_are_reported(gateway: RunningGatew
     assert text_of(stopped) == text[: text.index(text[10:12])]
 
 
+async def test_message_that_was_left_continues_after_its_last_event(
+    cluster: Cluster, gateway: RunningGateway, pool: str
+) -> None:
+    url = f"{gateway.url}/v1/messages"
+    asked = {"model": pool, **ASKED, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "resume_ttl_s": 60}
+    async with events_of(url, asked) as events:
+        whole = [event.value async for event in events]
+    brake, known = cluster.executors[0].brake, list[ServerSentEvent]()
+    brake.hold()
+    brake.permit(9)
+    async with events_of(url, asked) as events:
+        while not known or known[-1].value["type"] != "content_block_delta":
+            known.append(await anext(events))
+    brake.release()
+    async with events_of(url, asked, {"Last-Event-ID": known[-1].name}) as events:
+        rest = [event async for event in events]
+    told = [event.value for event in (*known, *rest)]
+    kinds = [event["type"] for event in told if event["type"] not in ("ping", "content_block_delta")]
+    assert kinds == [event["type"] for event in whole if event["type"] not in ("ping", "content_block_delta")]
+
+    def text(events: list[Any]) -> str:
+        return "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+
+    assert text(told) == text(whole)
+
+
 async def test_errors_are_anthropics(cluster: Cluster, gateway: RunningGateway, pool: str) -> None:
     async with anthropic_of(gateway) as claude:
         with pytest.raises(anthropic.NotFoundError, match="no model 'claude'"):
@@ -89,7 +115,7 @@ async def test_errors_are_anthropics(cluster: Cluster, gateway: RunningGateway, 
         with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
             await claude.messages.create(model=pool, **{**ASKED, "max_tokens": 9000})
         with pytest.raises(anthropic.BadRequestError, match="Last-Event-ID"):
-            await claude.messages.create(model=pool, **ASKED, extra_headers={"Last-Event-ID": "1"})
+            await claude.messages.create(model=pool, **ASKED, stream=True, extra_headers={"Last-Event-ID": "1"})
         cluster.executors[0].brake.hold()
         cluster.executors[0].brake.permit(3)
         stream = await claude.messages.create(model=pool, **{**ASKED, "max_tokens": 40}, stream=True, **GREEDY)

@@ -175,6 +175,46 @@ async def test_stream_continues_after_any_event_on_another_gateway() -> None:
             assert add_up([*known, *rest]) == ("I need f.", "Let me see.\n", expected, ["tool_calls"])
 
 
+@pytest.mark.parametrize(("pieces", "later", "display"), [(PIECE, 40, "full"), (60, 60, "full"), (200, 5, "omitted")])
+async def test_message_continues_after_any_event(
+    pieces: int, later: int, display: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def joined(events: list[Any]) -> list[Any]:
+        """Joins the deltas of a kind in each block."""
+        told: list[Any] = []
+        texts: dict[tuple[int, str], str] = {}
+        for event in events:
+            if event["type"] == "content_block_delta":
+                kind, text = list(event["delta"].values())
+                texts[event["index"], kind] = texts.get((event["index"], kind), "") + text
+            else:
+                told.append(event | {"usage": None})  # which counts pieces
+        return [texts, *told]
+
+    async def streamed(last_id: str = "") -> list[Any]:
+        headers = {"Last-Event-ID": last_id} if last_id else {}
+        async with events_of(f"{gateway.url}/v1/messages", body, headers) as events:
+            return [event async for event in events]
+
+    thinking = {"type": "enabled", "budget_tokens": 100, "display": display}
+    body = {**CHAT, "max_tokens": 100, "thinking": thinking, "tools": [{"name": "f", "input_schema": {}}]}
+    async with gateway_of(scripted(HERMES, TEXT)) as gateway:
+        monkeypatch.setattr("tests.integration.test_gateway_tools.PIECE", pieces)
+        whole = await streamed()
+        expected = joined([event.value for event in whole])
+        starts = [event["content_block"]["type"] for event in expected[1:] if "content_block" in event]
+        assert starts == ["thinking", "text", "tool_use", "tool_use"]
+        assert expected[-2]["delta"]["stop_reason"] == "tool_use"
+        monkeypatch.setattr("tests.integration.test_gateway_tools.PIECE", later)
+        for number in range(0, len(whole) - 1, 3 if pieces == PIECE else 1):
+            known, rest = whole[: number + 1], await streamed(whole[number].name)
+            assert joined([event.value for event in (*known, *rest)]) == expected, whole[number].name
+            middle = rest[: len(rest) // 2]
+            if middle:
+                again = [*known, *middle, *await streamed(middle[-1].name)]
+                assert joined([event.value for event in again]) == expected, middle[-1].name
+
+
 @pytest.mark.parametrize("breaks_at", [3, 9, 20, 30])
 async def test_our_client_resumes_within_calls(breaks_at: int) -> None:
     with serving(scripted(HERMES, TEXT, breaks_at)) as address:

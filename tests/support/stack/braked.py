@@ -10,6 +10,7 @@ output so far reaches the clients.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import select
@@ -48,10 +49,20 @@ class ProcessBrake:
     def permit_next(self) -> None:
         """Permits a step, unless a permission is left. Permissions that a slow executor has not taken would let streams
         go on to their end."""
+        if not self._has_permission():
+            assert self._pipe is not None
+            os.write(self._pipe, b"\0")
+
+    async def until_waited_for(self) -> None:
+        """Permits a step, and returns when an executor has taken the permission. It waits for the next one then."""
+        self.permit_next()
+        while self._has_permission():
+            await asyncio.sleep(0.01)
+
+    def _has_permission(self) -> bool:
         assert self._pipe is not None
         (num_left,) = struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))
-        if not num_left:
-            os.write(self._pipe, b"\0")
+        return bool(num_left)
 
     def release(self) -> None:
         """Lets all go on; does nothing if the brake is not held."""

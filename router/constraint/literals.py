@@ -90,7 +90,9 @@ class Literals:
         keywords = set(schema) - _WITHOUT_EFFECT
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
-            return f"({' | '.join(map(self._fixed, values)) or 'NOTHING'})"
+            if not values:
+                raise SchemaError(["has a schema without values"])
+            return f"({' | '.join(map(self._fixed, values))})"
         for keyword in ("anyOf", "allOf", "$ref"):
             if keywords == {keyword}:
                 return self._combined(keyword, schema[keyword])

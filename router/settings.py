@@ -96,7 +96,8 @@ class RouterSettings(ProcessSettings):
     tool_call_format: str = Field(
         "auto",
         description="format in which the models write tool calls; auto: detected from each chat template; or hermes, "
-        "qwen3_coder, mistral, mistral_args, llama3_json, harmony, or a name from tool_formats_file",
+        "qwen3_coder, glm45, glm47, minimax_m2, deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, kimi_k2, gemma4, "
+        "lfm2, mistral, mistral_args, mistral_call_id, llama3_json, harmony, or a name from tool_formats_file",
     )
     tool_formats_file: Path | None = Field(
         None, description="TOML file with further formats of tool calls, a table [formats.NAME] for each"

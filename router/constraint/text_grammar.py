@@ -74,12 +74,12 @@ class _Token:
     text: str
 
 
-def text_grammar(grammar: str, ending: str = "") -> str:
+def text_grammar(grammar: str, ending: str = "", written: str = "") -> str:
     """Returns the grammar of a text as it stands between the quotation marks of a string of JSON or, with an ending
-    that no text has, of the text as it is and the ending. Raises `TextGrammarError`."""
+    that no text has, of the text as it is and the beginning `written` of the ending. Raises `TextGrammarError`."""
     source = _Source(grammar)
     if source.recursive is None:
-        return "\n".join(source.flat(ending))
+        return "\n".join(source.flat(ending, written))
     special = ending[:1] + ending.strip()[:1] if ending else JSON_SPECIAL
     if any(source.has(special)):
         place = f"text before {ending.strip()}" if ending else "JSON"
@@ -87,7 +87,7 @@ def text_grammar(grammar: str, ending: str = "") -> str:
             f"has the rule {source.recursive}, which refers to itself, and characters that are special in {place}, "
             "where the format of the model's calls has the text; such a grammar cannot be enforced for this model"
         )
-    return source.within(ending)
+    return source.within(written)
 
 
 class _Source:
@@ -174,14 +174,14 @@ class _Source:
                     case "range" | "regex":
                         yield any(found for _, found in _parts(_regex_of(token), special))
 
-    def within(self, ending: str) -> str:
-        """Returns the grammar as it is, up to the ending."""
+    def within(self, written: str) -> str:
+        """Returns the grammar as it is, with the beginning of the ending behind it."""
         renamed = re.sub(
             r"^([!?]*)start\b(?=[ \t]*:)", r"\1text-before-ending", self._text, count=1, flags=re.MULTILINE
         )
-        return f"start: text-before-ending {json.dumps(ending)}\n{renamed}" if ending else self._text
+        return f"start: text-before-ending {json.dumps(written)}\n{renamed}" if written else self._text
 
-    def flat(self, ending: str) -> Iterator[str]:
+    def flat(self, ending: str, written: str) -> Iterator[str]:
         """Yields the lines of the grammar with one terminal of the text."""
         is_json = not ending
         for name, body in self._rules.items():
@@ -197,7 +197,10 @@ class _Source:
         else:
             tag = "".join(map(_escaped, ending.strip()))
             # The parser ends the text at the first tag.
-            yield f"TEXT: ({whole} {json.dumps(ending)}) & /(?s:.*)/ & ~/(?s:.*{tag}.*{tag}.*)/"
+            # It has none itself, or ends in the only one.
+            tags = f"{tag}.*{tag}" if written == ending else tag
+            whole = f"{whole} {json.dumps(written)}" if written else whole
+            yield f"TEXT: ({whole}) & /(?s:.*)/ & ~/(?s:.*{tags}.*)/"
         yield "start: TEXT"
 
 

@@ -36,6 +36,7 @@ from inflight.router.tools.support import (
     ToolSettings,
     ToolSupport,
     find_support,
+    history,
     markers_of,
     template_function,
     with_tool_prompt,
@@ -86,13 +87,16 @@ class TextModel:
         self._marked_pieces = self._pieces and self._pieces.showing(frozenset(self._marker_ids.values()))
 
     def _special_markers(self) -> dict[str, int]:
-        """Returns the ids of the special tokens in markers of calls and reasoning, and of the markers that are added
+        """Returns the ids of the tokens in markers of calls and reasoning that a grammar must write by id: special
+        tokens, added tokens between angle brackets, which llguidance takes for special, and markers that are added
         tokens."""
         markers = markers_of(self._support)
         added = {str(token): token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
         special = dict(zip(self.token_names(list(self._special_token_ids)), self._special_token_ids, strict=True))
-        parts = {text: token_id for text, token_id in special.items() if any(text in marker for marker in markers)}
-        return parts | {text: token_id for text, token_id in added.items() if text in markers}
+        tagged = {text: token_id for text, token_id in added.items() if text.startswith("<") and text.endswith(">")}
+        whole = {text: token_id for text, token_id in added.items() if text in markers}
+        parts = special | tagged
+        return {text: token_id for text, token_id in parts.items() if any(text in one for one in markers)} | whole
 
     @property
     def support(self) -> ToolSupport:
@@ -254,12 +258,14 @@ class TextModel:
             if not support.in_template:
                 text = "the model's chat template has no tools, and this router writes no system message about them"
             raise invalid(FieldViolation(f"{field}.functions", text))
+        if chat.functions or support.shows_calls:
+            messages = history(messages, support)
         if chat.functions:
             functions = [_template_function(one) for one in chat.functions]
             if support.in_template:
                 tools = functions
-            elif support.tools is not None:
-                messages = with_tool_prompt(messages, functions, support.tools)
+            else:
+                messages = with_tool_prompt(messages, functions, support)
         return TemplateInput(messages, tools, plain_struct(chat.template_kwargs) | effort, add_generation_prompt)
 
     def _probe_tools(self, messages: Messages, tools: list[Any]) -> str:

@@ -2,6 +2,7 @@
 
 A pure state machine. What it has returned after a text is a function of that text alone, however it was cut, so that
 the parser of a resumed stream is rebuilt by feeding the text so far. Work and memory are in proportion to the text.
+A call that begins within the reasoning ends it: models forget the end of the reasoning there.
 Invariants: the arguments of a call are passed on as they were written; a call has its name before any arguments; a
 complete call without arguments has `{}`, and one that is cut off has none; one that is cut off before its name, and a
 marker of a message that is cut off, are left out.
@@ -15,15 +16,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from inflight.common.rpc.json_counts import nests_deeper
-from inflight.router.tools.formats import AnswerFormat, ToolFormat
+from inflight.router.tools.formats import GEMMA_QUOTE, PLACEHOLDERS, PYTHON_QUOTES, AnswerFormat, ToolFormat, pieces
 
 # A longer name or key is none.
 MAX_NAME_CHARACTERS = 256
 _SPACE = re.compile(r"\s*")
 _STRING_PART = re.compile(r'["\\]')
 _VALUE_PART = re.compile(r'["{}\[\]]')
-_SCALAR_END = re.compile(r"[\s,}\]]")
+_SCALAR_END = re.compile(r"[\s,}\])]")
 NO_ARGUMENTS = "{}"
+# Spaces that a model may put in place of those within a fixed text of a call.
+MAX_SPACES = 8
+# What JSON writes otherwise than Python.
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +100,26 @@ class AnswerParser:
         framed = answer.reasoning if answer.reasoning is not None and answer.reasoning.next_message else None
         self._frames = () if framed is None else framed.markers
         self._contents = () if framed is None else (framed.content, framed.preamble)
-        separator = "" if self._format is None or self._format.is_bare else self._format.separator.strip()
+        lacks_separator = self._format is None or self._format.is_bare or self._format.encloses_all
+        separator = "" if lacks_separator or self._format is None else self._format.separator.strip()
         self._separators = (separator,) if separator else ()
-        self._reasoning_end = _Markers(() if answer.reasoning is None else (answer.reasoning.end,))
-        self._after_content = _Markers((*self._call_markers(), *self._frames))
         self._may_be_bare = self._format is not None and self._format.is_bare
+        interrupting = () if self._frames or self._may_be_bare else self._call_markers()
+        self._reasoning_end = _Markers(() if answer.reasoning is None else (answer.reasoning.end, *interrupting))
+        # Whether a call has begun within the reasoning.
+        self._interrupts = False
+        self._after_content = _Markers((*self._call_markers(), *self._frames))
+        self._shape = None if self._format is None else _Shape.of(self._format)
         self._depth = 0
         self._is_string = False
         self._emits = False
         self._after_value: State = self._lead
         self._num_parameters = 0
         self._drops_newline = False
+        # Of a value that is not JSON: the open brackets, whether a key comes next, and what ends the text in it.
+        self._brackets: list[str] = []
+        self._at_key = False
+        self._quote = ""
         self._state: State = self._reasoning_lead if answer.in_reasoning else self._lead
 
     @property
@@ -164,7 +178,9 @@ class AnswerParser:
         elif self._state == self._lead and (self._frames or not self._keeps_space):
             rest = self._text[self._at :].lstrip()
             self._say("" if any(frame.startswith(rest) for frame in self._frames) else rest)
-        elif self._state not in (self._call_end, self._list_end, self._bare_separator, self._item):
+        elif self._state not in (
+            self._after_arguments, self._call_end, self._list_end, self._bare_separator, self._item, self._enclosed
+        ):  # fmt: skip
             self._say(self._text[self._at :])
         self._text, self._at, self._names_call = "", 0, False
         self._state = self._ended
@@ -194,6 +210,9 @@ class AnswerParser:
         self._at = end
         if found is None:
             return None
+        if self._answer.reasoning is None or found != self._answer.reasoning.end:
+            self._interrupts = True
+            return self._begin_call(end, end + len(found))
         self._at += len(found)
         self._keeps_space = False
         return self._lead
@@ -212,6 +231,8 @@ class AnswerParser:
             if begin.startswith(self._text[end:]):
                 return None
         frames = (*self._separators, *self._frames) if self.num_calls else self._frames
+        if self._interrupts and self._answer.reasoning is not None:
+            frames = (*frames, self._answer.reasoning.end)
         for frame in frames:
             if self._text.startswith(frame, end):
                 return self._after_frame(frame, end + len(frame))
@@ -282,8 +303,8 @@ class AnswerParser:
 
     @property
     def _is_between_calls(self) -> bool:
-        """Whether a call of a list has ended and no other has begun."""
-        return self._state == self._item and self.num_calls > 0
+        """Whether one of several calls between the same markers has ended and no other has begun."""
+        return self._state in (self._item, self._enclosed) and self.num_calls > 0
 
     _in_call = False
 
@@ -297,10 +318,11 @@ class AnswerParser:
             case "list":
                 self._in_call = True
                 return self._list
-            case "named":
-                return self._next_call(self._named)
+            case _ if self._tools.encloses_all:
+                self._in_call = True
+                return self._enclosed
             case _:
-                return self._next_call(self._function)
+                return self._next_call(self._call)
 
     def _next_call(self, state: State) -> State:
         self._in_call, self._names_call, self._has_arguments = True, False, False
@@ -308,9 +330,14 @@ class AnswerParser:
         return state
 
     def _broken(self) -> State:
-        """The text since the mark is no call: it is content. After the name there is only an end of the call."""
+        """The text since the mark is no call: it is what was before it. After the name there is only an end of the
+        call."""
         if self._names_call:
             self._end_call()
+        elif self._interrupts and not self.num_calls:
+            self._parts.append(Reasoning(self._text[self._mark : self._at]))
+            self._in_call = self._interrupts = False
+            return self._reasoning
         else:
             self._say(self._text[self._mark : self._at])
         self._in_call, self._keeps_space = False, True
@@ -520,28 +547,67 @@ class AnswerParser:
             self._argue(self._text[self._at : end])
         self._at = end
 
-    # A name, a marker and arguments ----------------------------------------------------------------------------------
+    # A text with a name and arguments or parameters ------------------------------------------------------------------
 
-    def _named(self) -> State | None:
-        name = self._until(self._tools.middle)
-        if name is None:
-            return self._broken if self._is_too_long(self._tools.middle) else None
-        if not name.strip():
-            return self._broken
-        self._set_name(name.strip())
-        return self._named_arguments
+    @property
+    def _parts_of_call(self) -> _Shape:
+        assert self._shape is not None
+        return self._shape
 
-    def _named_arguments(self) -> State | None:
+    def _enclosed(self) -> State | None:
+        """Between calls that have one beginning and one end in common."""
         self._skip_space()
         if self._at == len(self._text):
             return None
-        if self._text[self._at] != "{":
-            return self._broken
-        return self._value(self._named_end, emits=True)
+        for text, following in ((self._tools.end.strip(), self._lead), (self._tools.separator.strip(), self._enclosed)):
+            passed = self._passed(text) if text else False
+            if passed:
+                self._in_call = following == self._enclosed
+                return following
+            if passed is None:
+                return None
+        self._mark = self._at if self.num_calls else self._mark
+        return self._next_call(self._call)
 
-    def _named_end(self) -> State | None:
-        self._end_call()
-        return self._call_end if self._tools.end else self._lead
+    def _passed(self, text: str) -> bool | None:
+        """Takes a fixed text whose spaces may be others, and returns whether it stands here; None if more text decides
+        it."""
+        at = self._at
+        for number, word in enumerate(text.split()):
+            if number:
+                most = at + MAX_SPACES
+                while at < most and self._text[at : at + 1].isspace():
+                    at += 1
+            if not self._text.startswith(word, at):
+                return None if word.startswith(self._text[at:]) else False
+            at += len(word)
+        self._at = at
+        return True
+
+    def _call(self) -> State | None:
+        self._skip_space()
+        return self._if_passed(self._parts_of_call.before_name, self._name_text)
+
+    def _if_passed(self, text: str, following: State) -> State | None:
+        passed = self._passed(text)
+        return following if passed else self._broken if passed is False else None
+
+    def _name_text(self) -> State | None:
+        shape = self._parts_of_call
+        if shape.name_end:
+            text = self._until(shape.name_end)
+        else:
+            # What follows the name is not part of what separates it.
+            found = shape.after_name.pattern.search(self._text, self._at, self._at + MAX_NAME_CHARACTERS)
+            text = None if found is None else self._text[self._at : found.start()]
+            self._at = self._at if found is None else found.start()
+        if text is None:
+            return self._broken if self._is_too_long(shape.name_end) else None
+        self._name, self._num_parameters = shape.name_rest.sub("", text).strip(), 0
+        if not self._name:
+            return self._broken
+        self._set_name(self._name)
+        return self._named_arguments if self._tools.layout == "named" else self._parameter
 
     def _until(self, marker: str) -> str | None:
         """Takes the text before a marker, and the marker, if that is complete."""
@@ -551,68 +617,105 @@ class AnswerParser:
         text, self._at = self._text[self._at : at], at + len(marker)
         return text
 
-    # <function=f><parameter=key>value</parameter></function> ----------------------------------------------------------
+    def _named_arguments(self) -> State | None:
+        self._skip_space()
+        if self._at == len(self._text):
+            return None
+        if self._text[self._at] == "{":
+            return self._value(self._named_end, emits=True)
+        # Some models write nothing for no arguments.
+        closing = self._parts_of_call.end or self._tools.end
+        passed = self._passed(closing) if closing else False
+        if passed:
+            return self._named_end
+        return self._broken if passed is False else None
 
-    def _function(self) -> State | None:
-        return self._expect("<function=", self._function_name)
+    def _named_end(self) -> State | None:
+        self._end_call()
+        return self._after_arguments if self._parts_of_call.end else self._after_call()
 
-    def _function_name(self) -> State | None:
-        name = self._until(">")
-        if name is None:
-            return self._broken if self._is_too_long(">") else None
-        if not name.strip():
-            return self._broken
-        self._name, self._num_parameters = name.strip(), 0
-        self._set_name(self._name)
-        return self._parameter
+    def _after_arguments(self) -> State | None:
+        return self._optional(self._parts_of_call.end, self._after_call())
+
+    def _after_call(self) -> State:
+        """Returns the state after a call up to the end that is its own."""
+        if self._tools.encloses_all:
+            self._in_call, self._mark = True, self._at
+            return self._enclosed
+        return self._call_end if self._tools.end else self._lead
 
     def _parameter(self) -> State | None:
         self._skip_space()
-        rest = self._text[self._at : self._at + len("</function>")]
-        if rest == "</function>":
-            self._at += len(rest)
+        if self._at == len(self._text):
+            return None
+        shape = self._parts_of_call
+        if self._num_parameters and shape.joiner and self._text.startswith(shape.joiner, self._at):
+            self._at += len(shape.joiner)
+            self._skip_space()
+        ends = self._passed(shape.end or self._tools.end)
+        if ends:
             self._argue("}" if self._num_parameters else NO_ARGUMENTS)
             self._end_call()
-            return self._call_end
-        if rest.startswith("<parameter="):
-            self._at += len("<parameter=")
-            return self._parameter_name
-        if "</function>".startswith(rest) or "<parameter=".startswith(rest):
+            return self._after_call() if shape.end else self._lead
+        begins = self._passed(shape.before_key)
+        if ends is None or begins is None:
             return None
-        return self._broken
+        return self._parameter_name if begins else self._broken
 
     def _parameter_name(self) -> State | None:
-        key = self._until(">")
+        shape = self._parts_of_call
+        key = self._until(shape.key_end)
         if key is None:
-            return self._broken if self._is_too_long(">") else None
-        self._key = key.strip()
+            return self._broken if self._is_too_long(shape.key_end) else None
+        self._key = key.strip().removeprefix(GEMMA_QUOTE).removesuffix(GEMMA_QUOTE)
         self._argue(f"{', ' if self._num_parameters else '{'}{json.dumps(self._key, ensure_ascii=False)}: ")
         self._num_parameters += 1
-        self._drops_newline = True
-        if self._key not in self._answer.texts.get(self._name, ()):
+        return self._after_key
+
+    def _after_key(self) -> State | None:
+        others = self._parts_of_call.after_key
+        if others:
+            self._skip_space()
+        return self._if_passed(others, self._value_kind)
+
+    def _value_kind(self) -> State | None:
+        """At a value, or at the attribute that says whether it is a text."""
+        shape = self._parts_of_call
+        if self._tools.values != "text":
+            self._brackets, self._at_key = [], False
+            return self._literal
+        is_text = self._key in self._answer.texts.get(self._name, ())
+        if shape.attribute_end:
+            attribute = self._until(shape.attribute_end)
+            if attribute is None:
+                return self._broken if self._is_too_long(shape.attribute_end) else None
+            is_text = attribute == "true"
+        self._drops_newline = shape.drops_newlines
+        if not is_text:
             return self._parameter_value
         self._argue('"')
         return self._parameter_text
 
     def _parameter_value(self) -> State | None:
         """Takes a value of another type than text, as a whole: it is JSON, or else text."""
-        at = self._text.find("</parameter>", max(self._at, self._num_seen - len("</parameter>")))
+        end = self._parts_of_call.value_end
+        at = self._text.find(end, max(self._at, self._num_seen - len(end)))
         if at < 0:
             self._num_seen = len(self._text)
             return None
         text = self._text[self._at : at].strip()
-        self._at = at + len("</parameter>")
+        self._at = at + len(end)
         self._argue(text if _is_json(text) else json.dumps(text, ensure_ascii=False))
         return self._parameter
 
     def _parameter_text(self) -> State | None:
-        """Takes a text, without the line ends next to its tags."""
+        """Takes a text, without the line ends next to its tags where these are not part of it."""
         if self._drops_newline:
             if self._at == len(self._text):
                 return None
             self._at += self._text[self._at] == "\n"
             self._drops_newline = False
-        found, end = self._find(_ENDS_OF_PARAMETER)
+        found, end = self._find(self._parts_of_call.value_ends)
         self._argue(json.dumps(self._text[self._at : end], ensure_ascii=False)[1:-1])
         self._at = end
         if found is None:
@@ -620,6 +723,98 @@ class AnswerParser:
         self._at += len(found)
         self._argue('"')
         return self._parameter
+
+    # Values in another notation than JSON ----------------------------------------------------------------------------
+
+    def _literal(self) -> State | None:
+        """At a value, a key or a punctuation mark."""
+        self._skip_space()
+        if self._at == len(self._text):
+            return None
+        character = self._text[self._at]
+        if character in "{[":
+            self._brackets.append(character)
+            self._at_key = character == "{"
+        elif character in "}]" and self._brackets:
+            self._brackets.pop()
+            self._at_key = False
+        elif character in ",:" and self._brackets:
+            self._at_key = character == "," and self._brackets[-1] == "{"
+        else:
+            return self._text_or_name()
+        self._argue(character if character in "{[}]" else f"{character} ")
+        self._at += 1
+        return self._after_literal() if character in "}]" else self._literal
+
+    def _after_literal(self) -> State:
+        return self._literal if self._brackets or self._at_key else self._parameter
+
+    def _text_or_name(self) -> State | None:
+        is_gemma = self._tools.values == "gemma"
+        for quote in (GEMMA_QUOTE,) if is_gemma else PYTHON_QUOTES:
+            if self._text.startswith(quote, self._at):
+                self._at, self._quote = self._at + len(quote), quote
+                self._argue('"')
+                return self._raw_text if is_gemma else self._escaped_text
+            if quote.startswith(self._text[self._at :]):
+                return None
+        return self._bare_key if is_gemma and self._at_key else self._bare
+
+    def _bare_key(self) -> State | None:
+        key = self._until(":")
+        if key is None:
+            return self._broken if self._is_too_long(":") else None
+        self._argue(f"{json.dumps(key.strip(), ensure_ascii=False)}: ")
+        self._at_key = False
+        return self._literal
+
+    def _bare(self) -> State | None:
+        """Takes a number or a name as a whole."""
+        found = _SCALAR_END.search(self._text, max(self._at, self._num_seen))
+        if found is None:
+            self._num_seen = len(self._text)
+            return None
+        text = self._text[self._at : found.start()]
+        if not text:
+            return self._broken
+        self._at = found.start()
+        text = _PYTHON_NAMES.get(text, text)
+        self._argue(text if _is_json(text) else json.dumps(text, ensure_ascii=False))
+        return self._after_literal()
+
+    def _raw_text(self) -> State | None:
+        """Takes a text without escapes."""
+        found, end = self._find(_GEMMA_QUOTE)
+        self._argue(json.dumps(self._text[self._at : end], ensure_ascii=False)[1:-1])
+        self._at = end
+        return None if found is None else self._text_end
+
+    def _escaped_text(self) -> State | None:
+        """Takes a text with the escapes of Python, which are nearly those of JSON."""
+        found = _PYTHON_PARTS[self._quote].search(self._text, self._at)
+        end = len(self._text) if found is None else found.start()
+        self._argue(json.dumps(self._text[self._at : end], ensure_ascii=False)[1:-1])
+        self._at = end
+        if found is None:
+            return None
+        if found[0] == self._quote:
+            return self._text_end
+        escaped = self._text[end + 1 : end + 2]
+        if not escaped:
+            return None
+        self._at += 2
+        if escaped == "'":
+            self._argue("'")
+        elif escaped in _JSON_ESCAPED:
+            self._argue(f"\\{escaped}")
+        else:
+            self._argue(json.dumps(f"\\{escaped}", ensure_ascii=False)[1:-1])
+        return self._escaped_text
+
+    def _text_end(self) -> State:
+        self._at += len(self._quote)
+        self._argue('"')
+        return self._after_literal()
 
 
 class _Markers:
@@ -630,7 +825,59 @@ class _Markers:
         self.pattern = re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
 
 
-_ENDS_OF_PARAMETER = _Markers(("\n</parameter>", "</parameter>"))
+_GEMMA_QUOTE = _Markers((GEMMA_QUOTE,))
+_PYTHON_PARTS = {quote: re.compile(rf"[{quote}\\]") for quote in PYTHON_QUOTES}
+_JSON_ESCAPED = '"\\/bfnrtu'
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The fixed texts of a call in the layouts `named` and `parameters`, without the spaces around them.
+
+    `name_end` follows the name and what else stands beside it, which `name_rest` matches; if it is empty, `after_name`
+    are the texts that may follow. `end` stands behind the arguments. `key_end` is the first word after a key,
+    `after_key` the others, and `attribute_end` follows the attribute that says whether the value is a text.
+    `value_ends` end a text: the last of them, `value_end`, or the same after a line end that is not part of the text.
+    """
+
+    before_name: str
+    name_end: str
+    name_rest: re.Pattern[str]
+    after_name: _Markers
+    end: str
+    joiner: str
+    before_key: str
+    key_end: str
+    after_key: str
+    attribute_end: str
+    value_end: str
+    value_ends: _Markers
+    drops_newlines: bool
+
+    @classmethod
+    def of(cls, tools: ToolFormat) -> _Shape:
+        before_name, after_name, end = tools.call_parts
+        before_key, after_key, after_value = tools.parameter_parts
+        *beside_name, name_end = pieces(after_name)
+        beside = "".join(PLACEHOLDERS.get(piece, re.escape(piece)) for piece in beside_name)
+        key_end, *attribute = pieces(after_key)
+        first, *others = key_end.split()
+        value_end, drops_newlines = after_value.strip(), after_key.endswith("\n")
+        return cls(
+            before_name.strip(),
+            name_end.strip(),
+            re.compile(rf"\s*{beside}\Z" if beside else r"(?!)"),
+            _Markers(text for text in (before_key.strip(), end.strip() or tools.end.strip()) if text),
+            end.strip(),
+            tools.joiner.strip(),
+            before_key.strip(),
+            first,
+            " ".join(others),
+            attribute[-1].strip() if attribute else "",
+            value_end,
+            _Markers((f"\n{value_end}", value_end) if after_value.startswith("\n") else (value_end,)),
+            drops_newlines,
+        )
 
 
 def _num_held(text: str, marker: str, start: int) -> int:

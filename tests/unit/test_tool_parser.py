@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from inflight.router.text.tokenizer import TextModel
 from inflight.router.tools.formats import (
     CHANNELS,
     FORMATS,
+    REASONING,
     THINK,
     AnswerFormat,
     ReasoningFormat,
@@ -28,6 +30,9 @@ Calls = Sequence[tuple[str, str]]
 
 def written(tools: ToolFormat, calls: Calls) -> str:
     """Calls as a model writes them."""
+    if tools.name in TEXTS:
+        text, separator, begin, end = TEXTS[tools.name]
+        return begin + separator.join(text(name, arguments) for name, arguments in calls) + end
     match tools.layout:
         case "object":
             texts = [
@@ -39,39 +44,129 @@ def written(tools: ToolFormat, calls: Calls) -> str:
         case "list":
             items = [f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls]
             return f"{tools.begin}[{', '.join(items)}]{tools.end}"
-        case "named":
+        case _:
             return tools.separator.join(
                 f"{tools.begin}{name}{tools.middle}{arguments}{tools.end}" for name, arguments in calls
             )
+
+
+def _tagged(before_key: str, after_key: str, after_value: str, arguments: str) -> str:
+    return "".join(
+        before_key
+        + key
+        + after_key.replace("TYPE", "true" if isinstance(value, str) else "false")
+        + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        + after_value
+        for key, value in json.loads(arguments).items()
+    )
+
+
+def _gemma(value: Any) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return f"{{{','.join(f'{key}:{_gemma(one)}' for key, one in sorted(value.items()))}}}"
+        case list():
+            return f"[{','.join(map(_gemma, value))}]"
         case _:
-            return tools.separator.join(
-                f"{tools.begin}\n<function={name}>\n{_parameters(arguments)}</function>\n{tools.end}"
-                for name, arguments in calls
-            )
+            return json.dumps(value)
+
+
+def _python(value: Any) -> str:
+    match value:
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case dict():
+            return f"{{{', '.join(f'{json.dumps(key)}: {_python(one)}' for key, one in value.items())}}}"
+        case list():
+            return f"[{', '.join(map(_python, value))}]"
+        case _:
+            return repr(value)
+
+
+def _qwen(name: str, arguments: str) -> str:
+    parameters = _tagged("<parameter=", ">\n", "\n</parameter>\n", arguments)
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def _glm45(name: str, arguments: str) -> str:
+    parameters = _tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", arguments)
+    return f"<tool_call>{name}\n{parameters}</tool_call>"
+
+
+def _glm47(name: str, arguments: str) -> str:
+    return f"<tool_call>{name}{_tagged('<arg_key>', '</arg_key><arg_value>', '</arg_value>', arguments)}</tool_call>"
+
+
+def _minimax(name: str, arguments: str) -> str:
+    parameters = _tagged('<parameter name="', '">', "</parameter>\n", arguments)
+    return f'<invoke name="{name}">\n{parameters}</invoke>'
+
+
+def _dsml(name: str, arguments: str) -> str:
+    parameters = _tagged('<｜DSML｜parameter name="', '" string="TYPE">', "</｜DSML｜parameter>\n", arguments)
+    return f'<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>'
+
+
+def _deepseek_v3(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def _deepseek_v31(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def _kimi(name: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def _gemma4(name: str, arguments: str) -> str:
+    return f"<|tool_call>call:{name}{_gemma(json.loads(arguments))}<tool_call|>"
+
+
+def _mistral_call_id(name: str, arguments: str) -> str:
+    return f"[TOOL_CALLS]{name}[CALL_ID]a1B2c3D4e[ARGS]{arguments}"
+
+
+def _lfm2(name: str, arguments: str) -> str:
+    return f"{name}({', '.join(f'{key}={_python(one)}' for key, one in json.loads(arguments).items())})"
+
+
+# Of formats whose calls are written here, independent of the table: a call, and what stands between calls and around
+# all of them.
+TEXTS: dict[str, tuple[Callable[[str, str], str], str, str, str]] = {
+    "qwen3_coder": (_qwen, "\n", "", ""),
+    "glm45": (_glm45, "\n", "", ""),
+    "glm47": (_glm47, "", "", ""),
+    "minimax_m2": (_minimax, "\n", "<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+    "deepseek_v32": (_dsml, "\n", "<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>"),
+    "deepseek_v4": (_dsml, "\n", "<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"),
+    "deepseek_v3": (_deepseek_v3, "\n", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_v31": (_deepseek_v31, "", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "kimi_k2": (_kimi, "", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "gemma4": (_gemma4, "", "", ""),
+    "mistral_call_id": (_mistral_call_id, "", "", ""),
+    "lfm2": (_lfm2, ", ", "<|tool_call_start|>[", "]<|tool_call_end|>"),
+}
 
 
 def reasoning_of(tools: ToolFormat) -> ReasoningFormat:
     """How models that write calls in a format write reasoning."""
-    return CHANNELS if tools.name == "harmony" else THINK
+    reasoning = {"harmony": "<|end|>", "gemma4": "<channel|>", "mistral_args": "[/THINK]"}
+    return next(one for one in (*REASONING, THINK) if one.end == reasoning.get(tools.name, "</think>"))
 
 
 def whole_answer(tools: ToolFormat, reasoning: str, content: str, calls: Calls) -> str:
     """An answer as a model writes it."""
     called = written(tools, calls) if calls else ""
     if tools.name != "harmony":
-        return (f"<think>\n{reasoning}</think>\n\n" if reasoning else "") + content + called
+        begin, end = reasoning_of(tools).begin, reasoning_of(tools).end
+        return (f"{begin}\n{reasoning}{end}\n\n" if reasoning else "") + content + called
     messages = [f"<|channel|>analysis<|message|>{reasoning}"] if reasoning else []
     if content or not calls:
         messages.append(f"<|channel|>{'commentary' if calls else 'final'}<|message|>{content}")
     return "<|end|><|start|>assistant".join([*messages, called] if calls else messages)
-
-
-def _parameters(arguments: str) -> str:
-    values = {
-        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for key, value in json.loads(arguments).items()
-    }
-    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
 
 
 def read(answer: AnswerFormat, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
@@ -127,8 +222,6 @@ def random_answers(number: int, seed: int) -> Iterator[tuple[AnswerFormat, str, 
         content = chance.choice(("", "Let me look: ", "a <tool is not [TOOL a call\n"))
         if tools.is_bare and calls:
             content = ""
-        if tools.layout == "parameters":
-            calls = [(name, arguments) for name, arguments in calls if "</tool_call>" not in arguments]
         texts = {name: tuple(k for k, v in json.loads(args).items() if isinstance(v, str)) for name, args in calls}
         answer = AnswerFormat(tools, reasoning_of(tools), texts=texts)
         yield answer, whole_answer(tools, reasoning, content, calls), reasoning, content, calls
@@ -236,6 +329,15 @@ def test_text_that_is_no_call_is_content(text: str) -> None:
         ("mistral", '[TOOL_CALLS][{"name": "get'),
         ("mistral_args", "[TOOL_CALLS]get"),
         ("llama3_json", '<|python_tag|>{"name": "get'),
+        ("glm45", "<tool_call>get_wea"),
+        ("glm47", "<tool_call>get_weather<arg_k"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="get'),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get"),
+        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get'),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_arg"),
+        ("gemma4", "<|tool_call>call:get"),
+        ("mistral_call_id", "[TOOL_CALLS]get[CALL_ID]a1B2"),
+        ("lfm2", "<|tool_call_start|>[get"),
         ("harmony", "<|channel|>commentary to=functions.get"),
         ("harmony", "<|channel|>comm"),
         ("harmony", "<|channel|>analysis<|mess"),
@@ -293,7 +395,10 @@ def test_call_that_is_cut_off_before_its_arguments_has_none() -> None:
 def test_answer_is_unfinished_from_the_marker_of_a_call_to_its_end(tools: ToolFormat) -> None:
     text = written(tools, [("f", '{"a": "x"}')])
     begin = 1 if tools.is_bare else len(tools.begin)
-    end = max(text.rindex(mark) for mark in ("}", "</function>") if mark in text)
+    end = len(text) - len(TEXTS[tools.name][3] if tools.name in TEXTS else "") - 1
+    if tools.layout != "parameters" or tools.name in ("qwen3_coder", "gemma4"):
+        # Their end marker may be missing.
+        end = max(text.rindex(mark) for mark in ("}", "</function>") if mark in text)
     for size in range(begin, end + 1):
         parser = AnswerParser(AnswerFormat(tools))
         parser.feed(text[:size])
@@ -350,6 +455,14 @@ def test_format_survives_being_stored() -> None:
         ("hermes", '<tool_call>{"arguments": ["', "a"),
         ("hermes", '<tool_call>{"name": "f", "arguments": ', "["),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>", "1"),
+        ("glm45", "<tool_call>f", " "),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key>", " "),
+        ("kimi_k2", "<|tool_calls_section_begin|>", " "),
+        ("gemma4", "<|tool_call>call:f{a:", "["),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>', "<|"),
+        ("gemma4", "<|tool_call>call:f{a:", "1"),
+        ("lfm2", '<|tool_call_start|>[f(a="', "\\\\"),
+        ("lfm2", "<|tool_call_start|>[f(", " "),
         ("mistral", "[TOOL_CALLS][", '{"name":"f","arguments":{}},'),
         ("hermes", "<think>", "</thin"),
         ("harmony", "<|channel|>final<|message|>", "<|end|><|start|>assistant"),

@@ -12,7 +12,8 @@ from inflight.common.settings import SettingError
 from inflight.router.main import tool_settings
 from inflight.router.settings import RouterSettings
 from inflight.router.text.tokenizer import TextModel
-from inflight.router.tools.formats import FormatError, read_formats, with_added
+from inflight.router.tools.formats import AnswerFormat, FormatError, answer_format, read_formats, with_added
+from inflight.router.tools.parser import AnswerParser, Arguments
 from inflight.router.tools.support import ToolSettings
 from inflight.v1 import inference_pb2
 from tests.support.text import chat_models
@@ -168,6 +169,30 @@ detect = ["<function="]
 """
 
 
+SEED_OSS = """
+[formats.seed_oss]
+layout = "parameters"
+begin = "<seed:tool_call>"
+end = "</seed:tool_call>"
+padding = "\\n"
+call = "<function={name}>\\n{parameters}</function>"
+parameter = "<parameter={key}>{value}</parameter>\\n"
+detect = ["<seed:tool_call>"]
+"""
+
+
+def test_format_of_a_file_has_tags_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "formats.toml"
+    path.write_text(SEED_OSS)
+    (seed_oss,) = read_formats(path)
+    text = "<seed:tool_call>\n<function=f>\n<parameter=a>\n1</parameter>\n</function>\n</seed:tool_call>"
+    answer = AnswerFormat(seed_oss, texts={"f": ("a",)})
+    parser = AnswerParser(answer)
+    parts = [*parser.feed(text), *parser.finish()]
+    assert "".join(part.text for part in parts if isinstance(part, Arguments)) == '{"a": "\\n1"}'
+    assert answer_format(answer.to_json()) == answer
+
+
 def test_formats_of_a_file_are_detected_first(tmp_path: Path) -> None:
     path = tmp_path / "formats.toml"
     path.write_text(FUNCTIONARY)
@@ -189,6 +214,12 @@ def test_formats_of_a_file_are_detected_first(tmp_path: Path) -> None:
         ("[formats.a]\nlayout = 'object'\nbegin = 3", r"formats\.a\.begin"),
         ("[formats.a]\nlayout = 'object'\nbegin = 'x'\ncolour = 'red'", "has colour"),
         ("[formats.a]\nlayout = 'list'\nbegin = 'x'\nis_bare = true", r"formats\.a\.is_bare"),
+        ("[formats.a]\nlayout = 'list'\nbegin = 'x'\nend = 'y'\nencloses_all = true", r"formats\.a\.encloses_all"),
+        ("[formats.a]\nlayout = 'named'\nbegin = 'x'\ncall = '{arguments}{name}'", r"formats\.a\.call: must have"),
+        ("[formats.a]\nlayout = 'parameters'\nbegin = 'x'\nend = 'y'\nparameter = '{key}{value}'", "text between them"),
+        ("[formats.a]\nlayout = 'parameters'\nbegin = 'x'\nend = 'y'\nvalues = 'odd'", r"formats\.a\.values"),
+        ("[formats.a]\nlayout = 'parameters'\nbegin = 'x'\nend = 'y'\nvalues = 'gemma'", r"formats\.a\.joiner"),
+        ("[formats.a]\nlayout = 'object'\nbegin = 'x'\ncall_id = '{odd}'", r"formats\.a\.call_id"),
     ],
 )
 def test_wrong_formats_are_refused_with_the_reason(tmp_path: Path, text: str, complaint: str) -> None:

@@ -84,7 +84,7 @@ def smollm2() -> PreTrainedTokenizerBase:
 def llama_3() -> PreTrainedTokenizerBase:
     """Byte-level BPE whose template trims."""
     names = ["begin_of_text", "start_header_id", "end_header_id", "eot_id"]
-    tokenizer = _byte_level([f"<|{name}|>" for name in names], [])
+    tokenizer = byte_level([f"<|{name}|>" for name in names], [])
     tokenizer.bos_token = "<|begin_of_text|>"
     tokenizer.chat_template = LLAMA_3
     return tokenizer
@@ -93,7 +93,7 @@ def llama_3() -> PreTrainedTokenizerBase:
 @functools.cache
 def phi() -> PreTrainedTokenizerBase:
     """Byte-level BPE whose template joins pieces to tokens."""
-    tokenizer = _byte_level([f"<|{name}|>" for name in ("system", "user", "assistant", "end")], [])
+    tokenizer = byte_level([f"<|{name}|>" for name in ("system", "user", "assistant", "end")], [])
     tokenizer.chat_template = PHI
     return tokenizer
 
@@ -101,7 +101,7 @@ def phi() -> PreTrainedTokenizerBase:
 @functools.cache
 def qwen_3() -> PreTrainedTokenizerBase:
     """Byte-level BPE with added tokens that are not special."""
-    tokenizer = _byte_level(["<|im_start|>", "<|im_end|>"], ["<think>", "</think>", "<tool_call>", "<tool_response>"])
+    tokenizer = byte_level(["<|im_start|>", "<|im_end|>"], ["<think>", "</think>", "<tool_call>", "<tool_response>"])
     tokenizer.chat_template = QWEN_3
     return tokenizer
 
@@ -110,7 +110,7 @@ def qwen_3() -> PreTrainedTokenizerBase:
 def gpt_oss() -> PreTrainedTokenizerBase:
     """Byte-level BPE whose model writes the parts of an answer as messages in channels."""
     names = ["start", "end", "message", "channel", "constrain", "return", "call"]
-    tokenizer = _byte_level([f"<|{name}|>" for name in names], [])
+    tokenizer = byte_level([f"<|{name}|>" for name in names], [])
     tokenizer.eos_token = "<|return|>"
     tokenizer.chat_template = GPT_OSS
     return tokenizer
@@ -192,7 +192,7 @@ def user_says(*texts: str) -> inference_pb2.Chat:
     return chat
 
 
-def _byte_level(special: list[str], added: list[str]) -> PreTrainedTokenizerFast:
+def byte_level(special: list[str], added: list[str]) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -352,18 +352,15 @@ class _Writer:
             return
         properties = schema.get("properties", {})
         required = schema.get("required", [])
-        before_key, after_key, _ = self._format.parameter_parts
+        after_key = self._format.parameter_parts[1]
         quote = '"' if '"' in after_key else ""
         if any(re.search(f"[<>\n{quote}]|^$", name) for name in properties):
             wrong = '<, >, "' if quote else "<, >"
             text = f"{tool.name}: a parameter's name has {wrong} or a line end, which its format cannot write"
             raise ToolSchemaError([text])
         if schema == ANY_OBJECT:
-            after = self._text_of(after_key.replace("{is_text}", "true"))
             yield f"{rule}: {_join(begin, f'{rule}_any*', end)}"
-            yield f"{rule}_any: {_join(self._marker(before_key), f'{rule.upper()}_NAME', after)} {rule}_text"
-            yield f"{rule.upper()}_NAME: /[^<>{quote}\\n]+/"
-            yield from self._parameter_text(rule)
+            yield from self._any_parameter(rule, quote)
             return
         parts = []
         for number, (name, one) in enumerate(properties.items()):
@@ -382,6 +379,19 @@ class _Writer:
             before, after = GEMMA_QUOTE if self._format.values == "gemma" else "", ending[len(written) :]
         head = before_key + "input" + after_key.replace("{is_text}", "true") + before
         return _join(self._marker(head), text, self._marker(after))
+
+    def _any_parameter(self, rule: str, quote: str) -> Iterator[str]:
+        """Yields the rules of a parameter with any name and value."""
+        before_key, after_key, after_value = self._format.parameter_parts
+        name = _join(self._marker(before_key), f"{rule.upper()}_NAME")
+        texts = f"{self._text_of(after_key.replace('{is_text}', 'true'))} {rule}_text"
+        if "{is_text}" in after_key:
+            others = self._text_of(after_key.replace("{is_text}", "false"))
+            texts = f"({texts} | {_join(others, f'{rule}_json', self._marker(after_value))})"
+            yield f"{rule}_json: {self._json({})}"
+        yield f"{rule}_any: {name} {texts}"
+        yield f"{rule.upper()}_NAME: /[^<>{quote}\\n]+/"
+        yield from self._parameter_text(rule)
 
     def _parameter(self, rule: str, name: str, schema: Any, defs: Any) -> Iterator[str]:
         before_key, after_key, after_value = self._format.parameter_parts

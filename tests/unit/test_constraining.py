@@ -165,18 +165,22 @@ UNENFORCEABLE = {
 async def test_tool_whose_parameters_cannot_be_enforced_loses_only_its_own(
     tools_format: ToolFormat, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad = [ToolSchema(name, unenforceable) for name, (unenforceable, _) in UNENFORCEABLE.items()]
+    # Texts of Gemma's notation have no patterns.
+    unenforceable = {
+        name: one for name, one in UNENFORCEABLE.items() if tools_format.values != "gemma" or name != "compiled"
+    }
+    bad = [ToolSchema(name, schema) for name, (schema, _) in unenforceable.items()]
     tools = (ToolSchema("good", SOUND), *bad, ToolSchema("strict", SOUND, is_strict=True))
     compiled = await Constraining().compiled(tools_of(*tools, tools_format=tools_format), "t")
-    assert list(compiled.unenforced) == list(UNENFORCEABLE)
-    for name, (_, reason) in UNENFORCEABLE.items():
+    assert list(compiled.unenforced) == list(unenforceable)
+    for name, (_, reason) in unenforceable.items():
         assert compiled.unenforced[name].startswith(reason)
         line = f"the parameters of the function {name} of tenant t are not enforced: {reason}"
         assert any(record.getMessage().startswith(line) for record in caplog.records)
-    for name in ("good", "strict", *UNENFORCEABLE):
+    for name in ("good", "strict", *unenforceable):
         assert accepts_text(compiled.grammar, written(tools_format, [(name, '{"n": 1}')]))
         is_any = accepts_text(compiled.grammar, written(tools_format, [(name, '{"n": "x y", "m": "z"}')]))
-        assert is_any == (name in UNENFORCEABLE)
+        assert is_any == (name in unenforceable)
 
 
 async def test_strict_tool_whose_parameters_cannot_be_enforced_is_refused_beside_others() -> None:

@@ -61,7 +61,7 @@ PATCH = '*** Begin Patch\n*** Update File: secret.txt\n@@\n-the number is 4711\n
 async def run(command: Path, home: Path, *arguments: str) -> str:
     """Returns what Codex prints."""
     process = await asyncio.create_subprocess_exec(
-        *(command, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *arguments),
+        *(str(command), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *arguments),
         cwd=home,
         env={"PATH": os.environ["PATH"], "HOME": str(home)},
         stdin=asyncio.subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import ResponseCustomToolCall
 
 from inflight.common.errors import FieldViolation, invalid
 from inflight.gateway.responses.codex import codex_model
@@ -39,11 +40,13 @@ async def test_custom_tool_is_called_with_its_text_whole_and_streamed(caplog: py
         raw = await client.responses.with_raw_response.create(**asked)
         assert raw.headers["x-inflight-unused"] == "reasoning.summary, tools[0]"
         whole = raw.parse().output[-1]
-        assert (whole.type, whole.name, whole.input) == ("custom_tool_call", "apply_patch", PATCH)
+        assert isinstance(whole, ResponseCustomToolCall)
+        assert (whole.name, whole.input) == ("apply_patch", PATCH)
         async with client.responses.stream(**asked) as stream:
             events = [event async for event in stream]
             final = (await stream.get_final_response()).output[-1]
-        assert (final.type, final.input, final.status) == ("custom_tool_call", PATCH, "completed")
+        assert isinstance(final, ResponseCustomToolCall)
+        assert (final.input, final.call_id) == (PATCH, whole.call_id)
         pieces = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
         assert len(pieces) > 1
         assert "".join(pieces) == PATCH
@@ -82,9 +85,7 @@ async def test_errors_name_messages_as_they_were_sent() -> None:
         yield from ()
         raise invalid(FieldViolation("chat.messages[1].role", "is 'assistant'; must be user"))
 
-    system: Any = {"role": "system", "content": "x"}
+    messages: list[Any] = [{"role": role, "content": "x"} for role in ("system", "developer", "assistant")]
     async with gateway_of(ScriptedRouter(script)) as gateway, gateway.openai() as client:
         with pytest.raises(openai.BadRequestError, match=r"messages\[2\]\.role: is 'assistant'"):
-            await client.chat.completions.create(
-                model="smol", messages=[system, system, {**system, "role": "assistant"}]
-            )
+            await client.chat.completions.create(model="smol", messages=messages)

@@ -1,8 +1,8 @@
 """Choice of the form of quantized weights, as in the checkpoint or expanded to the dtype, by measuring on this machine.
 
 Quantized weights are read faster, and dense ones are multiplied faster by some processors and for many rows. The
-two forms round differently, so executors of one model must have the same one. Timings of a form vary by a few
-percent, and the bound of `fastest_form` is far from the ratios of the measured processors, so that equal
+two forms round differently, so executors of one model must have the same one. Measured shares varied by up to nine
+points, and the bound of `fastest_form` is far from the ratios of the measured processors, so that equal
 machines choose equally.
 """
 
@@ -168,7 +168,7 @@ def lack_of_memory(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int 
 
 
 def measure_with(library: NativeLibrary, pool: NativePool, stream: WeightStream) -> Measure:
-    """Returns a measurement on these threads. It takes about half a second."""
+    """Returns a measurement on these threads. No round begins after `MOST_SECONDS`."""
 
     def measure(product: TrialShape, num_seats: int, max_num_tokens: int) -> tuple[TokenTimes, TokenTimes]:
         rows = num_seats, min(max_num_tokens, MOST_PROMPT_ROWS)

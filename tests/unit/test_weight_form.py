@@ -85,9 +85,9 @@ def test_the_unit_does_not_matter_and_faster_dense_products_do_not_speak_against
     quantized: TokenTimes, dense: TokenTimes, unit: float, gain: float
 ) -> None:
     is_dense = fastest_form(quantized, dense, 8).is_dense
-    scaled = (TokenTimes(times.decode_s * unit, times.prompt_s * unit) for times in (quantized, dense))
+    scaled, scaled_dense = (TokenTimes(times.decode_s * unit, times.prompt_s * unit) for times in (quantized, dense))
     if abs(dense.busy_s / quantized.busy_s - LARGEST_SHARE) > 1e-6:
-        assert fastest_form(*scaled, 8).is_dense is is_dense
+        assert fastest_form(scaled, scaled_dense, 8).is_dense is is_dense
     faster = TokenTimes(dense.decode_s * gain, dense.prompt_s * gain)
     assert fastest_form(quantized, faster, 8).is_dense >= is_dense
 
@@ -107,7 +107,7 @@ def test_the_unit_does_not_matter_and_faster_dense_products_do_not_speak_against
 def test_dense_weights_need_memory_beside_the_kv_cache(
     free_bytes: int | None, changes: dict[str, int], reason: str | None
 ) -> None:
-    found = lack_of_memory(MODEL, replace(SIZES, **changes), free_bytes)  # type: ignore[arg-type]
+    found = lack_of_memory(MODEL, replace(SIZES, **changes), free_bytes)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -122,7 +122,8 @@ def scripted(calls: list[tuple[TrialShape, int, int]], share: float) -> Measure:
 
 
 def test_without_memory_nothing_is_measured() -> None:
-    choice = choose_form(MODEL, SIZES, GIBIBYTE, scripted(calls := [], 0.1))
+    calls: list[tuple[TrialShape, int, int]] = []
+    choice = choose_form(MODEL, SIZES, GIBIBYTE, scripted(calls, 0.1))
     assert (choice.is_dense, calls) == (False, [])
     assert "dense weights would take 1,024 MiB" in str(choice)
 
@@ -130,7 +131,8 @@ def test_without_memory_nothing_is_measured() -> None:
 def test_a_model_in_the_caches_is_not_measured() -> None:
     small = replace(MODEL, num_layers=1, product=product_of(64, 128, torch.bfloat16, CODES))
     assert small.product.num_bytes < TRIAL_BYTES // 2
-    choice = choose_form(small, SIZES, 8 * GIBIBYTE, scripted(calls := [], 0.1))
+    calls: list[tuple[TrialShape, int, int]] = []
+    choice = choose_form(small, SIZES, 8 * GIBIBYTE, scripted(calls, 0.1))
     assert (choice.is_dense, calls) == (False, [])
 
 
@@ -143,7 +145,8 @@ def test_steps_are_measured_with_the_seats_that_an_executor_will_have(
     seats_set: int, free_gib: int, seats: int
 ) -> None:
     sizes = replace(SIZES, max_num_sequences=seats_set, max_num_tokens=512)
-    choice = choose_form(MODEL, sizes, free_gib * GIBIBYTE, scripted(calls := [], 0.5))
+    calls: list[tuple[TrialShape, int, int]] = []
+    choice = choose_form(MODEL, sizes, free_gib * GIBIBYTE, scripted(calls, 0.5))
     assert choice.is_dense
     assert calls == [(MODEL.product, seats, 512)]
 

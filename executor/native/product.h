@@ -21,7 +21,11 @@ struct WeightStream {
 struct ProductScratch {
     static constexpr int64_t TILE_NUMBERS = 64 << 10;
 
+    // `unpacked_bytes` are the most of a matrix that is multiplied.
+    explicit ProductScratch(int64_t unpacked_bytes) { unpacked.reserve(unpacked_bytes); }
+
     alignas(64) float tile[TILE_NUMBERS];  // sums of a task
+    ThreadBuffer unpacked;                 // the blocks of a task, if they have codes that become plain blocks
 };
 
 // Rows as the parts of a matrix with codes read them.
@@ -50,6 +54,12 @@ Matrix<Element> take_matrix(Cursor& cursor, int64_t columns, int64_t depth, int6
         matrix.mixed = mixture->blocks();
     }
     return matrix;
+}
+
+// The memory of a task of many rows for the blocks that it unpacks.
+template <class Element>
+int64_t unpacked_bytes(const Matrix<Element>& matrix) {
+    return ROUNDS_WEIGHTS<Element> && matrix.mixed != nullptr ? matrix.blocks_at_once * matrix.block_bytes : 0;
 }
 
 template <class Element>
@@ -106,6 +116,8 @@ class Product {
         const int64_t start = first_row + task % tasks_of_column_ * rows_of_task_;
         const int64_t end = std::min({num_rows_, first_row + rows_of_pass_, start + rows_of_task_});
         const char* const next_task = probably_next(task);
+        const bool is_unpacked = ROUNDS_WEIGHTS<Element> && end - start > TILE_ROWS;
+        if (is_unpacked) unpack(first_block, scratch.unpacked.data());
         const int64_t rows_of_tile = rows_of_part(end - start, (end - start + TILE_ROWS - 1) / TILE_ROWS);
         for (int64_t row = start; row < end; row += rows_of_tile) {
             const int num_rows = (int)std::min(rows_of_tile, end - row);
@@ -119,10 +131,14 @@ class Product {
                     // With several tiles, the blocks of this task have been read already.
                     next = next_task + (end - start <= TILE_ROWS ? 0 : i * bytes_of(format));
                 float* const out = scratch.tile + i * BLOCK_COLUMNS;
-                if (format != nullptr)
-                    multiply_codes_of_block(matrix_.block(first_block + i), *format, next, row, num_rows, out);
+                if (format == nullptr)
+                    multiply_block(matrix_.panels, matrix_.block(first_block + i), prefetches_ ? next : nullptr,
+                                   rows_.from(row, 0), num_rows, out);
+                else if (is_unpacked)
+                    multiply_block(APART, scratch.unpacked.data() + i * matrix_.block_bytes, nullptr,
+                                   viewed(*format).from(row, 0), num_rows, out);
                 else
-                    multiply_block(matrix_.block(first_block + i), prefetches_ ? next : nullptr, row, num_rows, out);
+                    multiply_codes_of_block(matrix_.block(first_block + i), *format, next, row, num_rows, out);
             }
             finish(first_block, row, num_rows, scratch.tile);
         }
@@ -162,15 +178,15 @@ class Product {
         return after_->block(std::min((next - num_tasks) * after_->blocks_at_once, after_->num_blocks - 1));
     }
 
-    void multiply_block(const char* block, const char* next, int64_t row, int num_rows, float* out) const {
+    void multiply_block(const Panels& panels, const char* block, const char* next, const Rows<Element>& rows,
+                        int num_rows, float* out) const {
         const int64_t num_pieces = (matrix_.num_steps + AHEAD_STEPS - 1) / AHEAD_STEPS;
         for (int64_t piece = 0; piece < num_pieces; ++piece) {
             const int64_t first = piece * matrix_.num_steps / num_pieces;
             const int64_t last = (piece + 1) * matrix_.num_steps / num_pieces;
             const char* following = piece + 1 < num_pieces ? block + last * matrix_.WHOLE_STEP_BYTES : next;
-            multiply<Element>(matrix_.panels, block + first * matrix_.WHOLE_STEP_BYTES,
-                              next == nullptr ? nullptr : following, last - first, rows_.from(row, first), num_rows,
-                              piece > 0, out, stride_);
+            multiply<Element>(panels, block + first * matrix_.WHOLE_STEP_BYTES, next == nullptr ? nullptr : following,
+                              last - first, rows.from(0, first), num_rows, piece > 0, out, stride_);
         }
     }
 
@@ -183,13 +199,29 @@ class Product {
         return format == nullptr ? matrix_.block_bytes : format->block_bytes();
     }
 
+    // The rows as the codes of a format multiply them.
+    Rows<Element> viewed(const CodeFormat& format) const {
+        if constexpr (IS_INT8<Element>)
+            return rows_;
+        else
+            return prepared_.rows->rows(*prepared_.views, format.view, rows_);
+    }
+
+    // Unpacks the blocks of a task that have codes, for all of its tiles.
+    void unpack(int64_t first_block, char* to) const {
+        if constexpr (ROUNDS_WEIGHTS<Element>)
+            for (int64_t i = 0; i < blocks_at_once_; ++i)
+                if (const CodeFormat* const format = format_of(first_block + i); format != nullptr)
+                    unpack_block(*format, matrix_.block(first_block + i), matrix_.num_steps,
+                                 to + i * matrix_.block_bytes);
+    }
+
     // The next block is always prefetched.
     void multiply_codes_of_block(const char* block, const CodeFormat& format, const char* next, int64_t row,
                                  int num_rows, float* out) const {
         if constexpr (!IS_INT8<Element>) {
-            const Rows<Element>& rows = prepared_.rows->rows(*prepared_.views, format.view, rows_);
             const float* sums = prepared_.rows->sums(format.view);
-            multiply_coded<Element>(format, block, next, rows.from(row, 0),
+            multiply_coded<Element>(format, block, next, matrix_.num_steps, viewed(format).from(row, 0),
                                     sums == nullptr ? nullptr : sums + row * format.num_groups, num_rows, out, stride_);
         }
     }

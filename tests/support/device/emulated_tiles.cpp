@@ -122,7 +122,7 @@ void compute(const uint16_t* weights, const uint16_t* numbers, int64_t num_rows,
         rows.put(row, 0, floats.data(), depth);
     }
     const TilesInUse in_use;
-    const auto scratch = std::make_unique<ProductScratch>();
+    const auto scratch = std::make_unique<ProductScratch>(unpacked_bytes(matrix));
     const Product<Factor> product(matrix, rows, num_rows, 1, stream, nullptr);
     const auto finish = [&](int64_t block, int64_t first_row, int count, const float* tile) {
         for (int row = 0; row < count; ++row)

@@ -24,7 +24,7 @@ extern "C" void add_by_processor(const void* configuration, float* sums, const v
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
-#undef _tile_dpbsud
+#undef _tile_dpbssd
 
 namespace {
 
@@ -70,13 +70,13 @@ void tile_dpbf16ps(int to, int left, int right) {
     }
 }
 
-void tile_dpbsud(int to, int left, int right) {
+void tile_dpbssd(int to, int left, int right) {
     for (int row = 0; row < configuration.rows[to]; ++row)
         for (int unit = 0; unit < configuration.row_bytes[left] / 4; ++unit)
             for (int column = 0; column < 16; ++column)
                 for (int byte = 0; byte < 32; byte += 8)
                     tiles[to][row][column] += (uint32_t)(int8_t)(tiles[left][row][unit] >> byte) *
-                                              (uint8_t)(tiles[right][unit][column] >> byte);
+                                              (uint32_t)(int8_t)(tiles[right][unit][column] >> byte);
 }
 
 }  // namespace
@@ -87,7 +87,7 @@ void tile_dpbsud(int to, int left, int right) {
 #define _tile_loadd tile_loadd
 #define _tile_stored tile_stored
 #define _tile_dpbf16ps tile_dpbf16ps
-#define _tile_dpbsud tile_dpbsud
+#define _tile_dpbssd tile_dpbssd
 
 #include <vector>
 

@@ -463,7 +463,8 @@ ALWAYS_INLINE void unpack_step(const CodeFormat& format, const Codes<Float32, BI
 template <int BITS>
 void unpack_block_of(const CodeFormat& format, const char* block, int64_t num_steps, char* to) {
     const Codes<Float32, BITS> codes(format.center);
-    for (int64_t step = 0; step < num_steps; ++step, to += STEP_BYTES) unpack_step<BITS>(format, codes, block, step, to);
+    for (int64_t step = 0; step < num_steps; ++step)
+        unpack_step<BITS>(format, codes, block, step, to + step * STEP_BYTES);
 }
 
 // Makes a plain block of one with codes.
@@ -473,7 +474,7 @@ inline void unpack_block(const CodeFormat& format, const char* block, int64_t nu
 }
 
 // Multiplies with a block by tiles and unpacks it meanwhile.
-template <int BITS, bool HAS_SECOND_ROWS>
+template <int BITS, TileHeight HEIGHT>
 void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const char* next, int64_t num_steps,
                              const Rows<BFloat16>& rows, float* out, int64_t out_stride) {
     const Codes<Float32, BITS> codes(format.center);
@@ -486,9 +487,9 @@ void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const 
         for (int64_t byte = 0; byte < ahead_bytes; byte += 64) prefetch_line(next + byte);
         // A step ahead, because tiles are loaded from the cache, to which stores take some time.
         if (step + 1 < num_steps) unpack_step<BITS>(format, codes, block, step + 1, unpacked[(step + 1) % 2]);
-        add_step_of_tiles<BFloat16, HAS_SECOND_ROWS>(APART, unpacked[step % 2], left, rows.row_bytes());
+        add_step_of_tiles<BFloat16, HEIGHT>(APART, unpacked[step % 2], left, rows.row_bytes());
     }
-    store_tiles<HAS_SECOND_ROWS>(out, out_stride);
+    store_tiles<HEIGHT>(out, out_stride);
 }
 
 #endif
@@ -501,8 +502,8 @@ void multiply_coded(const CodeFormat& format, const char* block, const char* nex
 #ifdef INFLIGHT_AMX
     if constexpr (ROUNDS_WEIGHTS<Element>) {
         const auto multiply = format.bits == 4
-                                  ? num_rows > 16 ? multiply_codes_by_tiles<4, true> : multiply_codes_by_tiles<4, false>
-                              : num_rows > 16 ? multiply_codes_by_tiles<8, true> : multiply_codes_by_tiles<8, false>;
+                                  ? num_rows > 16 ? multiply_codes_by_tiles<4, SOME> : multiply_codes_by_tiles<4, FEW>
+                              : num_rows > 16 ? multiply_codes_by_tiles<8, SOME> : multiply_codes_by_tiles<8, FEW>;
         return multiply(format, block, next, num_steps, rows, out, out_stride);
     }
 #endif

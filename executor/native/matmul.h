@@ -213,13 +213,23 @@ class TilesInUse {
     MatrixTiles tiles_;
 };
 
+// How many rows a tile of a product has: up to 16, up to 32, or 32 of more. Many pass through the first-level cache
+// without staying there, so that the block stays.
+enum TileHeight { FEW, SOME, MANY };
+
 // Adds the products of a step to tiles 0 to 3.
-template <class Element, bool HAS_SECOND_ROWS>
+template <class Element, TileHeight HEIGHT>
 ALWAYS_INLINE void add_step_of_tiles(const Panels& panels, const char* block, const char* left, int64_t row_bytes) {
+    constexpr bool HAS_SECOND_ROWS = HEIGHT != FEW;
     _tile_loadd(6, block, panels.unit_bytes);
     _tile_loadd(7, block + panels.panel_bytes, panels.unit_bytes);
-    _tile_loadd(4, left, row_bytes);
-    if constexpr (HAS_SECOND_ROWS) _tile_loadd(5, left + 16 * row_bytes, row_bytes);
+    if constexpr (HEIGHT == MANY) {
+        _tile_stream_loadd(4, left, row_bytes);
+        _tile_stream_loadd(5, left + 16 * row_bytes, row_bytes);
+    } else {
+        _tile_loadd(4, left, row_bytes);
+        if constexpr (HAS_SECOND_ROWS) _tile_loadd(5, left + 16 * row_bytes, row_bytes);
+    }
     if constexpr (IS_INT8<Element>) {
         _tile_dpbssd(0, 4, 6);
         _tile_dpbssd(1, 4, 7);
@@ -244,8 +254,9 @@ ALWAYS_INLINE void clear_tiles() {
     _tile_zero(3);
 }
 
-template <bool HAS_SECOND_ROWS, class Sum>
+template <TileHeight HEIGHT, class Sum>
 ALWAYS_INLINE void store_tiles(Sum* out, int64_t stride) {
+    constexpr bool HAS_SECOND_ROWS = HEIGHT != FEW;
     const int64_t num_bytes = stride * sizeof *out;
     _tile_stored(0, out, num_bytes);
     _tile_stored(1, out + LANES, num_bytes);
@@ -264,7 +275,7 @@ ALWAYS_INLINE void prefetch_step(const char* next, int64_t step) {
             prefetch_line(next + step * WHOLE_STEP_BYTES + byte);
 }
 
-template <class Element, bool HAS_SECOND_ROWS>
+template <class Element, TileHeight HEIGHT>
 void multiply_by_tiles(const Panels& panels, const char* block, const char* next, int64_t num_steps,
                        const Rows<Element>& rows, bool adds, float* out, int64_t out_stride) {
     const int64_t out_bytes = out_stride * sizeof(float);
@@ -273,20 +284,20 @@ void multiply_by_tiles(const Panels& panels, const char* block, const char* next
     if (adds) {
         _tile_loadd(0, out, out_bytes);
         _tile_loadd(1, out + LANES, out_bytes);
-        if constexpr (HAS_SECOND_ROWS) {
+        if constexpr (HEIGHT != FEW) {
             _tile_loadd(2, out + 16 * out_stride, out_bytes);
             _tile_loadd(3, out + 16 * out_stride + LANES, out_bytes);
         }
     }
     for (int64_t step = 0; step < num_steps; ++step, left += 64, block += STEP_BYTES) {
         prefetch_step<Element>(next, step);
-        add_step_of_tiles<Element, HAS_SECOND_ROWS>(panels, block, left, rows.row_bytes());
+        add_step_of_tiles<Element, HEIGHT>(panels, block, left, rows.row_bytes());
     }
-    store_tiles<HAS_SECOND_ROWS>(out, out_stride);
+    store_tiles<HEIGHT>(out, out_stride);
 }
 
 // The products of a step leave the tiles, and vectors scale them while the tiles multiply the next step.
-template <bool HAS_SECOND_ROWS>
+template <TileHeight HEIGHT>
 void multiply_int8_by_tiles(const Panels& panels, const char* block, const char* next, int64_t num_steps,
                             const Rows<Int8>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
     constexpr int64_t WHOLE_STEP_BYTES = Matrix<Int8>::WHOLE_STEP_BYTES;
@@ -311,10 +322,9 @@ void multiply_int8_by_tiles(const Panels& panels, const char* block, const char*
     for (int64_t step = 0; step < num_steps; ++step) {
         prefetch_step<Int8>(next, step);
         clear_tiles();
-        add_step_of_tiles<Int8, HAS_SECOND_ROWS>(panels, block + step * WHOLE_STEP_BYTES, left + step * 64,
-                                                 rows.row_bytes());
+        add_step_of_tiles<Int8, HEIGHT>(panels, block + step * WHOLE_STEP_BYTES, left + step * 64, rows.row_bytes());
         if (step > 0) add_products(step - 1);
-        store_tiles<HAS_SECOND_ROWS>(products[step % 2][0], BLOCK_COLUMNS);
+        store_tiles<HEIGHT>(products[step % 2][0], BLOCK_COLUMNS);
     }
     add_products(num_steps - 1);
 }
@@ -441,28 +451,44 @@ constexpr int rows_of_group(int num_rows) {
     return (num_rows + num_groups - 1) / num_groups;
 }
 
-// The parts of a product's rows are multiples of this: tiles of AMX are computed as a whole.
+// Whether products are computed by tiles of AMX.
 #ifdef INFLIGHT_AMX
 template <class Element>
-constexpr int PART_ROWS = Element::PAIR > 1 ? TILE_ROWS : 1;
+constexpr bool HAS_TILES = Element::PAIR > 1;
 #else
 template <class Element>
-constexpr int PART_ROWS = 1;
+constexpr bool HAS_TILES = false;
+#endif
+
+// The parts of a product's rows are multiples of this: tiles are computed as a whole.
+template <class Element>
+constexpr int PART_ROWS = HAS_TILES<Element> ? TILE_ROWS : 1;
+
+#ifdef INFLIGHT_AMX
+template <class Element, TileHeight HEIGHT>
+void multiply_by_height(const Panels& panels, const char* block, const char* next, int64_t num_steps,
+                        const Rows<Element>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
+    if constexpr (IS_INT8<Element>)
+        multiply_int8_by_tiles<HEIGHT>(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
+    else
+        multiply_by_tiles<Element, HEIGHT>(panels, block, next, num_steps, rows, adds, out, out_stride);
+}
 #endif
 
 // Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows, or with `adds` adds that to `out`. Memory behind the
 // last row of `out` may be overwritten. `next` is what this thread will probably multiply with after the block, or
-// null: as much of it is prefetched into the second-level cache.
+// null: as much of it is prefetched into the second-level cache. The rows are some of many that the block multiplies
+// if `of_many`.
 template <class Element>
 void multiply(const Panels& panels, const char* block, const char* next, int64_t num_steps,
-              const Rows<Element>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
+              const Rows<Element>& rows, int num_rows, [[maybe_unused]] bool of_many, bool adds, float* out,
+              int64_t out_stride) {
 #ifdef INFLIGHT_AMX
-    if constexpr (IS_INT8<Element>) {
-        const auto by_tiles = num_rows > 16 ? multiply_int8_by_tiles<true> : multiply_int8_by_tiles<false>;
-        return by_tiles(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
-    } else if constexpr (Element::PAIR > 1) {
-        const auto by_tiles = num_rows > 16 ? multiply_by_tiles<Element, true> : multiply_by_tiles<Element, false>;
-        return by_tiles(panels, block, next, num_steps, rows, adds, out, out_stride);
+    if constexpr (Element::PAIR > 1) {
+        const auto by_height = of_many          ? multiply_by_height<Element, MANY>
+                               : num_rows > 16 ? multiply_by_height<Element, SOME>
+                                               : multiply_by_height<Element, FEW>;
+        return by_height(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
     }
 #endif
     const int group_rows = rows_of_group(num_rows), num_groups = (num_rows + group_rows - 1) / group_rows;

@@ -22,6 +22,7 @@ extern "C" void add_by_processor(const void* configuration, float* sums, const v
 #undef _tile_release
 #undef _tile_zero
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbssd
@@ -85,6 +86,7 @@ void tile_dpbssd(int to, int left, int right) {
 #define _tile_release tile_release
 #define _tile_zero tile_zero
 #define _tile_loadd tile_loadd
+#define _tile_stream_loadd tile_loadd
 #define _tile_stored tile_stored
 #define _tile_dpbf16ps tile_dpbf16ps
 #define _tile_dpbssd tile_dpbssd

@@ -6,9 +6,12 @@
 //     sum = Σ over groups of scale · (Σ (code - center) · x + shift · Σ x)
 //
 // so that a weight is never rounded, whatever its scale. A row's groups are added in the order of the depth and a
-// group's products too, so a row's product does not depend on the other rows. A block is 32 columns of a product, as in
-// matmul.h, and of one format. Blocks of a matrix may differ, and some may be plain. A block has 32 float32 factors,
-// and then for each group of the depth
+// group's products too, so a row's product does not depend on the other rows. Only with AMX and bfloat16 are weights
+// rounded: scale · (code - center + shift) becomes bfloat16, and its products are those of a plain block. Tiles cannot
+// scale a group's products, and without a scale their sums would leave the tiles after each group.
+//
+// A block is 32 columns of a product, as in matmul.h, and of one format. Blocks of a matrix may differ, and some may be
+// plain. A block has 32 float32 factors, and then for each group of the depth
 //
 //     [group_size * bits / 32 lanes, 32 columns] lanes, [32] scales, [32] shifts if there are any
 //
@@ -26,6 +29,15 @@
 #include "matmul.h"
 
 namespace inflight {
+
+// Whether weights become Elements before they are multiplied, instead of the sums of groups being scaled.
+#ifdef INFLIGHT_AMX
+template <class Element>
+constexpr bool ROUNDS_WEIGHTS = std::is_same_v<Element, BFloat16>;
+#else
+template <class Element>
+constexpr bool ROUNDS_WEIGHTS = false;
+#endif
 
 // How the codes of a part of a matrix are kept, and which rows they multiply.
 struct CodeFormat {
@@ -70,13 +82,14 @@ struct RowView {
 // A matrix of blocks that differ, of some parts with codes, and of plain blocks.
 class Mixture {
   public:
-    // Adds a part, whose columns are in the blocks `block_of(column)`.
-    template <class BlockOf>
+    // Adds a part that multiplies rows of Elements. Its columns are in the blocks `block_of(column)`.
+    template <class Element, class BlockOf>
     void add(const CodedPart& part, int64_t num_blocks, const BlockOf& block_of) {
         blocks_.resize(num_blocks);
         formats_of_blocks_.resize(num_blocks, PLAIN);
         formats_.push_back({part.bits, part.group_size, part.num_groups, part.bits == 4 ? part.center : 0,
-                            part.has_halves != 0, part.shifts != nullptr, view_of(part)});
+                            part.has_halves != 0, part.shifts != nullptr,
+                            view_of(part, part.shifts != nullptr && !ROUNDS_WEIGHTS<Element>)});
         for (int64_t column = part.first_column; column < part.first_column + part.num_columns; ++column)
             formats_of_blocks_[block_of(column)] = (int)formats_.size() - 1;
     }
@@ -128,10 +141,10 @@ class Mixture {
   private:
     static constexpr int PLAIN = -1;
 
-    int view_of(const CodedPart& part) {
+    int view_of(const CodedPart& part, bool has_sums) {
         const RowView view{part.order == nullptr ? std::vector<int32_t>()
                                                  : std::vector<int32_t>(part.order, part.order + part.depth),
-                           part.group_size, part.num_groups, part.shifts != nullptr};
+                           part.group_size, part.num_groups, has_sums};
         if (view.order.empty() && !view.has_sums) return CodeFormat::NO_VIEW;
         for (size_t i = 0; i < views_.size(); ++i)
             if (views_[i].order == view.order && views_[i].group_size == view.group_size) {
@@ -160,7 +173,7 @@ class ViewedRows {
         void include(const std::vector<RowView>& views) {
             num_views = std::max(num_views, views.size());
             for (const RowView& view : views) {
-                num_groups = std::max(num_groups, view.num_groups);
+                if (view.has_sums) num_groups = std::max(num_groups, view.num_groups);
                 depth = std::max(depth, (int64_t)view.order.size());
             }
         }
@@ -188,7 +201,9 @@ class ViewedRows {
             if (depth > 0) {
                 Number* to = rows_[i].row(row);
                 for (int64_t j = 0; j < depth; ++j) to[j] = numbers[view.order[j]];
-                for (int64_t j = depth; j < view.num_groups * view.group_size; ++j) to[j] = 0;
+                // Whole groups, and whole steps as tiles read them: a number of another product may be left there.
+                const int64_t end = std::max(view.num_groups * view.group_size, padded_depth<Element>(depth));
+                for (int64_t j = depth; j < end; ++j) to[j] = 0;
                 numbers = to;
             }
             if (view.has_sums)
@@ -383,93 +398,116 @@ void multiply_some_codes(int num_rows, const CodeFormat& format, const char* blo
 
 #ifdef INFLIGHT_AMX
 
-// The depth of a tile of bfloat16.
-constexpr int64_t TILE_DEPTH = STEP_DEPTH<BFloat16>;
+// Of pairs of lanes: the upper halves of the first lanes, each followed by that of the second.
+struct UpperHalves {
+    uint16_t indices[32];
+    constexpr UpperHalves() : indices() {
+        for (int i = 0; i < 32; ++i) indices[i] = (uint16_t)(i % 2 ? 32 + i : i + 1);
+    }
+};
+alignas(64) constexpr UpperHalves UPPER_HALVES;
 
-// Unpacks TILE_DEPTH of the depth of 32 columns into two right-hand tiles, one after the other.
-template <int BITS>
-ALWAYS_INLINE void unpack_tiles(const Codes<BFloat16, BITS>& codes, const char* lanes, char* to) {
-    constexpr int UNITS_OF_LANE = Codes<BFloat16, BITS>::UNITS;
-#pragma GCC unroll 8
-    for (int lane = 0; lane < UNITS / UNITS_OF_LANE; ++lane, lanes += 4 * BLOCK_COLUMNS)
-#pragma GCC unroll 2
-        for (int column = 0; column < BLOCK_COLUMNS; column += WIDTH) {
-            const Words packed = (Words)load((const float*)lanes + column);
-            char* const units = to + column / LANES * APART.panel_bytes + column % LANES * sizeof(float) +
-                                lane * UNITS_OF_LANE * APART.unit_bytes;
-#pragma GCC unroll 4
-            for (int i = 0; i < UNITS_OF_LANE; ++i)
-                store((float*)(units + i * APART.unit_bytes), (Floats)codes.unit(packed, i));
-        }
+// Rounds the numbers of each lane to bfloat16, those of `low` in the lower halves. Ties are rounded away from 0, which
+// takes fewer instructions than to even.
+ALWAYS_INLINE Words rounded_pairs(Floats low, Floats high) {
+    const Words first = (Words)low + 0x8000u, second = (Words)high + 0x8000u;
+#if defined(__AVX512BW__)
+    return (Words)_mm512_permutex2var_epi16((__m512i)first, _mm512_load_si512(UPPER_HALVES.indices), (__m512i)second);
+#else
+    return (first >> 16) | (second & 0xffff0000u);
+#endif
 }
 
-// `multiply_codes` by tiles, for all rows and columns. A group is unpacked once for all rows. While the tiles multiply
-// one, vectors scale the products of the one before.
-template <int BITS, bool HAS_SECOND_ROWS>
-void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const char* next, const Rows<BFloat16>& rows,
-                             const float* row_sums, int num_rows, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
-    const Codes<BFloat16, BITS> codes(format.center);
-    alignas(64) char unpacked[2][STEP_BYTES];
-    alignas(64) float products[2][TILE_ROWS][BLOCK_COLUMNS];
-    const char* left = reinterpret_cast<const char*>(rows.numbers);
-    const int64_t num_steps = format.group_size / TILE_DEPTH;
+// Makes plain tiles of a step of a block: its two panels, one after the other.
+template <int BITS>
+ALWAYS_INLINE void unpack_step(const CodeFormat& format, const Codes<Float32, BITS>& codes, const char* block,
+                               int64_t step, char* to) {
+    constexpr int UNITS_OF_LANE = Codes<BFloat16, BITS>::UNITS;
+    constexpr int HALF_DEPTH = 16, LANES_OF_HALF = HALF_DEPTH * BITS / 32;  // the smallest group
     const float* const factors = reinterpret_cast<const float*>(block);
-    const auto scale_group = [&](int64_t group) {
-        const char* const scales = block + format.FACTOR_BYTES + group * format.group_bytes() + format.code_bytes();
-        const float* from = products[group % 2][0];
-        Floats scale[BLOCK_COLUMNS / WIDTH], shift[BLOCK_COLUMNS / WIDTH] = {};
-        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) {
-            scale[v] = load_scales(format, scales, v * WIDTH) * load(factors + v * WIDTH);
-            if (format.has_shifts) shift[v] = load_scales(format, scales + format.scale_bytes(), v * WIDTH);
+    Floats scale[BLOCK_COLUMNS / WIDTH], offset[BLOCK_COLUMNS / WIDTH];
+    for (int64_t depth = step * STEP_DEPTH<BFloat16>; depth < (step + 1) * STEP_DEPTH<BFloat16>;
+         depth += HALF_DEPTH, to += STEP_BYTES / 4) {
+        const int64_t group = depth / format.group_size, within = depth % format.group_size;
+        if (group >= format.num_groups) {
+            for (const int64_t panel : {0, 1}) std::memset(to + panel * APART.panel_bytes, 0, STEP_BYTES / 4);
+            continue;
         }
-        const float* row_sum = row_sums + group;
-        for (int r = 0; r < num_rows; ++r, from += BLOCK_COLUMNS, row_sum += format.num_groups)
+        const char* const from = block + format.FACTOR_BYTES + group * format.group_bytes();
+        const char* const scales = from + format.code_bytes();
+        if (within == 0 || depth % STEP_DEPTH<BFloat16> == 0)
+            for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) {
+                scale[v] = load_scales(format, scales, v * WIDTH) * load(factors + v * WIDTH);
+                offset[v] = Floats{};
+                if (format.has_shifts)
+                    offset[v] = load_scales(format, scales + format.scale_bytes(), v * WIDTH) * scale[v];
+            }
+        const char* lanes = from + within * BLOCK_COLUMNS * BITS / 8;
+#pragma GCC unroll 4
+        for (int lane = 0; lane < LANES_OF_HALF; ++lane, lanes += 4 * BLOCK_COLUMNS)
 #pragma GCC unroll 2
             for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) {
-                Floats sum = load(from + v * WIDTH);
-                if (format.has_shifts) sum = fused_add(sum, shift[v], all(*row_sum));
-                sums[r][v] = fused_add(sums[r][v], scale[v], sum);
+                const Words packed = (Words)load((const float*)lanes + v * WIDTH);
+                char* const units = to + v * WIDTH / LANES * APART.panel_bytes + v * WIDTH % LANES * sizeof(float) +
+                                    lane * UNITS_OF_LANE * APART.unit_bytes;
+#pragma GCC unroll 4
+                for (int i = 0; i < UNITS_OF_LANE; ++i) {
+                    const Floats low = fused_add(offset[v], scale[v], codes.unit(packed, 2 * i));
+                    const Floats high = fused_add(offset[v], scale[v], codes.unit(packed, 2 * i + 1));
+                    store((float*)(units + i * APART.unit_bytes), (Floats)rounded_pairs(low, high));
+                }
             }
-    };
-    int64_t step = 0;
-    for (int64_t group = 0; group < format.num_groups; ++group) {
-        const char* lanes = block + format.FACTOR_BYTES + group * format.group_bytes();
-        if (next != nullptr) {
-            for (int64_t byte = 0; byte < format.group_bytes(); byte += 64) prefetch_line(next + byte);
-            next += format.group_bytes();
-        }
-        clear_tiles();
-        for (int64_t i = 0; i < num_steps; ++i, ++step, left += 64, lanes += TILE_DEPTH * BLOCK_COLUMNS * BITS / 8) {
-            unpack_tiles<BITS>(codes, lanes, unpacked[step % 2]);
-            add_step_of_tiles<BFloat16, HAS_SECOND_ROWS>(APART, unpacked[step % 2], left, rows.row_bytes());
-        }
-        if (group > 0) scale_group(group - 1);
-        store_tiles<HAS_SECOND_ROWS>(products[group % 2][0], BLOCK_COLUMNS);
     }
-    scale_group(format.num_groups - 1);
+}
+
+template <int BITS>
+void unpack_block_of(const CodeFormat& format, const char* block, int64_t num_steps, char* to) {
+    const Codes<Float32, BITS> codes(format.center);
+    for (int64_t step = 0; step < num_steps; ++step)
+        unpack_step<BITS>(format, codes, block, step, to + step * STEP_BYTES);
+}
+
+// Makes a plain block of one with codes.
+inline void unpack_block(const CodeFormat& format, const char* block, int64_t num_steps, char* to) {
+    const auto unpack = format.bits == 4 ? unpack_block_of<4> : unpack_block_of<8>;
+    unpack(format, block, num_steps, to);
+}
+
+// Multiplies with a block by tiles and unpacks it meanwhile.
+template <int BITS, TileHeight HEIGHT>
+void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const char* next, int64_t num_steps,
+                             const Rows<BFloat16>& rows, float* out, int64_t out_stride) {
+    const Codes<Float32, BITS> codes(format.center);
+    alignas(64) char unpacked[2][STEP_BYTES];
+    const char* left = reinterpret_cast<const char*>(rows.numbers);
+    const int64_t ahead_bytes = next == nullptr ? 0 : format.block_bytes() / num_steps;  // prefetched in a step
+    clear_tiles();
+    unpack_step<BITS>(format, codes, block, 0, unpacked[0]);
+    for (int64_t step = 0; step < num_steps; ++step, left += 64, next += ahead_bytes) {
+        for (int64_t byte = 0; byte < ahead_bytes; byte += 64) prefetch_line(next + byte);
+        // A step ahead, because tiles are loaded from the cache, to which stores take some time.
+        if (step + 1 < num_steps) unpack_step<BITS>(format, codes, block, step + 1, unpacked[(step + 1) % 2]);
+        add_step_of_tiles<BFloat16, HEIGHT>(APART, unpacked[step % 2], left, rows.row_bytes());
+    }
+    store_tiles<HEIGHT>(out, out_stride);
 }
 
 #endif
 
 // Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows. `next` is what is probably multiplied next, or null.
+// Memory behind the last row of `out` may be overwritten.
 template <class Element>
-void multiply_coded(const CodeFormat& format, const char* block, const char* next, const Rows<Element>& rows,
-                    const float* row_sums, int num_rows, float* out, int64_t out_stride) {
-    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
-    const auto store_sums = [&] {
-        for (int row = 0; row < num_rows; ++row)
-            for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
-    };
+void multiply_coded(const CodeFormat& format, const char* block, const char* next, [[maybe_unused]] int64_t num_steps,
+                    const Rows<Element>& rows, const float* row_sums, int num_rows, float* out, int64_t out_stride) {
 #ifdef INFLIGHT_AMX
-    if constexpr (std::is_same_v<Element, BFloat16>)
-        if (format.group_size % TILE_DEPTH == 0) {
-            const auto multiply = format.bits == 4
-                                      ? num_rows > 16 ? multiply_codes_by_tiles<4, true> : multiply_codes_by_tiles<4, false>
-                                  : num_rows > 16 ? multiply_codes_by_tiles<8, true> : multiply_codes_by_tiles<8, false>;
-            multiply(format, block, next, rows, row_sums, num_rows, sums);
-            return store_sums();
-        }
+    if constexpr (ROUNDS_WEIGHTS<Element>) {
+        const auto multiply = format.bits == 4
+                                  ? num_rows > 16 ? multiply_codes_by_tiles<4, SOME> : multiply_codes_by_tiles<4, FEW>
+                              : num_rows > 16 ? multiply_codes_by_tiles<8, SOME> : multiply_codes_by_tiles<8, FEW>;
+        return multiply(format, block, next, num_steps, rows, out, out_stride);
+    }
 #endif
+    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
     const int num_turns = (num_rows + CODED_ROWS - 1) / CODED_ROWS;
     const int rows_at_once = (num_rows + num_turns - 1) / num_turns;
     for (int pass = 0; pass < NUM_PASSES; ++pass)
@@ -480,7 +518,8 @@ void multiply_coded(const CodeFormat& format, const char* block, const char* nex
             multiply(count, format, block, is_last ? next : nullptr, pass, rows.from(row, 0),
                      row_sums == nullptr ? nullptr : row_sums + row * format.num_groups, sums + row);
         }
-    store_sums();
+    for (int row = 0; row < num_rows; ++row)
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
 }
 
 }  // namespace inflight

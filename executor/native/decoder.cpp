@@ -81,7 +81,8 @@ class DecoderOf final : public Decoder {
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
         last_rows_.begin(step, shape_, !adapted_.is_empty(), pool.num_threads());
-        while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>(shape_));
+        while ((int)scratch_.size() < pool.num_threads())
+            scratch_.push_back(std::make_unique<Scratch>(shape_, weights_.most_unpacked_bytes));
         if (step.greedy_ids != nullptr) choice_.begin(step, shape_.vocabulary_columns().count, pool.num_threads());
         pool.run([&](Team& team) {
             const TilesInUse tiles;
@@ -104,7 +105,8 @@ class DecoderOf final : public Decoder {
     static_assert(ProductScratch::TILE_NUMBERS >= TILE_ROWS * MAX_DIM);
 
     struct Scratch {
-        explicit Scratch(const DecoderShape& shape) : scores(shape.num_experts) {
+        Scratch(const DecoderShape& shape, int64_t unpacked_bytes)
+            : product(unpacked_bytes), scores(shape.num_experts) {
             products.reserve(shape.num_experts);
             last_tasks.reserve(shape.num_experts);
         }

@@ -74,7 +74,7 @@ class PackedWeights {
     void declare(int64_t layer, int64_t part, const CodedPart& coded) {
         const int64_t num_blocks = num_blocks_of(part);
         Mixture& mixture = mixtures_[{layer, part}];
-        mixture.add(coded, num_blocks, [&](int64_t column) { return placed(part, column) / BLOCK_COLUMNS; });
+        mixture.add<Element>(coded, num_blocks, [&](int64_t column) { return placed(part, column) / BLOCK_COLUMNS; });
         viewed_size.include(mixture.views());
     }
 
@@ -140,6 +140,7 @@ class PackedWeights {
     const WeightStream stream;
     const int64_t head_blocks;  // of an attention head
     typename ViewedRows<Element>::Size viewed_size;
+    int64_t most_unpacked_bytes = 0;  // of a matrix
     Number* embedding = nullptr;
     Matrix<Element> head;
     float* final_norm = nullptr;
@@ -230,7 +231,10 @@ class PackedWeights {
         const MatrixSize size = size_of(part);
         const auto mixture = mixtures_.find({layer, part});
         Mixture* const mixed = mixture == mixtures_.end() ? nullptr : &mixture->second;
-        return take_matrix<Type>(cursor, size.columns, size.depth, size.blocks_at_once, stream.panels(), mixed);
+        const auto matrix =
+            take_matrix<Type>(cursor, size.columns, size.depth, size.blocks_at_once, stream.panels(), mixed);
+        most_unpacked_bytes = std::max(most_unpacked_bytes, unpacked_bytes(matrix));
+        return matrix;
     }
 
     const FeedForward<Factor>& expert_of(int64_t index) const {

@@ -8,7 +8,7 @@
 // The products of a group are sums of integers, which are exact in every order. They are scaled and added in the order
 // of the depth, so a row's product does not depend on the other rows. A weight is kept as an unsigned number, 128 above
 // its value, because vector units multiply unsigned with signed bytes. What that adds depends on the row alone, and is
-// in its `GroupScale`.
+// in its `GroupScale`. AMX multiplies signed bytes, so with it a weight is kept as it is.
 
 #pragma once
 
@@ -19,8 +19,12 @@
 
 namespace inflight {
 
-constexpr int GROUP = 64;          // of the depth, with one scale
-constexpr int UNSIGNED_ZERO = 128;  // a weight of 0
+constexpr int GROUP = 64;  // of the depth, with one scale
+#ifdef INFLIGHT_AMX
+constexpr int STORED_ZERO = 0;  // a weight of 0
+#else
+constexpr int STORED_ZERO = 128;
+#endif
 
 struct Int8 {
     using Number = int8_t;
@@ -59,7 +63,7 @@ struct Int8 {
 template <class Element>
 constexpr bool IS_INT8 = std::is_same_v<Element, Int8>;
 
-// Of a row's group: the scale, and what is added to a sum of products because weights are UNSIGNED_ZERO too large.
+// Of a row's group: the scale, and what is added to a sum of products because weights are STORED_ZERO too large.
 struct GroupScale {
     float scale;
     int32_t offset;
@@ -148,7 +152,7 @@ inline GroupScale round_group(const float* from, int8_t* to) {
     const float factor = can_be_scaled(magnitude) ? LARGEST_INT8 / magnitude : 0.0f;
     const int32_t sum = round_vectors(x, factor, to);
     // Unsigned, as a sum of what was not finite may be any number.
-    const uint32_t offset = 0u - (uint32_t)UNSIGNED_ZERO * (uint32_t)sum;
+    const uint32_t offset = 0u - (uint32_t)STORED_ZERO * (uint32_t)sum;
     return {magnitude < INFINITY ? magnitude / LARGEST_INT8 : NAN, (int32_t)offset};
 }
 

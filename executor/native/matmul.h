@@ -168,7 +168,7 @@ void pack_column(const Matrix<Element>& matrix, int64_t column, const typename S
             for (int64_t i = 0; i < count; ++i) numbers[i] = Source::get(from[first + i]);
             const float scale = round_group(numbers, rounded).scale / GROUP;
             for (int64_t i = 0; i < GROUP; ++i)
-                to[place_in_block<Element>(matrix.panels, within, first + i)] = (uint8_t)(rounded[i] + UNSIGNED_ZERO);
+                to[place_in_block<Element>(matrix.panels, within, first + i)] = (uint8_t)(rounded[i] + STORED_ZERO);
             char* scales = block + first / GROUP * matrix.WHOLE_STEP_BYTES + STEP_BYTES;
             reinterpret_cast<float*>(scales)[within] = scale;
         }
@@ -213,19 +213,29 @@ class TilesInUse {
     MatrixTiles tiles_;
 };
 
+// How many rows a tile of a product has: up to 16, up to 32, or 32 of more. Many pass through the first-level cache
+// without staying there, so that the block stays.
+enum TileHeight { FEW, SOME, MANY };
+
 // Adds the products of a step to tiles 0 to 3.
-template <class Element, bool HAS_SECOND_ROWS>
+template <class Element, TileHeight HEIGHT>
 ALWAYS_INLINE void add_step_of_tiles(const Panels& panels, const char* block, const char* left, int64_t row_bytes) {
+    constexpr bool HAS_SECOND_ROWS = HEIGHT != FEW;
     _tile_loadd(6, block, panels.unit_bytes);
     _tile_loadd(7, block + panels.panel_bytes, panels.unit_bytes);
-    _tile_loadd(4, left, row_bytes);
-    if constexpr (HAS_SECOND_ROWS) _tile_loadd(5, left + 16 * row_bytes, row_bytes);
+    if constexpr (HEIGHT == MANY) {
+        _tile_stream_loadd(4, left, row_bytes);
+        _tile_stream_loadd(5, left + 16 * row_bytes, row_bytes);
+    } else {
+        _tile_loadd(4, left, row_bytes);
+        if constexpr (HAS_SECOND_ROWS) _tile_loadd(5, left + 16 * row_bytes, row_bytes);
+    }
     if constexpr (IS_INT8<Element>) {
-        _tile_dpbsud(0, 4, 6);
-        _tile_dpbsud(1, 4, 7);
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
         if constexpr (HAS_SECOND_ROWS) {
-            _tile_dpbsud(2, 5, 6);
-            _tile_dpbsud(3, 5, 7);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
         }
     } else {
         _tile_dpbf16ps(0, 4, 6);
@@ -244,8 +254,9 @@ ALWAYS_INLINE void clear_tiles() {
     _tile_zero(3);
 }
 
-template <bool HAS_SECOND_ROWS, class Sum>
+template <TileHeight HEIGHT, class Sum>
 ALWAYS_INLINE void store_tiles(Sum* out, int64_t stride) {
+    constexpr bool HAS_SECOND_ROWS = HEIGHT != FEW;
     const int64_t num_bytes = stride * sizeof *out;
     _tile_stored(0, out, num_bytes);
     _tile_stored(1, out + LANES, num_bytes);
@@ -255,47 +266,67 @@ ALWAYS_INLINE void store_tiles(Sum* out, int64_t stride) {
     }
 }
 
-template <class Element, bool HAS_SECOND_ROWS>
-void multiply_by_tiles(const Panels& panels, const char* block, const char* next, int64_t num_steps,
-                       const Rows<Element>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
+// Asks for a whole step of what is multiplied next, or of nothing.
+template <class Element>
+ALWAYS_INLINE void prefetch_step(const char* next, int64_t step) {
     constexpr int64_t WHOLE_STEP_BYTES = Matrix<Element>::WHOLE_STEP_BYTES;
+    if (next != nullptr)
+        for (int64_t byte = 0; byte < WHOLE_STEP_BYTES; byte += 64)
+            prefetch_line(next + step * WHOLE_STEP_BYTES + byte);
+}
+
+template <class Element, TileHeight HEIGHT>
+void multiply_by_tiles(const Panels& panels, const char* block, const char* next, int64_t num_steps,
+                       const Rows<Element>& rows, bool adds, float* out, int64_t out_stride) {
     const int64_t out_bytes = out_stride * sizeof(float);
     const char* left = reinterpret_cast<const char*>(rows.numbers);
-    alignas(64) int32_t products[IS_INT8<Element> ? TILE_ROWS : 1][BLOCK_COLUMNS];
     clear_tiles();
-    if constexpr (IS_INT8<Element>) {
-        if (!adds)
-            for (int row = 0; row < num_rows; ++row)
-                std::memset(out + row * out_stride, 0, BLOCK_COLUMNS * sizeof *out);
-    } else if (adds) {
+    if (adds) {
         _tile_loadd(0, out, out_bytes);
         _tile_loadd(1, out + LANES, out_bytes);
-        if constexpr (HAS_SECOND_ROWS) {
+        if constexpr (HEIGHT != FEW) {
             _tile_loadd(2, out + 16 * out_stride, out_bytes);
             _tile_loadd(3, out + 16 * out_stride + LANES, out_bytes);
         }
     }
-    for (int64_t step = 0; step < num_steps; ++step, left += 64, block += WHOLE_STEP_BYTES) {
-        if (next != nullptr)
-            for (int64_t byte = 0; byte < WHOLE_STEP_BYTES; byte += 64)
-                prefetch_line(next + step * WHOLE_STEP_BYTES + byte);
-        if constexpr (IS_INT8<Element>) clear_tiles();
-        add_step_of_tiles<Element, HAS_SECOND_ROWS>(panels, block, left, rows.row_bytes());
-        if constexpr (IS_INT8<Element>) {
-            store_tiles<HAS_SECOND_ROWS>(products[0], BLOCK_COLUMNS);
-            const auto* scales = reinterpret_cast<const float*>(block + STEP_BYTES);
-            for (int row = 0; row < num_rows; ++row) {
-                const GroupScale& scale = rows.scales[row * rows.scale_stride() + step];
-                for (int column = 0; column < BLOCK_COLUMNS; column += WIDTH) {
-                    Ints sums;
-                    std::memcpy(&sums, &products[row][column], sizeof sums);
-                    float* to = out + row * out_stride + column;
-                    store(to, add_scaled(load(to), sums + scale.offset, load(scales + column), scale.scale));
-                }
+    for (int64_t step = 0; step < num_steps; ++step, left += 64, block += STEP_BYTES) {
+        prefetch_step<Element>(next, step);
+        add_step_of_tiles<Element, HEIGHT>(panels, block, left, rows.row_bytes());
+    }
+    store_tiles<HEIGHT>(out, out_stride);
+}
+
+// The products of a step leave the tiles, and vectors scale them while the tiles multiply the next step.
+template <TileHeight HEIGHT>
+void multiply_int8_by_tiles(const Panels& panels, const char* block, const char* next, int64_t num_steps,
+                            const Rows<Int8>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
+    constexpr int64_t WHOLE_STEP_BYTES = Matrix<Int8>::WHOLE_STEP_BYTES;
+    alignas(64) int32_t products[2][TILE_ROWS][BLOCK_COLUMNS];
+    if (!adds)
+        for (int row = 0; row < num_rows; ++row) std::memset(out + row * out_stride, 0, BLOCK_COLUMNS * sizeof *out);
+    const auto add_products = [&](int64_t step) {
+        const auto* scales = reinterpret_cast<const float*>(block + step * WHOLE_STEP_BYTES + STEP_BYTES);
+        Floats column_scales[BLOCK_COLUMNS / WIDTH];
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) column_scales[v] = load(scales + v * WIDTH);
+        for (int row = 0; row < num_rows; ++row) {
+            const float row_scale = rows.scales[row * rows.scale_stride() + step].scale;
+            for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) {
+                Ints sums;
+                std::memcpy(&sums, &products[step % 2][row][v * WIDTH], sizeof sums);
+                float* const to = out + row * out_stride + v * WIDTH;
+                store(to, add_scaled(load(to), sums, column_scales[v], row_scale));
             }
         }
+    };
+    const char* const left = reinterpret_cast<const char*>(rows.numbers);
+    for (int64_t step = 0; step < num_steps; ++step) {
+        prefetch_step<Int8>(next, step);
+        clear_tiles();
+        add_step_of_tiles<Int8, HEIGHT>(panels, block + step * WHOLE_STEP_BYTES, left + step * 64, rows.row_bytes());
+        if (step > 0) add_products(step - 1);
+        store_tiles<HEIGHT>(products[step % 2][0], BLOCK_COLUMNS);
     }
-    if constexpr (!IS_INT8<Element>) store_tiles<HAS_SECOND_ROWS>(out, out_stride);
+    add_products(num_steps - 1);
 }
 
 #else
@@ -420,28 +451,44 @@ constexpr int rows_of_group(int num_rows) {
     return (num_rows + num_groups - 1) / num_groups;
 }
 
-// The parts of a product's rows are multiples of this: tiles of AMX are computed as a whole.
+// Whether products are computed by tiles of AMX.
 #ifdef INFLIGHT_AMX
 template <class Element>
-constexpr int PART_ROWS = Element::PAIR > 1 ? TILE_ROWS : 1;
+constexpr bool HAS_TILES = Element::PAIR > 1;
 #else
 template <class Element>
-constexpr int PART_ROWS = 1;
+constexpr bool HAS_TILES = false;
+#endif
+
+// The parts of a product's rows are multiples of this: tiles are computed as a whole.
+template <class Element>
+constexpr int PART_ROWS = HAS_TILES<Element> ? TILE_ROWS : 1;
+
+#ifdef INFLIGHT_AMX
+template <class Element, TileHeight HEIGHT>
+void multiply_by_height(const Panels& panels, const char* block, const char* next, int64_t num_steps,
+                        const Rows<Element>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
+    if constexpr (IS_INT8<Element>)
+        multiply_int8_by_tiles<HEIGHT>(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
+    else
+        multiply_by_tiles<Element, HEIGHT>(panels, block, next, num_steps, rows, adds, out, out_stride);
+}
 #endif
 
 // Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows, or with `adds` adds that to `out`. Memory behind the
 // last row of `out` may be overwritten. `next` is what this thread will probably multiply with after the block, or
-// null: as much of it is prefetched into the second-level cache.
+// null: as much of it is prefetched into the second-level cache. The rows are some of many that the block multiplies
+// if `of_many`.
 template <class Element>
 void multiply(const Panels& panels, const char* block, const char* next, int64_t num_steps,
-              const Rows<Element>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
+              const Rows<Element>& rows, int num_rows, [[maybe_unused]] bool of_many, bool adds, float* out,
+              int64_t out_stride) {
 #ifdef INFLIGHT_AMX
     if constexpr (Element::PAIR > 1) {
-        if (num_rows > 16)
-            multiply_by_tiles<Element, true>(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
-        else
-            multiply_by_tiles<Element, false>(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
-        return;
+        const auto by_height = of_many          ? multiply_by_height<Element, MANY>
+                               : num_rows > 16 ? multiply_by_height<Element, SOME>
+                                               : multiply_by_height<Element, FEW>;
+        return by_height(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
     }
 #endif
     const int group_rows = rows_of_group(num_rows), num_groups = (num_rows + group_rows - 1) / group_rows;

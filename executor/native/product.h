@@ -21,7 +21,11 @@ struct WeightStream {
 struct ProductScratch {
     static constexpr int64_t TILE_NUMBERS = 64 << 10;
 
+    // `unpacked_bytes` are the most of a matrix that is multiplied.
+    explicit ProductScratch(int64_t unpacked_bytes) { unpacked.reserve(unpacked_bytes); }
+
     alignas(64) float tile[TILE_NUMBERS];  // sums of a task
+    ThreadBuffer unpacked;                 // a block with codes that has become a plain one
 };
 
 // Rows as the parts of a matrix with codes read them.
@@ -52,6 +56,12 @@ Matrix<Element> take_matrix(Cursor& cursor, int64_t columns, int64_t depth, int6
     return matrix;
 }
 
+// The memory of a task of many rows for a block that it unpacks.
+template <class Element>
+int64_t unpacked_bytes(const Matrix<Element>& matrix) {
+    return ROUNDS_WEIGHTS<Element> && matrix.mixed != nullptr ? matrix.block_bytes : 0;
+}
+
 template <class Element>
 Rows<Element> take_rows(Cursor& cursor, int64_t num_rows, int64_t depth) {
     Rows<Element> rows;
@@ -74,7 +84,8 @@ struct PrepareNothing {
 //
 // A task multiplies all its blocks with a tile of rows before the next tile, so that the sums are still in the
 // first-level cache when `finish` reads them. A deep block is multiplied in pieces, each as long as may be prefetched
-// at once.
+// at once. With AMX, which is faster than the second-level cache, a task of several tiles multiplies a piece that fits
+// the first-level cache with all of them instead, and unpacks codes once.
 template <class Element>
 class Product {
   public:
@@ -97,8 +108,8 @@ class Product {
           after_(after),
           num_tasks(num_rows == 0 ? 0 : num_passes_ * num_columns_ * tasks_of_column_) {}
 
-    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns. Before a tile
-    // is computed, calls `prepare(first_block, first_row, num_rows)`.
+    // Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `blocks_at_once * 32` columns. Some time
+    // before, calls `prepare(first_block, first_row, num_rows)`.
     template <class Prepare, class Finish>
     void compute(int64_t task, ProductScratch& scratch, const Prepare& prepare, const Finish& finish) const {
         const int64_t first_block = column_of(task) * blocks_at_once_;
@@ -106,6 +117,9 @@ class Product {
         const int64_t start = first_row + task % tasks_of_column_ * rows_of_task_;
         const int64_t end = std::min({num_rows_, first_row + rows_of_pass_, start + rows_of_task_});
         const char* const next_task = probably_next(task);
+        if constexpr (HAS_TILES<Element>)
+            if (end - start > TILE_ROWS)
+                return compute_many(first_block, start, end, next_task, scratch, prepare, finish);
         const int64_t rows_of_tile = rows_of_part(end - start, (end - start + TILE_ROWS - 1) / TILE_ROWS);
         for (int64_t row = start; row < end; row += rows_of_tile) {
             const int num_rows = (int)std::min(rows_of_tile, end - row);
@@ -119,10 +133,10 @@ class Product {
                     // With several tiles, the blocks of this task have been read already.
                     next = next_task + (end - start <= TILE_ROWS ? 0 : i * bytes_of(format));
                 float* const out = scratch.tile + i * BLOCK_COLUMNS;
-                if (format != nullptr)
-                    multiply_codes_of_block(matrix_.block(first_block + i), *format, next, row, num_rows, out);
-                else
+                if (format == nullptr)
                     multiply_block(matrix_.block(first_block + i), prefetches_ ? next : nullptr, row, num_rows, out);
+                else
+                    multiply_codes_of_block(matrix_.block(first_block + i), *format, next, row, num_rows, out);
             }
             finish(first_block, row, num_rows, scratch.tile);
         }
@@ -131,6 +145,7 @@ class Product {
   private:
     static constexpr int64_t CACHED_BYTES = 768 << 10;  // of activations, in the second-level cache
     static constexpr int64_t AHEAD_STEPS = 64;          // of a piece that is prefetched
+    static constexpr int64_t NEAR_STEPS = 18;           // of a piece that stays in the first-level cache
     static constexpr int64_t TASKS_OF_THREAD = 32;      // in a product of many rows
     static constexpr int64_t LEAST_TILES = 2;           // of a task, if there are several of a column
 
@@ -148,7 +163,8 @@ class Product {
     // one of many: it waits for its own sums, and for the blocks that the last tile prefetches.
     int64_t rows_of_part(int64_t num_rows, int64_t count) const {
         if (num_rows <= 0) return 1;
-        return round_up((num_rows + count - 1) / count, matrix_.mixed == nullptr ? PART_ROWS<Element> : CODED_ROWS);
+        const bool has_parts = matrix_.mixed == nullptr || HAS_TILES<Element>;
+        return round_up((num_rows + count - 1) / count, has_parts ? PART_ROWS<Element> : CODED_ROWS);
     }
 
     int64_t column_of(int64_t task) const { return task / tasks_of_column_ % num_columns_; }
@@ -162,6 +178,53 @@ class Product {
         return after_->block(std::min((next - num_tasks) * after_->blocks_at_once, after_->num_blocks - 1));
     }
 
+    // `compute` by tiles, for several of them.
+    template <class Prepare, class Finish>
+    void compute_many(int64_t first_block, int64_t start, int64_t end, const char* next_task, ProductScratch& scratch,
+                      const Prepare& prepare, const Finish& finish) const {
+        const int64_t rows_at_once = ProductScratch::TILE_NUMBERS / stride_ / TILE_ROWS * TILE_ROWS;
+        for (int64_t first = start; first < end; first += rows_at_once) {
+            const int64_t last = std::min(end, first + rows_at_once);
+            for (int64_t i = 0; i < blocks_at_once_; ++i)
+                multiply_many(first_block + i,
+                              prefetches_ && last == end && next_task != nullptr ? next_task + i * matrix_.block_bytes
+                                                                                 : nullptr,
+                              first, last, scratch, scratch.tile + i * BLOCK_COLUMNS);
+            prepare(first_block, first, (int)std::min<int64_t>(TILE_ROWS, last - first));
+            for (int64_t row = first; row < last; row += TILE_ROWS) {
+                const int64_t after = row + TILE_ROWS;
+                if (after < last) prepare(first_block, after, (int)std::min<int64_t>(TILE_ROWS, last - after));
+                finish(first_block, row, (int)std::min<int64_t>(TILE_ROWS, last - row),
+                       scratch.tile + (row - first) * stride_);
+            }
+        }
+    }
+
+    // Multiplies a block with rows [first, last).
+    void multiply_many(int64_t index, const char* next, int64_t first, int64_t last, ProductScratch& scratch,
+                       float* out) const {
+        const char* block = matrix_.block(index);
+        Panels panels = matrix_.panels;
+        Rows<Element> rows = rows_;
+        if constexpr (ROUNDS_WEIGHTS<Element>)
+            if (const CodeFormat* const format = format_of(index); format != nullptr) {
+                unpack_block(*format, block, matrix_.num_steps, scratch.unpacked.data());
+                block = scratch.unpacked.data(), panels = APART, next = nullptr;
+                rows = viewed(*format);
+            }
+        const int64_t num_pieces = (matrix_.num_steps + NEAR_STEPS - 1) / NEAR_STEPS;
+        for (int64_t piece = 0; piece < num_pieces; ++piece) {
+            const int64_t step = piece * matrix_.num_steps / num_pieces;
+            const int64_t num_steps = (piece + 1) * matrix_.num_steps / num_pieces - step;
+            for (int64_t row = first; row < last; row += TILE_ROWS)
+                multiply<Element>(panels, block + step * matrix_.WHOLE_STEP_BYTES,
+                                  next == nullptr || row + TILE_ROWS < last ? nullptr
+                                                                           : next + step * matrix_.WHOLE_STEP_BYTES,
+                                  num_steps, rows.from(row, step), (int)std::min<int64_t>(TILE_ROWS, last - row), true,
+                                  piece > 0, out + (row - first) * stride_, stride_);
+        }
+    }
+
     void multiply_block(const char* block, const char* next, int64_t row, int num_rows, float* out) const {
         const int64_t num_pieces = (matrix_.num_steps + AHEAD_STEPS - 1) / AHEAD_STEPS;
         for (int64_t piece = 0; piece < num_pieces; ++piece) {
@@ -170,7 +233,7 @@ class Product {
             const char* following = piece + 1 < num_pieces ? block + last * matrix_.WHOLE_STEP_BYTES : next;
             multiply<Element>(matrix_.panels, block + first * matrix_.WHOLE_STEP_BYTES,
                               next == nullptr ? nullptr : following, last - first, rows_.from(row, first), num_rows,
-                              piece > 0, out, stride_);
+                              false, piece > 0, out, stride_);
         }
     }
 
@@ -183,13 +246,20 @@ class Product {
         return format == nullptr ? matrix_.block_bytes : format->block_bytes();
     }
 
+    // The rows as the codes of a format multiply them.
+    Rows<Element> viewed(const CodeFormat& format) const {
+        if constexpr (IS_INT8<Element>)
+            return rows_;
+        else
+            return prepared_.rows->rows(*prepared_.views, format.view, rows_);
+    }
+
     // The next block is always prefetched.
     void multiply_codes_of_block(const char* block, const CodeFormat& format, const char* next, int64_t row,
                                  int num_rows, float* out) const {
         if constexpr (!IS_INT8<Element>) {
-            const Rows<Element>& rows = prepared_.rows->rows(*prepared_.views, format.view, rows_);
             const float* sums = prepared_.rows->sums(format.view);
-            multiply_coded<Element>(format, block, next, rows.from(row, 0),
+            multiply_coded<Element>(format, block, next, matrix_.num_steps, viewed(format).from(row, 0),
                                     sums == nullptr ? nullptr : sums + row * format.num_groups, num_rows, out, stride_);
         }
     }

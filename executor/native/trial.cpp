@@ -41,7 +41,8 @@ class TrialOf final : public Trial {
     double seconds(Pool& pool, int64_t num_rows, WeightStream stream) override {
         for (Matrix<Element>& matrix : matrices_)
             matrix.panels = stream.panels();
-        while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<ProductScratch>());
+        while ((int)scratch_.size() < pool.num_threads())
+            scratch_.push_back(std::make_unique<ProductScratch>(unpacked_bytes(matrices_[0])));
         std::vector<Product<Element>> products;
         for (size_t i = 0; i < matrices_.size(); ++i)
             products.emplace_back(matrices_[i], rows_, num_rows, pool.num_threads(), stream,
@@ -97,8 +98,8 @@ class TrialOf final : public Trial {
         part.shifts = shape.has_shifts ? this : nullptr;
         part.num_columns = shape.columns, part.depth = shape.depth, part.bits = shape.bits;
         part.group_size = shape.group_size, part.num_groups = shape.depth / shape.group_size, part.has_halves = 1;
-        mixture.add(part, round_up(shape.columns, shape.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS,
-                    [](int64_t column) { return column / BLOCK_COLUMNS; });
+        mixture.add<Element>(part, round_up(shape.columns, shape.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS,
+                             [](int64_t column) { return column / BLOCK_COLUMNS; });
         if constexpr (!IS_INT8<Element>) {
             typename ViewedRows<Element>::Size size;
             size.include(mixture.views());

@@ -15,7 +15,7 @@ void compute(const CodedPart* parts, int64_t num_parts, const typename Element::
     const WeightStream stream{true, 1};
     const auto block_of = [](int64_t column) { return column / BLOCK_COLUMNS; };
     Mixture mixture;
-    for (int64_t i = 0; i < num_parts; ++i) mixture.add(parts[i], columns / BLOCK_COLUMNS, block_of);
+    for (int64_t i = 0; i < num_parts; ++i) mixture.add<Element>(parts[i], columns / BLOCK_COLUMNS, block_of);
     Matrix<Element> matrix;
     Rows<Element> rows;
     const auto place = [&](Cursor& cursor) {
@@ -42,7 +42,7 @@ void compute(const CodedPart* parts, int64_t num_parts, const typename Element::
         viewed.put(mixture.views(), rows, row);
     }
     const TilesInUse tiles;
-    const auto scratch = std::make_unique<ProductScratch>();
+    const auto scratch = std::make_unique<ProductScratch>(unpacked_bytes(matrix));
     const Product<Element> product(matrix, rows, num_rows, 1, stream, nullptr, {&viewed, &mixture.views()});
     for (int64_t task = 0; task < product.num_tasks; ++task)
         product.compute(task, *scratch, PrepareNothing{},

@@ -22,9 +22,10 @@ extern "C" void add_by_processor(const void* configuration, float* sums, const v
 #undef _tile_release
 #undef _tile_zero
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
-#undef _tile_dpbsud
+#undef _tile_dpbssd
 
 namespace {
 
@@ -70,13 +71,13 @@ void tile_dpbf16ps(int to, int left, int right) {
     }
 }
 
-void tile_dpbsud(int to, int left, int right) {
+void tile_dpbssd(int to, int left, int right) {
     for (int row = 0; row < configuration.rows[to]; ++row)
         for (int unit = 0; unit < configuration.row_bytes[left] / 4; ++unit)
             for (int column = 0; column < 16; ++column)
                 for (int byte = 0; byte < 32; byte += 8)
                     tiles[to][row][column] += (uint32_t)(int8_t)(tiles[left][row][unit] >> byte) *
-                                              (uint8_t)(tiles[right][unit][column] >> byte);
+                                              (uint32_t)(int8_t)(tiles[right][unit][column] >> byte);
 }
 
 }  // namespace
@@ -85,9 +86,10 @@ void tile_dpbsud(int to, int left, int right) {
 #define _tile_release tile_release
 #define _tile_zero tile_zero
 #define _tile_loadd tile_loadd
+#define _tile_stream_loadd tile_loadd
 #define _tile_stored tile_stored
 #define _tile_dpbf16ps tile_dpbf16ps
-#define _tile_dpbsud tile_dpbsud
+#define _tile_dpbssd tile_dpbssd
 
 #include <vector>
 
@@ -122,7 +124,7 @@ void compute(const uint16_t* weights, const uint16_t* numbers, int64_t num_rows,
         rows.put(row, 0, floats.data(), depth);
     }
     const TilesInUse in_use;
-    const auto scratch = std::make_unique<ProductScratch>();
+    const auto scratch = std::make_unique<ProductScratch>(unpacked_bytes(matrix));
     const Product<Factor> product(matrix, rows, num_rows, 1, stream, nullptr);
     const auto finish = [&](int64_t block, int64_t first_row, int count, const float* tile) {
         for (int row = 0; row < count; ++row)

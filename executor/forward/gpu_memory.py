@@ -13,12 +13,11 @@ import torch
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.device import free_device_bytes
 from inflight.executor.engine.runner import StepSizes
-from inflight.executor.gpu.decoder import GpuDecoder
-from inflight.executor.gpu.network import NetworkDecoder
+from inflight.executor.gpu.device_step import StepDecoder
 from inflight.executor.gpu.runner import GpuRunner
 
 
-def free_beside_steps(decoder: GpuDecoder | NetworkDecoder, layout: KvLayout, sizes: StepSizes) -> int | None:
+def free_beside_steps(decoder: StepDecoder, layout: KvLayout, sizes: StepSizes) -> int | None:
     """Returns the bytes of a GPU that steps of these sizes leave free; None on a CPU, as in the tests."""
     if free_device_bytes(layout.device) is None:
         return None
@@ -26,7 +25,7 @@ def free_beside_steps(decoder: GpuDecoder | NetworkDecoder, layout: KvLayout, si
     return (free_device_bytes(layout.device) or 0) - used
 
 
-def working_bytes(decoder: GpuDecoder | NetworkDecoder, layout: KvLayout, sizes: StepSizes) -> int:
+def working_bytes(decoder: StepDecoder, layout: KvLayout, sizes: StepSizes) -> int:
     """Returns the bytes of a CUDA device that steps of these sizes take."""
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(layout.device)

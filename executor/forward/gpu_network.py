@@ -5,14 +5,55 @@ Its runner samples on the device and uploads a step in one copy, as that of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inflight.executor.attention.backend import LayerKv, StepAttention
+from inflight.executor.attention.kv_layout import KvLayout
+from inflight.executor.attention.transformers_hook import PagedStep
 from inflight.executor.engine.runner import StepSizes
 from inflight.executor.forward.forward import Kv
 from inflight.executor.forward.gpu_memory import free_beside_steps
 from inflight.executor.forward.transformers import TransformersForward
-from inflight.executor.gpu.network import NetworkDecoder
+from inflight.executor.gpu.decoder import Ranks
+from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.step.batch import StepBatch
+
+
+class NetworkDecoder:
+    """`StepDecoder` of a network that calls attention through transformers' interface."""
+
+    num_adapter_slots = 0
+    ranks: Ranks | None = None
+
+    def __init__(self, network: PreTrainedModel, layout: KvLayout, vocabulary_size: int) -> None:
+        self.vocabulary_size = vocabulary_size
+        self.head = network.get_output_embeddings().weight
+        self.group = network.config.num_attention_heads // layout.layers[0].shape.num_kv_heads
+        self._network, self._layout = network, layout
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: Sequence[LayerKv],
+        logits: Tensor | None = None,
+        groups: RowGroups | None = None,
+        attention: StepAttention | None = None,
+    ) -> Tensor:
+        """Computes a step like `GpuDecoder.forward`, with the attention of the backend."""
+        layout = self._layout
+        computed: Tensor = self._network(
+            input_ids=batch.token_ids[None].long(),
+            position_ids=batch.positions[None].long(),
+            use_cache=False,
+            logits_to_keep=batch.logit_rows.long(),
+            inflight_step=PagedStep(layout.backend, layout.layers, kv, batch),
+        ).logits[0]
+        return computed if logits is None else logits.copy_(computed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,19 +11,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from inflight.executor.attention.backend import LayerKv, StepAttention
 from inflight.executor.engine.runner import NO_TOKEN
-from inflight.executor.gpu.decoder import GpuDecoder
+from inflight.executor.gpu.decoder import GpuDecoder, Ranks
 from inflight.executor.gpu.graphs import Bucket, Capture, Graph, bucket_of, decode_buckets
-from inflight.executor.gpu.network import NetworkDecoder
+from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.gpu.sampling import DrawRows, draw
 from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout
 from inflight.executor.step.batch import StepBatch
+
+
+class StepDecoder(Protocol):
+    """What computes the network of a step. One without graphs and ranks need not be a `GpuDecoder`."""
+
+    ranks: Ranks | None
+
+    @property
+    def head(self) -> Tensor:
+        """The output layer `[vocabulary, hidden]`, on the device and in the dtype of the logits."""
+        ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Logits of a position."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        ...
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """Slots for adapters."""
+        ...
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: Sequence[LayerKv],
+        logits: Tensor | None = None,
+        groups: RowGroups | None = None,
+        attention: StepAttention | None = None,
+    ) -> Tensor:
+        """See `GpuDecoder.forward`."""
+        ...
 
 
 class DeviceStep:
@@ -32,7 +70,7 @@ class DeviceStep:
 
     def __init__(
         self,
-        decoder: GpuDecoder | NetworkDecoder,
+        decoder: StepDecoder,
         kv: Sequence[LayerKv],
         buffers: StepBuffers,
         block_size: int,

@@ -25,12 +25,10 @@ from inflight.executor.attention.flashinfer import FlashInfer
 from inflight.executor.attention.gpu_host_tier import GpuHostTier
 from inflight.executor.device import StepTimer
 from inflight.executor.engine.runner import DeviceLostError, PendingStep
-from inflight.executor.gpu.decoder import GpuDecoder
-from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepForm
+from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepDecoder, StepForm
 from inflight.executor.gpu.graph_check import AttentionCheck, GraphCheck
 from inflight.executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
 from inflight.executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
-from inflight.executor.gpu.network import NetworkDecoder
 from inflight.executor.gpu.pending import GpuStep, ReadBack
 from inflight.executor.gpu.processing import Processing, name_excluded
 from inflight.executor.gpu.step_buffers import StepBuffers
@@ -86,7 +84,7 @@ class GpuRunner:
 
     def __init__(
         self,
-        decoder: GpuDecoder | NetworkDecoder,
+        decoder: StepDecoder,
         kv: Sequence[LayerKv],
         limits: SchedulerLimits,
         block_size: int,

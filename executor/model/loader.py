@@ -182,7 +182,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     if backend.name == "triton":
         from inflight.executor.forward.gpu_network import GpuNetworkForward  # imports triton, which only this needs
 
-        return _Chosen(GpuNetworkForward(network, weights.layout, read_vocabulary_size(network)), {})
+        forward = GpuNetworkForward(network, weights.layout, read_vocabulary_size(network))
+        return _Chosen(forward, weight_dtype, {})
     pack_linears(network)
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
 

@@ -39,7 +39,7 @@ SLOW_WITH_AMX = (pytest.mark.slow,) if "amx" in INSTRUCTION_SETS else ()
 
 @pytest.fixture(scope="module", params=[*BEST_FIRST, pytest.param(EMULATED, marks=SLOW_WITH_AMX)])
 def calls(request: pytest.FixtureRequest) -> Any:
-    library = emulation_of_amx().calls if request.param == EMULATED else compiled(request.param)
+    library: Any = emulation_of_amx().calls if request.param == EMULATED else compiled(request.param)
     assert library.inflight_prepare()
     library.rounds_weights = request.param in ("amx", EMULATED)
     library.coded_product.argtypes = (

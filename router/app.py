@@ -114,6 +114,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     )
     board = board_routes(Feeds(stats), authentication.authenticator, watching) if has_board else []
     sampler = Sampler(watching.history, watching.requests, latencies, lambda: stats.looks(SAMPLE_S / 2))
+    scrape = ScrapeGauges(registry, models).refresh
     server = GrpcServer(
         [SERVICE_NAME, kserve.SERVICE_NAME],
         limits=connection_limits_of(settings),
@@ -136,9 +137,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         service=service,
         server=server,
         tracing=tracing,
-        http=HttpPort(http_app(registry, board, ScrapeGauges(registry, models).refresh))
-        if settings.http_listen
-        else None,
+        http=HttpPort(http_app(registry, board, scrape)) if settings.http_listen else None,
         watching=watching,
         sampler=sampler if has_board else None,
     )

@@ -159,7 +159,21 @@ CLINE = Agent(
     ),
     variables={"CLINE_SESSION_BACKEND_MODE": "local"},  # without it, a daemon stays
 )
-AGENTS = {agent.command: agent for agent in (CLAUDE_CODE, OPENCODE, QWEN_CODE, CLINE)}
+CODEX = Agent(
+    package="@openai/codex@0.171.0",
+    command="codex",
+    tool="exec_command",
+    parameters=lambda path: {"cmd": f"cat {path}"},
+    commands=(
+        (
+            *("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+            *("-c", 'model="{model}"', "-c", 'model_provider="inflight"'),
+            *("-c", 'model_providers.inflight={name="inflight",base_url="{url}/v1",wire_api="responses"}'),
+            QUESTION,
+        ),
+    ),
+)
+AGENTS = {agent.command: agent for agent in (CLAUDE_CODE, OPENCODE, QWEN_CODE, CLINE, CODEX)}
 
 
 @pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)

@@ -18,14 +18,13 @@ from inflight.router.constraint.source import TOOLS, ConstraintSource
 from inflight.router.constraint.worker import Compiler
 from inflight.router.tools.formats import FORMATS, AnswerFormat
 from inflight.v1 import inference_pb2
-from tests.integration.test_agents import fetched
+from tests.integration.test_agents import CODEX, fetched
 from tests.integration.test_gateway_tools import HERMES, gateway_of, spoken
 from tests.unit.scripted_router import ScriptedRouter
 from tests.unit.test_tool_parser import BY_NAME, written
 
 pytestmark = pytest.mark.slow
 
-CODEX = "@openai/codex@0.171.0"
 # As docs/responses.md has them.
 CONFIG = """
 model = "smol"
@@ -79,7 +78,7 @@ async def run(command: Path, home: Path, *arguments: str) -> str:
 
 
 async def test_codex_reads_a_file_calls_a_tool_of_a_namespace_and_applies_a_patch(tmp_path: Path) -> None:
-    command = fetched(CODEX, "codex")
+    command = fetched(CODEX.package, CODEX.command)
     (tmp_path / "secret.txt").write_text("the number is 4711\n")
     (tmp_path / "server.py").write_text(MCP_SERVER)
     calls = [

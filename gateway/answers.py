@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from inflight.catalogue import Model
 from inflight.events import (
+    Accepted,
     ContentPart,
     Finished,
     FinishReason,
@@ -17,7 +18,6 @@ from inflight.events import (
     ReasoningPart,
     ToolCall,
     ToolCallPart,
-    UnenforcedFunction,
     Usage,
 )
 from inflight.gateway import logprobs as openai_logprobs
@@ -26,7 +26,9 @@ from inflight.gateway.errors import ApiError, from_end
 from inflight.gateway.event_ids import AnswerId
 
 DONE = b"data: [DONE]\n\n"
+# Fields that OpenAI's API does not have: tools whose parameters are not enforced, and words of schemas without effect.
 UNENFORCED_TOOLS = "unenforced_tools"
+IGNORED_WORDS = "ignored_schema_words"
 
 _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP_TOKEN: "stop",
@@ -57,12 +59,12 @@ class Chunks:
     api_request: ApiRequest
     answer: AnswerId
 
-    def opening(self, index: int, unenforced: Sequence[UnenforcedFunction] = ()) -> dict[str, Any] | None:
+    def opening(self, index: int, accepted: Accepted | None = None) -> dict[str, Any] | None:
         """Returns the first chunk of a choice; None if that is its text."""
         if self.api_request.kind == "completion":
             return None
         chunk = self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
-        return chunk | _unenforced_tools(unenforced)
+        return chunk | _not_enforced(accepted)
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns a chunk with text of a choice, and the log probabilities of its tokens."""
@@ -148,7 +150,7 @@ def whole_answer(
     answer: AnswerId,
     choices: Sequence[FinishedChoice],
     usages: Sequence[Usage],
-    unenforced: Sequence[UnenforcedFunction] = (),
+    accepted: Accepted | None = None,
 ) -> dict[str, Any]:
     """Returns the whole answer. Raises `ApiError` if a choice ended for a reason that OpenAI's API does not have."""
     whole = {
@@ -158,17 +160,24 @@ def whole_answer(
         "model": api_request.model,
         "choices": [_whole_choice(api_request, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of(usages),
-        **_unenforced_tools(unenforced),
+        **_not_enforced(accepted),
     }
     # As in vLLM: a chat has one prompt, a completion one for each choice.
     return whole | _prompt_logprobs(api_request, choices[0]) if api_request.kind == "chat" else whole
 
 
-def _unenforced_tools(functions: Sequence[UnenforcedFunction]) -> dict[str, Any]:
-    """Returns the field, which OpenAI's API does not have, of tools whose parameters are not enforced."""
-    if not functions:
+def _not_enforced(accepted: Accepted | None) -> dict[str, Any]:
+    """Returns the fields about what of a request's tools and schemas is not enforced."""
+    if accepted is None:
         return {}
-    return {UNENFORCED_TOOLS: [{"name": one.name, "reason": one.reason} for one in functions]}
+    functions = [{"name": one.name, "reason": one.reason} for one in accepted.unenforced_functions]
+    found = {UNENFORCED_TOOLS: functions, IGNORED_WORDS: list(accepted.ignored_schema_words)}
+    return {name: values for name, values in found.items() if values}
+
+
+def not_enforced(answer: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same fields of a chunk or an answer, for another API's."""
+    return {name: answer[name] for name in (UNENFORCED_TOOLS, IGNORED_WORDS) if name in answer}
 
 
 def _whole_choice(api_request: ApiRequest, index: int, choice: FinishedChoice) -> dict[str, Any]:

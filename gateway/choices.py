@@ -22,7 +22,6 @@ from inflight.events import (
     FinishReason,
     PositionLogprobs,
     Prompt,
-    UnenforcedFunction,
     Usage,
 )
 from inflight.gateway.answers import FinishedChoice, shown_usage
@@ -41,7 +40,7 @@ class Collected:
 
     choices: list[FinishedChoice]
     usage: Usage
-    unenforced: tuple[UnenforcedFunction, ...]
+    accepted: Accepted | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class Source:
         texts: list[list[str]] = [[] for _ in range(api_request.n)]
         parted = [Choice() for _ in range(api_request.n)]
         has_parts = False
-        unenforced: tuple[UnenforcedFunction, ...] = ()
+        accepted: Accepted | None = None
         logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(api_request.n)]
         num_tokens = [0] * api_request.n
         prompt: list[PositionLogprobs | None] = []
@@ -119,7 +118,7 @@ class Source:
                     case Accepted():
                         texts = [[] for _ in range(api_request.n)]
                         parted = [Choice() for _ in range(api_request.n)]
-                        has_parts, unenforced = event.has_parts, event.unenforced_functions
+                        has_parts, accepted = event.has_parts, event
                         logprobs = [[] for _ in range(api_request.n)]
                         num_tokens = [0] * api_request.n
                         prompt.clear()
@@ -144,7 +143,7 @@ class Source:
                         ]
                         if has_parts:
                             choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]
-                        return Collected(choices, shown_usage(api_request, event.usage), unenforced)
+                        return Collected(choices, shown_usage(api_request, event.usage), accepted)
         raise AssertionError("a stream without an error ends with Done")
 
 

@@ -164,10 +164,13 @@ class GatewayService:
             ) from None
         choices = [choice for one in collected for choice in one.choices]
         usages = [one.usage for one in collected]
-        unenforced = collected[0].unenforced  # only a chat has tools, and it is one prompt
+        accepted = collected[0].accepted  # only a chat has tools, and it is one prompt
+        if accepted is not None and (ignored := accepted.ignored_schema_words):
+            unused = getattr(request.state, UNUSED, "")
+            setattr(request.state, UNUSED, ", ".join(filter(None, [unused, *ignored])))
 
         def body() -> bytes:
-            return encoded(form.whole(whole_answer(api_request, answer, choices, usages, unenforced)))
+            return encoded(form.whole(whole_answer(api_request, answer, choices, usages, accepted)))
 
         if not api_request.scores_prompts:
             return _json(body())

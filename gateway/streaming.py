@@ -218,7 +218,7 @@ class EventStream:
     def _opening(self, index: int, accepted: Accepted) -> Iterator[bytes]:
         if not self._has_opened[index]:
             self._has_opened[index] = True
-            if (opening := self._chunks.opening(index, accepted.unenforced_functions)) is not None:
+            if (opening := self._chunks.opening(index, accepted)) is not None:
                 yield self._event(opening)
 
     def _finished(self, index: int, finished: Finished) -> bytes:

@@ -66,7 +66,8 @@ class UnenforcedFunction:
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """An executor has accepted the request. `has_parts`: the output is divided into parts. If parts were requested and
-    it is false, all text is content. Calls of `unenforced_functions` may have any JSON object as arguments."""
+    it is false, all text is content. Calls of `unenforced_functions` may have any JSON object as arguments.
+    `ignored_schema_words` are unknown to JSON Schema and have no effect."""
 
     request_id: str
     resume_token: str
@@ -74,6 +75,7 @@ class Accepted:
     max_tokens: int
     has_parts: bool = False
     unenforced_functions: tuple[UnenforcedFunction, ...] = ()
+    ignored_schema_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +426,7 @@ def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
                 accepted.max_tokens,
                 accepted.has_parts,
                 tuple(UnenforcedFunction(one.name, one.reason) for one in accepted.unenforced_functions),
+                tuple(accepted.ignored_schema_words),
             )
         case "queued":
             wait_s = _seconds(wire.queued.estimated_wait) if wire.queued.HasField("estimated_wait") else None

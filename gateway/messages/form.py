@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from inflight.gateway.answers import UNENFORCED_TOOLS, named_event
+from inflight.gateway.answers import named_event, not_enforced
 from inflight.gateway.errors import ApiError
 from inflight.gateway.event_ids import no_event_id
 from inflight.gateway.messages.bodies import Converted, MessagesBody
@@ -214,9 +214,9 @@ class MessageForm:
 
 
 def _message(answer: dict[str, Any]) -> dict[str, Any]:
-    unenforced = {name: answer[name] for name in (UNENFORCED_TOOLS,) if name in answer}
     name = answer["id"].partition("-")[2]
-    return {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": answer["model"], **unenforced}
+    made = {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": answer["model"]}
+    return made | not_enforced(answer)
 
 
 def _reasoning(said: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from inflight.gateway.answers import UNENFORCED_TOOLS, CommentingForm, named_event
+from inflight.gateway.answers import CommentingForm, named_event, not_enforced
 from inflight.gateway.errors import ApiError
 from inflight.gateway.responses.bodies import FieldNames, ResponsesBody
 from inflight.gateway.responses.tools import CustomTool, InputText
@@ -101,7 +101,7 @@ class ResponseForm(CommentingForm):
         self._open: _Item | None = None
         self._output: list[dict[str, Any]] = []
         self._status: Status = "in_progress"
-        self._unenforced: dict[str, Any] = {}
+        self._not_enforced: dict[str, Any] = {}
         # Of tokens whose text has not come yet.
         self._logprobs: list[dict[str, Any]] = []
 
@@ -137,7 +137,7 @@ class ResponseForm(CommentingForm):
         if not self._id:
             self._id = chunk["id"].partition("-")[2]
             self._created = chunk["created"]
-            self._unenforced = {name: chunk[name] for name in (UNENFORCED_TOOLS,) if name in chunk}
+            self._not_enforced = not_enforced(chunk)
             for kind in ("response.created", "response.in_progress"):
                 yield self._made(kind, response=self._response(None))
         for choice in chunk["choices"]:
@@ -236,7 +236,7 @@ class ResponseForm(CommentingForm):
             "output": [*self._output, *unfinished],
             "usage": None if usage is None else _usage(usage),
             **_asked(self._body),
-            **self._unenforced,
+            **self._not_enforced,
         }
 
 

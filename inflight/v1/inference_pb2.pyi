@@ -253,7 +253,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., text_bytes: _Optional[bytes] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., adapter_id: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., tenant: _Optional[str] = ..., deadlines: _Optional[_Union[Deadlines, _Mapping]] = ..., session_id: _Optional[str] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., idempotency_key: _Optional[str] = ..., detach: _Optional[bool] = ..., resume_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., want_queue_events: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., prior_output: _Optional[_Union[PriorOutput, _Mapping]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("request_id", "resume_token", "prompt_tokens", "sampling", "max_tokens", "has_parts", "unenforced_functions")
+    __slots__ = ("request_id", "resume_token", "prompt_tokens", "sampling", "max_tokens", "has_parts", "unenforced_functions", "ignored_schema_words")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +261,7 @@ class Accepted(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HAS_PARTS_FIELD_NUMBER: _ClassVar[int]
     UNENFORCED_FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    IGNORED_SCHEMA_WORDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     resume_token: str
     prompt_tokens: int
@@ -268,7 +269,8 @@ class Accepted(_message.Message):
     max_tokens: int
     has_parts: bool
     unenforced_functions: _containers.RepeatedCompositeFieldContainer[_types_pb2.UnenforcedFunction]
-    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., has_parts: _Optional[bool] = ..., unenforced_functions: _Optional[_Iterable[_Union[_types_pb2.UnenforcedFunction, _Mapping]]] = ...) -> None: ...
+    ignored_schema_words: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., has_parts: _Optional[bool] = ..., unenforced_functions: _Optional[_Iterable[_Union[_types_pb2.UnenforcedFunction, _Mapping]]] = ..., ignored_schema_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Queued(_message.Message):
     __slots__ = ("position", "estimated_wait", "request_id", "resume_token")

@@ -38,6 +38,8 @@ from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 # In place of the content hash of an adapter whose name is absent. No executor serves it, so the ledger refuses a
 # request that it does not know already.
 ABSENT_ADAPTER = "0" * 64
+# Words of schemas without effect that a client is told.
+MAX_IGNORED_WORDS = 32
 
 
 class RequestPreparation:
@@ -95,6 +97,7 @@ class RequestPreparation:
             submit.constraint.grammar, submit.constraint.hash = compiled.grammar, grammar_hash(compiled.grammar)
             for name, reason in compiled.unenforced.items():
                 context.unenforced_functions.add(name=name, reason=reason)
+            context.ignored_schema_words.extend(sorted(set(compiled.ignored))[:MAX_IGNORED_WORDS])
         submit.router_context = context.SerializeToString()
         submits = choices_of(submit, context.num_choices) if context.num_choices else [submit]
         prior_ids, end = prior_output(request, submit, limits)
@@ -284,6 +287,7 @@ def _delivery(
             max_tokens=submit.stopping.max_tokens,
             has_parts=bool(context.answer_format),
             unenforced_functions=context.unenforced_functions,
+            ignored_schema_words=context.ignored_schema_words,
         ),
         new_text=functools.partial(_new_text, pool.text, context, submit.stopping.min_tokens),
         name_token=functools.partial(_name_token, pool.text),

@@ -127,7 +127,7 @@ def ignored(source: ConstraintSource) -> list[str]:
         return ignored_words(parse_json(source.texts[0]))
     if source.kind != TOOLS:
         return []
-    enforced = (tool.parameters for tool in answer_rules(source.texts[0]).tools if tool.is_strict and tool.parameters)
+    enforced = (tool.parameters for tool in answer_rules(source.texts[0]).tools if tool.parameters)
     return sorted({word for parameters in enforced for word in ignored_words(parse_json(parameters))})
 
 

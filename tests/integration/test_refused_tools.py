@@ -88,6 +88,7 @@ def _with_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 # What a schema may have that does not matter, and what cannot be enforced.
 HUGE: list[Any] = [2**53 + 1, -(2**70), 1e300, 10**400]
 HARMLESS = {"default": HUGE, "examples": HUGE, "title": "t", "x-order": HUGE, "deprecated": True, "$comment": "c"}
+IGNORED = ["`javaType`"]
 LARGE_BOUND = {"type": "integer", "minimum": 2**64}
 
 
@@ -95,7 +96,7 @@ LARGE_BOUND = {"type": "integer", "minimum": 2**64}
 async def test_tool_that_is_not_strict_is_never_refused_and_the_answer_names_it(redis_url: str, pool: str) -> None:
     functions = [
         function("sound", parameters=an_object(a={"type": "integer"})),
-        function("annotated", parameters={**an_object(a={"type": "integer", **HARMLESS}), **HARMLESS}),
+        function("annotated", parameters={**an_object(a={"type": "integer", **HARMLESS}), "javaType": "T", **HARMLESS}),
         function("bounded", parameters=an_object(a=LARGE_BOUND)),
         function("negated", parameters=an_object(a={"not": {}})),
     ]
@@ -119,6 +120,8 @@ async def test_tool_that_is_not_strict_is_never_refused_and_the_answer_names_it(
                 answer = await http.post(f"/{route}", content=text)
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["unenforced_tools"] == expected
+                assert answer.json()["ignored_schema_words"] == IGNORED
+                assert answer.headers["x-inflight-unused"] == ", ".join(IGNORED)
             sound = {**bodies[0][1], "tools": tools[:2]}
             answer = await http.post("/chat/completions", json={"model": pool, **sound})
             assert "unenforced_tools" not in answer.json()
@@ -126,6 +129,8 @@ async def test_tool_that_is_not_strict_is_never_refused_and_the_answer_names_it(
         for route, body in bodies:
             async with events_of(f"{gateway.url}/v1/{route}", {"model": pool, **body}) as events:
                 values = [event.value async for event in events if event.text.startswith("{")]
+            first = values[0].get("response", values[0])
+            assert first["ignored_schema_words"] == IGNORED
             seen.append([value.get("response", value).get("unenforced_tools") for value in values])
         chunks, events_seen = seen
         assert [chunks[0], *set(map(str, chunks[1:]))] == [expected, "None"]

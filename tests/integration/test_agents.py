@@ -31,19 +31,32 @@ DRIVER = Path(__file__).parents[1] / "clients" / "drive_anthropic.mjs"
 
 
 def fetched(package: str, command: str) -> Path:
-    """Returns the command of an npm package ("name@version"), fetched once; skips where npm cannot."""
+    """Returns the command of an npm package ("name@version"), fetched once; skips where npm cannot. A run of tests
+    tries once."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     folder = FOLDER / package.replace("/", "+")
     path = folder / "node_modules" / ".bin" / command
+    refusal = folder / f"refused-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        if not path.exists():
-            install = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", package]
-            done = subprocess.run(install, capture_output=True, text=True, timeout=300)
-            if done.returncode:
-                pytest.skip(f"npm cannot fetch {package}: {done.stderr.strip()[-200:]}")
+        if not path.exists() and not refusal.exists() and (reason := _install(package, folder)):
+            refusal.write_text(f"npm has not fetched {package}: {reason}")
+        if refusal.exists():
+            pytest.skip(refusal.read_text())
     return path
+
+
+def _install(package: str, folder: Path) -> str:
+    """Returns why npm has not installed a package; an empty text if it has."""
+    install = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", package]
+    try:
+        subprocess.run(install, capture_output=True, text=True, timeout=240, check=True)
+    except subprocess.TimeoutExpired:
+        return "it takes more than 240 s"
+    except subprocess.CalledProcessError as failed:
+        return str(failed.stderr).strip()[-200:] or "it failed"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

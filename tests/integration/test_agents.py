@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,26 +30,31 @@ ANTHROPIC_TYPESCRIPT = "@anthropic-ai/sdk@1.14.0"
 DRIVER = Path(__file__).parents[1] / "clients" / "drive_anthropic.mjs"
 
 
-def fetched(package: str, command: str) -> Path:
-    """Returns the command of an npm package ("name@version"), fetched once; skips where npm cannot. A run of tests
-    tries once."""
+def folder_of(*packages: str) -> Path:
+    """Returns a folder with npm packages ("name@version"), fetched once; skips where npm cannot. A run of tests tries
+    once."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
-    folder = FOLDER / package.replace("/", "+")
-    path = folder / "node_modules" / ".bin" / command
+    folder = FOLDER / "+".join(packages).replace("/", "+")
     refusal = folder / f"refused-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        if not path.exists() and not refusal.exists() and (reason := _install(package, folder)):
-            refusal.write_text(f"npm has not fetched {package}: {reason}")
+        is_there = (folder / "package.json").exists()  # npm writes it when it has installed everything
+        if not is_there and not refusal.exists() and (reason := _install(packages, folder)):
+            refusal.write_text(f"npm has not fetched {', '.join(packages)}: {reason}")
         if refusal.exists():
             pytest.skip(refusal.read_text())
-    return path
+    return folder
 
 
-def _install(package: str, folder: Path) -> str:
-    """Returns why npm has not installed a package; an empty text if it has."""
-    install = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", package]
+def fetched(package: str, command: str) -> Path:
+    """Returns the command of an npm package."""
+    return folder_of(package) / "node_modules" / ".bin" / command
+
+
+def _install(packages: Sequence[str], folder: Path) -> str:
+    """Returns why npm has not installed packages; an empty text if it has."""
+    install = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *packages]
     try:
         subprocess.run(install, capture_output=True, text=True, timeout=240, check=True)
     except subprocess.TimeoutExpired:
@@ -211,7 +216,7 @@ async def test_agent_reads_a_file_and_says_what_it_has(agent: Agent, tmp_path: P
 
 
 async def test_anthropics_client_for_typescript_gets_texts_and_calls(tmp_path: Path) -> None:
-    folder = fetched(ANTHROPIC_TYPESCRIPT, "anthropic-ai-sdk").parents[2]
+    folder = folder_of(ANTHROPIC_TYPESCRIPT)
     call = ("add", '{"a": 1}')
 
     def script(request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.StreamEvent]:

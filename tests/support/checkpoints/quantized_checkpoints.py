@@ -304,7 +304,7 @@ def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_vocab_size(NUM_TOKENS)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
+    writer.add_token_list(list(TOKENS))  # the writer keeps it, and tests change it there
     special, plain = [gguf.TokenType.CONTROL] * 3, [gguf.TokenType.NORMAL] * (NUM_TOKENS - 3)
     writer.add_token_types(special + plain)
     writer.add_token_merges(["Ċ Ċ"])

@@ -25,8 +25,8 @@ from inflight.executor.native.pool import NativePool
 # Prompts of conversations and documents are several times as long as the answers.
 PROMPT_TOKENS_PER_OUTPUT_TOKEN = 4
 # Of the time of quantized weights, what dense ones may take to be chosen. They take about three times the memory, and a
-# lone sequence is up to twice as slow. Measured for 4 bits in groups of 32 and 32 seats: 0.62 with AMX, 0.77 with AVX2
-# in float32, 0.91 with AVX512-BF16, 1.0 with AVX-512 in float32.
+# lone sequence is up to twice as slow. Measured for 4 bits in groups of 32 and 64 seats: 0.84 with AMX, 0.77 with AVX2
+# in float32, 0.91 with AVX512-BF16, 0.99 with AVX-512 in float32.
 LARGEST_SHARE = 0.7
 # Of dense weights in the free memory. The KV cache is a share of what is left, so it keeps at least half of its size.
 LARGEST_SHARE_OF_MEMORY = 0.5

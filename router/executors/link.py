@@ -150,7 +150,7 @@ class StepOutput:
 
     Publishing creates an event for every client, which is most of a router's work. After a round, the next one is
     therefore delayed for as long as the loop was busy since the last round began, with this link and all other work,
-    but for at most `max_delay_s`. Tokens of the steps in that time are published together. A loop that keeps up is busy
+    and for `max_delay_s` at most. Tokens of the steps in that time are published together. A loop that keeps up is busy
     for a fraction of a step, so nothing is delayed. Nor is anything after a round of one stream: there are no events
     to save. First tokens and ends do not pass here.
     """

@@ -95,11 +95,12 @@ class Agent:
         variables = {name: filled(value) for name, value in self.variables.items()}
         program, said = fetched(self.package, self.command), ""
         for arguments in self.commands:
-            said = await _printed([str(program), *map(filled, arguments)], home, variables)
+            said, _ = await printed([str(program), *map(filled, arguments)], home, variables)
         return said
 
 
-async def _printed(command: list[str], home: Path, variables: Mapping[str, str]) -> str:
+async def printed(command: list[str], home: Path, variables: Mapping[str, str]) -> tuple[str, str]:
+    """Returns what a program prints to its output and to its errors in a home folder of its own. It must succeed."""
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=home,
@@ -114,7 +115,7 @@ async def _printed(command: list[str], home: Path, variables: Mapping[str, str])
         if process.returncode is None:
             process.kill()
     assert process.returncode == 0, complaints.decode()[-3000:]
-    return said.decode()
+    return said.decode(), complaints.decode()
 
 
 # As docs/agents.md describes them.
@@ -225,7 +226,8 @@ async def test_anthropics_client_for_typescript_gets_texts_and_calls(tmp_path: P
         yield from spoken(HERMES, text if request.chat.functions else "<think>\nHm.</think>\n\nHello there.")
 
     async with gateway_of(ScriptedRouter(script)) as gateway:
-        said = json.loads(await _printed(["node", str(DRIVER), str(folder), gateway.url, "smol"], tmp_path, {}))
+        output, _ = await printed(["node", str(DRIVER), str(folder), gateway.url, "smol"], tmp_path, {})
+    said = json.loads(output)
     thinking, text = said["whole"]
     assert (thinking["thinking"], text) == ("Hm.", {"type": "text", "text": "Hello there."})
     assert [block["type"] for block in said["streamed"]] == ["thinking", "text"]

@@ -3,9 +3,7 @@ server and a patch, which is a custom tool."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from inflight.router.constraint.source import TOOLS, ConstraintSource
 from inflight.router.constraint.worker import Compiler
 from inflight.router.tools.formats import FORMATS, AnswerFormat
 from inflight.v1 import inference_pb2
-from tests.integration.test_agents import CODEX, fetched
+from tests.integration.test_agents import CODEX, fetched, printed
 from tests.integration.test_gateway_tools import HERMES, gateway_of, spoken
 from tests.unit.scripted_router import ScriptedRouter
 from tests.unit.test_tool_parser import BY_NAME, written
@@ -57,24 +55,12 @@ for line in sys.stdin:
 PATCH = '*** Begin Patch\n*** Update File: secret.txt\n@@\n-the number is 4711\n+the number is "4712"\n*** End Patch'
 
 
-async def run(command: Path, home: Path, *arguments: str) -> str:
+async def run(command: Path, home: Path, question: str) -> str:
     """Returns what Codex prints."""
-    process = await asyncio.create_subprocess_exec(
-        *(str(command), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *arguments),
-        cwd=home,
-        env={"PATH": os.environ["PATH"], "HOME": str(home)},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        said, complaints = await asyncio.wait_for(process.communicate(), 240)
-    finally:
-        if process.returncode is None:
-            process.kill()
-    assert process.returncode == 0, complaints.decode()[-3000:]
-    assert "Model metadata" not in complaints.decode(), "Codex has not read /v1/models"
-    return said.decode()
+    flags = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+    said, complaints = await printed([str(command), *flags, question], home, {})
+    assert "Model metadata" not in complaints, "Codex has not read /v1/models"
+    return said
 
 
 async def test_codex_reads_a_file_calls_a_tool_of_a_namespace_and_applies_a_patch(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Both:
         self.report(REPORTED_MS)
 
     def report(self, later_ms: int, *lost: str) -> None:
-        """The executor holds what is placed, but for what is lost."""
+        """The executor holds what is placed, except what is lost."""
         self.oracle.pool.now_ms += later_ms
         self.num_reports += 1
         for router_id in ROUTERS:

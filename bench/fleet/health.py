@@ -16,9 +16,8 @@ from inflight import AsyncClient
 from inflight.bench.fleet.fleet import Fleet
 from inflight.errors import InflightError
 from inflight.router.ledger.connection import connect
+from inflight.router.ledger.functions import ScriptCalls, compose_library, shared_source
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.lua import compose_library, shared_source
-from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.settings import LedgerSettings
 
 LOOK_EVERY_S = 0.1

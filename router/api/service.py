@@ -23,12 +23,11 @@ from opentelemetry.trace import NoOpTracer, Span, Tracer
 from inflight.common.errors import Reason, RequestError
 from inflight.common.rpc.status import Unparsed, takes_unparsed
 from inflight.router.api.constraining import Constraining
-from inflight.router.api.generate_many import TRACE_KEYS, ManyCall, StreamLimit
+from inflight.router.api.generate_many import ManyCall, StreamLimit, shortest, stream_metadata, varint
 from inflight.router.api.prepare import RequestPreparation, model_limits
 from inflight.router.api.request_status import REQUEST_STATE_PROTO, request_standing
 from inflight.router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
 from inflight.router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
-from inflight.router.api.validation import validate_detokenize, validate_tokenize
 from inflight.router.auth.caller import (
     Authenticator,
     Caller,
@@ -47,11 +46,11 @@ from inflight.router.ledger.types import DEFAULT_TENANT, NO_LIMITS, Adopted, Led
 from inflight.router.lifecycle.events import Admitted
 from inflight.router.request.delivery import ReadPosition
 from inflight.router.request.errors import draining, not_in_the_ledger, unknown_request
+from inflight.router.request.validation import validate_detokenize, validate_tokenize
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import add_capacity, described_model, described_variants
 from inflight.router.stats.source import StatsSource
 from inflight.router.stream.choices import AnyRelay, relay_of, run_all
-from inflight.router.stream.outbox import varint
 from inflight.router.stream.relay import EventWriter, TimedWriter, Write, grace_after
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
@@ -525,21 +524,6 @@ def sticky_key(request: inference_pb2.GenerateRequest) -> str:
 
 def metadata_of(context: Context) -> Metadata:
     return tuple(context.invocation_metadata() or ())
-
-
-def stream_metadata(of_call: Metadata, message: inference_pb2.GenerateManyRequest) -> Metadata:
-    """Returns the metadata of a stream: that of its call, with the stream's own trace context if it has one."""
-    if not message.metadata:
-        return of_call
-    return (*(one for one in of_call if one[0] not in TRACE_KEYS), *message.metadata.items())
-
-
-def shortest(remaining_s: float | None, message: inference_pb2.GenerateManyRequest) -> float | None:
-    """Returns the time left until the deadline of a stream, given that of its call; None: it has none."""
-    if not message.HasField("timeout"):
-        return remaining_s
-    timeout_s = max(0.0, message.timeout.seconds + message.timeout.nanos / 1e9)
-    return timeout_s if remaining_s is None else min(timeout_s, remaining_s)
 
 
 def writer(context: Context) -> Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]:

@@ -103,7 +103,7 @@ from inflight.v1 import executor_pb2, types_pb2
 
 Outcome = TypeVar("Outcome")
 
-# The number of requests that fit into the concurrent calls of submit.lua (`inflight.router.ledger.batches`). A new
+# The number of requests that fit into the concurrent calls of submit.lua (`inflight.router.ledger.calls`). A new
 # request that gets no turn within `SUBMIT_TURN_S` is refused. Its client can try another router, or try again later.
 MAX_CONCURRENT_SUBMITS = 32
 SUBMIT_TURN_S = 2.0

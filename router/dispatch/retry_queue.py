@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# The number of items that fit into the concurrent calls of a batched script (`inflight.router.ledger.batches`).
+# The number of items that fit into the concurrent calls of a batched script (`inflight.router.ledger.calls`).
 MAX_CONCURRENT_ATTEMPTS = 32
 STORE_RETRY_S = 0.5
 

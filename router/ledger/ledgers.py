@@ -15,11 +15,11 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from inflight.common.errors import RequestError
-from inflight.router.ledger.connection import Turns, answered, close, connect, unavailable
+from inflight.router.ledger.calls import Turns
+from inflight.router.ledger.connection import answered, close, connect, unavailable
+from inflight.router.ledger.functions import ScriptCaller, ScriptCalls, execute_at, is_unreadable, load_scripts
 from inflight.router.ledger.ledger import Ledger, OnEvent
-from inflight.router.ledger.lua import ScriptCaller, load_scripts
 from inflight.router.ledger.redis_ledger import RedisLedger
-from inflight.router.ledger.script_calls import ScriptCalls, execute_at, is_unreadable
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import LedgerCall
 

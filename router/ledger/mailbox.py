@@ -32,8 +32,7 @@ from redis.asyncio import Redis
 from inflight.common.errors import RequestError
 from inflight.router.ledger.codec import parse_event
 from inflight.router.ledger.connection import answered
-from inflight.router.ledger.lua import load_scripts
-from inflight.router.ledger.script_calls import ScriptCalls, is_unreadable
+from inflight.router.ledger.functions import ScriptCalls, is_unreadable, load_scripts
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Cancelled, LeaseLapsed, LedgerEvent, TakenOver
 

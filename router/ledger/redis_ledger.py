@@ -27,7 +27,7 @@ from typing import Any, TypeVar, Unpack
 from redis.asyncio import Redis
 
 from inflight.common.errors import RequestError
-from inflight.router.ledger.batches import Batches
+from inflight.router.ledger.calls import Batches, Outage, Turns
 from inflight.router.ledger.codec import (
     CANCEL,
     Argument,
@@ -50,13 +50,11 @@ from inflight.router.ledger.codec import (
     submit_args,
     verify_args,
 )
-from inflight.router.ledger.connection import NotSent, Turns, answered, close, connect_reader, unavailable
+from inflight.router.ledger.connection import NotSent, answered, close, connect_reader, unavailable
+from inflight.router.ledger.functions import Library, ScriptCalls, load_scripts
 from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
 from inflight.router.ledger.ledger import OnEvent
-from inflight.router.ledger.lua import Library, load_scripts
 from inflight.router.ledger.mailbox import LedgerClock, Mailbox, OwnershipFilter
-from inflight.router.ledger.outage import Outage
-from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     AdoptOutcome,

@@ -7,9 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from inflight.router.ledger.functions import Library, ScriptCaller, ScriptCalls, compose_library, shared_source
 from inflight.router.ledger.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
-from inflight.router.ledger.lua import Library, ScriptCaller, compose_library, shared_source
-from inflight.router.ledger.script_calls import ScriptCalls
 from tests.support.ledger.store_pool import STEERED_CLOCK
 
 # JSON has no infinity, and cjson writes 14 digits: what is not a small whole number comes as text behind "~".

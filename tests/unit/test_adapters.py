@@ -26,7 +26,8 @@ from inflight.router.ledger.types import (
     ServedAdapter,
 )
 from inflight.router.request.executor_context import FrameError, context_of
-from inflight.router.request.ids import keyed_request_id, ledger_id, prefix_hashes
+from inflight.router.request.ids import ledger_id, prefix_hashes
+from inflight.router.request.submit import keyed_request_id
 from inflight.v1 import executor_pb2, inference_pb2
 from tests.support.ledger.scripted_store import CallContext, ScriptedRouter, place, settled
 from tests.support.stack.cluster import token_request

@@ -25,10 +25,10 @@ from inflight.local.redis_server import (
     RedisStartError,
     find_redis_binary,
 )
-from inflight.router.ledger import script_calls
+from inflight.router.ledger import functions
 from inflight.router.ledger.connection import connect
+from inflight.router.ledger.functions import load_scripts
 from inflight.router.ledger.ledgers import NoFunctionsError, missing_commands
-from inflight.router.ledger.lua import load_scripts
 from tests.support.ledger.store_pool import PATIENT
 
 
@@ -63,9 +63,7 @@ def test_scripts_may_reach_no_other_keys(redis_url: str, redis_admin_url: str) -
 
 def test_commands_that_a_router_may_use_are_those_of_its_scripts_and_calls() -> None:
     used = {name.lower() for name in re.findall(r"redis\.call\('(\w+)'", load_scripts().source)}
-    called = {
-        f"function|{name.lower()}" for name in re.findall(r'"FUNCTION", "(\w+)"', inspect.getsource(script_calls))
-    }
+    called = {f"function|{name.lower()}" for name in re.findall(r'"FUNCTION", "(\w+)"', inspect.getsource(functions))}
     assert used | called | {"fcall", "xread", "xrevrange", "select", "ping"} == set(COMMANDS)
 
 

@@ -10,12 +10,13 @@ import pytest
 from inflight.common.errors import Reason, RequestError
 from inflight.router.api.resume import ResumeAuthorizer
 from inflight.router.api.service import InferenceService
-from inflight.router.api.validation import REQUEST_ID
 from inflight.router.auth.caller import ANYBODY, Caller
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.ledger.connection import connect
 from inflight.router.ledger.ledgers import KEY, learn_secret
-from inflight.router.request.ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
+from inflight.router.request.ids import client_id, ledger_id
+from inflight.router.request.submit import digest_of, keyed_request_id, keyed_seed
+from inflight.router.request.validation import REQUEST_ID
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
 from tests.support.ledger.scripted_store import CallContext, ScriptedRouter

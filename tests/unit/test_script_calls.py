@@ -11,9 +11,8 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 from inflight.local.redis_server import PrivateRedis
 from inflight.router.ledger.codec import settle_args, submit_args
 from inflight.router.ledger.connection import connect
+from inflight.router.ledger.functions import NAMES, SOURCES, ScriptCalls, compose_library, load_scripts, shared_source
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.lua import NAMES, SOURCES, compose_library, load_scripts, shared_source
-from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.types import Attempt, Demand
 from tests.support.ledger.store_pool import PATIENT, STEERED_CLOCK, StorePool
 

@@ -18,8 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from inflight.common.errors import Reason, RequestError
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.ledger.clients import CallPool, ClusterClient, NotSentError
-from inflight.router.ledger.connection import close, connect
+from inflight.router.ledger.connection import CallPool, ClusterClient, NotSentError, close, connect
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.mailbox import MAX_ENTRIES
 from inflight.router.ledger.redis_ledger import RedisLedger

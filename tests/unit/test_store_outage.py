@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from inflight.common.errors import RequestError
 from inflight.router.dispatch.ledger_writer import LedgerWriter
-from inflight.router.ledger.outage import QUIET_S, REMINDER_S, Outage
+from inflight.router.ledger.calls import QUIET_S, REMINDER_S, Outage
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import Ending, ExecutorReport
 from tests.support.ledger.store_pool import SETTINGS

@@ -16,8 +16,8 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.api.constraining import Compiled, Constraining
 from inflight.router.api.prepare import RequestPreparation
 from inflight.router.api.tokenizing import Tokenizing
-from inflight.router.api.validation import UNBUILT
 from inflight.router.constraint.source import ConstraintSource
+from inflight.router.request.validation import UNBUILT
 from inflight.router.settings import RouterSettings
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2

@@ -20,7 +20,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -86,32 +86,48 @@ class CallPool(BlockingConnectionPool):
         await super().aclose()
 
 
+class CommandClient(Protocol):
+    """The part of a client that sends commands."""
+
+    async def execute_command(self, *args: Any, keys: Sequence[str]) -> Any:
+        """Sends one command to the node that has the keys, and returns its reply. A command without keys goes to the
+        node of `keys`, too."""
+
+
+class RedisClient(CommandClient, Protocol):
+    """A client of the Redis with the ledger: redis-py's of one node, or a `ClusterClient`."""
+
+    def xread(self, streams: Any, count: int | None = None, block: int | None = None) -> Awaitable[Any]:
+        """Reads a stream."""
+
+    def xrevrange(self, name: Any, max: Any = "+", min: Any = "-", count: int | None = None) -> Awaitable[Any]:
+        """Reads a stream from its end."""
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+
+
 class ClusterClient:
-    """The methods of a client that the ledger calls. `open_node` returns a client of one node.
-    `nodes` are the seed nodes."""
+    """The client of a cluster. `open_node` returns a client of one node. `nodes` are the seed nodes."""
 
     def __init__(self, nodes: Sequence[Node], open_node: Callable[[Node], Redis]) -> None:
-        self.nodes = tuple(nodes)
-        self.open_node = open_node
+        self._nodes = tuple(nodes)
+        self._open_node = open_node
         self._clients: dict[Node, Redis] = {}
         self._homes: dict[int, Node] = {}
 
-    async def execute_command(self, *args: Any) -> Any:
-        """Runs a script. `args` begins with the command, the script, the number of keys and the keys."""
-        return await self._call(str(args[3]), lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
+    async def execute_command(self, *args: Any, keys: Sequence[str]) -> Any:
+        """Sends one command to the node that is believed to have the keys."""
+        return await self._call(keys[0], lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
 
-    async def execute_at(self, key: str, *args: Any) -> Any:
-        """Runs a command without keys on the node that is believed to have the key."""
-        return await self._call(key, lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
-
-    async def xread(self, streams: Mapping[str, str], **options: Any) -> Any:
+    async def xread(self, streams: Mapping[str, str], count: int | None = None, block: int | None = None) -> Any:
         """Calls redis-py's `xread` for one stream."""
         (key,) = streams
-        return await self._call(key, lambda node: node.xread({key: streams[key]}, **options))
+        return await self._call(key, lambda node: node.xread({key: streams[key]}, count, block))
 
-    async def xrevrange(self, name: str, **options: Any) -> Any:
+    async def xrevrange(self, name: str, max: str = "+", min: str = "-", count: int | None = None) -> Any:
         """Calls redis-py's `xrevrange`."""
-        return await self._call(name, lambda node: node.xrevrange(name, **options))
+        return await self._call(name, lambda node: node.xrevrange(name, max, min, count))
 
     async def aclose(self) -> None:
         """Closes all connections. If some fail to close, raises the first failure after the others are closed."""
@@ -130,7 +146,7 @@ class ClusterClient:
         """
         slot = key_slot(key.encode())
         home = self._homes.pop(slot, None)
-        to_ask = deque(self.nodes if home is None else (home,))
+        to_ask = deque(self._nodes if home is None else (home,))
         no_reply: Exception | None = None
         for _ in range(MAX_HOPS):
             node = to_ask.popleft()
@@ -153,7 +169,7 @@ class ClusterClient:
 
     def _client(self, node: Node) -> Redis:
         if node not in self._clients:
-            self._clients[node] = self.open_node(node)
+            self._clients[node] = self._open_node(node)
         return self._clients[node]
 
 
@@ -168,29 +184,45 @@ class Closable(Protocol):
         """Closes its connections."""
 
 
-def connect(url: str, settings: LedgerSettings) -> Redis:
-    """Returns a client for a URL that `parse_redis_url` accepts. The client connects at the first call. The caller
-    closes it with `close`."""
+def connect(url: str, settings: LedgerSettings) -> RedisClient:
+    """Returns a client for calls, of a URL that `parse_redis_url` accepts. The client connects at the first call. The
+    caller closes it with `close`."""
+    return _open(parse_redis_url(url), settings, _pooled)
+
+
+def connect_node(url: str, settings: LedgerSettings) -> Redis:
+    """Like `connect`, for a URL that is not of a cluster."""
     address = parse_redis_url(url)
+    return _pooled(_options(address, settings), settings)
+
+
+def connect_reader(url: str, settings: LedgerSettings) -> RedisClient:
+    """Returns a client with one connection, for blocking reads of the Redis of this URL."""
+    return _open(parse_redis_url(url), settings, _single)
+
+
+def _open(
+    address: RedisAddress,
+    settings: LedgerSettings,
+    open_client: Callable[[dict[str, Any], LedgerSettings], Redis],
+) -> RedisClient:
+    options = _options(address, settings)
+    if address.kind is not RedisKind.CLUSTER:
+        return open_client(options, settings)
+
+    def open_node(node: Node) -> Redis:
+        return open_client({**options, "host": node[0], "port": node[1]}, settings)
+
+    return ClusterClient(address.nodes, open_node)
+
+
+def _options(address: RedisAddress, settings: LedgerSettings) -> dict[str, Any]:
+    """Returns the options of every connection to an address."""
     options = dict(address.options) | _call_options(settings.call_timeout_ms)
     if address.kind is RedisKind.SENTINEL:
         options["connection_class"] = SentinelManagedSSLConnection if address.has_tls else SentinelManagedConnection
         options["connection_pool"] = SentinelMaster(address, settings)
-    if address.kind is RedisKind.CLUSTER:
-        return _as_redis(ClusterClient(address.nodes, lambda node: _connect_node(node, options, settings)))
-    return _pooled(options, settings)
-
-
-def connect_reader(redis: Redis, settings: LedgerSettings) -> Redis:
-    """Returns a client with one connection to the same Redis, for blocking reads."""
-    cluster: object = redis  # may be a `ClusterClient`, cast by `_as_redis`
-    if isinstance(cluster, ClusterClient):
-        open_node = cluster.open_node
-        return _as_redis(ClusterClient(cluster.nodes, lambda node: connect_reader(open_node(node), settings)))
-    calls = redis.connection_pool
-    options = dict(calls.connection_kwargs)
-    options["socket_timeout"] = (settings.mailbox_block_ms + settings.call_timeout_ms) / 1000
-    return Redis.from_pool(ConnectionPool(calls.connection_class, max_connections=1, **options))
+    return options
 
 
 class SentinelMaster:
@@ -268,15 +300,11 @@ def _call_options(timeout_ms: int) -> dict[str, Any]:
     }
 
 
-def _connect_node(node: Node, options: dict[str, Any], settings: LedgerSettings) -> Redis:
-    return _pooled({**options, "host": node[0], "port": node[1]}, settings)
-
-
 def _pooled(options: dict[str, Any], settings: LedgerSettings) -> Redis:
     timeout_s = settings.call_timeout_ms / 1000
     return Redis.from_pool(CallPool(settings.max_connections, timeout_s, **options))
 
 
-def _as_redis(client: ClusterClient) -> Redis:
-    """Casts a cluster client to `Redis`. redis-py has no common type for the methods that the ledger calls on both."""
-    return cast(Redis, client)
+def _single(options: dict[str, Any], settings: LedgerSettings) -> Redis:
+    options = {**options, "socket_timeout": (settings.mailbox_block_ms + settings.call_timeout_ms) / 1000}
+    return Redis.from_pool(ConnectionPool(max_connections=1, **options))

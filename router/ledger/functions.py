@@ -26,13 +26,14 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
 from inflight.router.ledger.codec import Argument
-from inflight.router.ledger.connection import ClusterClient
+from inflight.router.ledger.connection import CommandClient
 from inflight.router.ledger.scripts import schema
 
 logger = logging.getLogger(__name__)
@@ -51,13 +52,6 @@ BASE = ("library", "clock", "schema", "records")
 OTHERS = (path.relative_to(SOURCES) for path in SOURCES.glob("shared/**/*.lua") if path.stem not in BASE)
 BLOCKS = sorted(path.with_suffix("").as_posix() for path in OTHERS)
 NAMES = tuple(sorted(path.stem for path in SOURCES.glob("*.lua")))
-
-
-class ScriptCaller(Protocol):
-    """The part of a Redis client that runs scripts."""
-
-    async def execute_command(self, *args: Any) -> Any:
-        """Sends one command and returns its reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +121,7 @@ def _read(name: str) -> str:
 class ScriptCalls:
     """The scripts on one Redis."""
 
-    def __init__(self, redis: ScriptCaller, library: Library) -> None:
+    def __init__(self, redis: CommandClient, library: Library) -> None:
         self._redis = redis
         self._library = library
 
@@ -158,17 +152,17 @@ class ScriptCalls:
         call = ("FCALL", self._library.function(name), len(keys), *keys, *args)
         for _ in range(MAX_LOADS):
             try:
-                return await self._redis.execute_command(*call)
+                return await self._redis.execute_command(*call, keys=keys)
             except ResponseError as error:
                 if str(error) != "Function not found":
                     raise
             await self.load(keys[0])
-        return await self._redis.execute_command(*call)
+        return await self._redis.execute_command(*call, keys=keys)
 
     async def load(self, key: str) -> None:
         """Loads the library on the node that has the key."""
         try:
-            await execute_at(self._redis, key, "FUNCTION", "LOAD", self._library.source)
+            await self._redis.execute_command("FUNCTION", "LOAD", self._library.source, keys=[key])
         except ResponseError as error:
             if "already exists" in str(error):
                 return  # another call has loaded it meanwhile
@@ -179,21 +173,15 @@ class ScriptCalls:
             logger.debug("unused libraries remain: %s", error)
 
     async def _remove_unused(self, key: str) -> None:
-        found = await execute_at(self._redis, key, "FUNCTION", "LIST", "LIBRARYNAME", f"{LIBRARY_PREFIX}*")
+        execute = partial(self._redis.execute_command, keys=[key])
+        found = await execute("FUNCTION", "LIST", "LIBRARYNAME", f"{LIBRARY_PREFIX}*")
         for fields in found:
             name = dict(zip(fields[::2], fields[1::2], strict=True))["library_name"]
             if name != self._library.name:
                 idle = f"{LIBRARY_PREFIX}idle_ms_{name.removeprefix(LIBRARY_PREFIX)}"
-                if await execute_at(self._redis, key, "FCALL", idle, 0) > UNUSED_MS:
-                    await execute_at(self._redis, key, "FUNCTION", "DELETE", name)
+                if await execute("FCALL", idle, 0) > UNUSED_MS:
+                    await execute("FUNCTION", "DELETE", name)
                     logger.info("removed library %s, which no router uses", name)
-
-
-async def execute_at(redis: ScriptCaller, key: str, *args: Any) -> Any:
-    """Runs a command on the node that has the key."""
-    if isinstance(redis, ClusterClient):
-        return await redis.execute_at(key, *args)
-    return await redis.execute_command(*args)
 
 
 def is_unreadable(error: BaseException | None) -> bool:

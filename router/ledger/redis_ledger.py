@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
-from redis.asyncio import Redis
-
 from inflight.common.errors import RequestError
 from inflight.router.ledger.calls import Batches, Outage, Turns
 from inflight.router.ledger.codec import (
@@ -50,7 +48,7 @@ from inflight.router.ledger.codec import (
     submit_args,
     verify_args,
 )
-from inflight.router.ledger.connection import NotSent, answered, close, connect_reader, unavailable
+from inflight.router.ledger.connection import NotSent, RedisClient, answered, close, unavailable
 from inflight.router.ledger.functions import Library, ScriptCalls, load_scripts
 from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
 from inflight.router.ledger.ledger import OnEvent
@@ -124,13 +122,12 @@ class RedisLedger:
 
     `redis` comes from `connect`. `router_id` is new at every start of the router, because its mailbox is read from the
     beginning. `on_event` must not raise. `on_call` is called after every call of a script, in the `contextvars` context
-    of the caller. All users of `redis` share `turns`. `reader` reads the mailbox; None: a client that is connected for
-    it.
+    of the caller. All users of `redis` share `turns`. `reader` reads the mailbox, for which `run` needs it.
     """
 
     def __init__(
         self,
-        redis: Redis,
+        redis: RedisClient,
         pool: str,
         router_id: str,
         settings: LedgerSettings,
@@ -138,9 +135,8 @@ class RedisLedger:
         scripts: Library | None = None,
         on_call: Callable[[LedgerCall], None] = lambda call: None,
         turns: Turns | None = None,
-        reader: Redis | None = None,
+        reader: RedisClient | None = None,
     ) -> None:
-        self._redis = redis
         self._reader = reader
         self._turns = turns or Turns(settings)
         self._outage = Outage(pool, logger)
@@ -163,7 +159,8 @@ class RedisLedger:
 
     async def run(self) -> None:
         """Reads the mailbox, renews the lease and reaps, until cancelled. Also continues while Redis is unavailable."""
-        reader = self._reader or connect_reader(self._redis, self._settings)
+        reader = self._reader
+        assert reader is not None, "the mailbox has a reader"
         mailbox = Mailbox(reader, self._keys.mailbox(self.router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:

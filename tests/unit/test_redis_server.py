@@ -26,7 +26,7 @@ from inflight.local.redis_server import (
     find_redis_binary,
 )
 from inflight.router.ledger import functions
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.functions import load_scripts
 from inflight.router.ledger.ledgers import NoFunctionsError, missing_commands
 from tests.support.ledger.store_pool import PATIENT
@@ -75,7 +75,7 @@ async def test_each_command_that_a_user_lacks_is_named(tmp_path: Path) -> None:
     with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.admin_url) as admin:
 
         async def found() -> list[str]:
-            redis = connect(server.url, PATIENT)
+            redis = connect_node(server.url, PATIENT)
             try:
                 return await missing_commands(redis, PATIENT)
             finally:
@@ -97,7 +97,7 @@ async def test_each_command_that_a_user_lacks_is_named(tmp_path: Path) -> None:
 class OldRedis:
     """A server before Redis 7."""
 
-    async def execute_command(self, *args: object) -> object:
+    async def execute_command(self, *args: object, keys: list[str]) -> object:
         raise ResponseError(f"unknown command `{args[0]}`, with args beginning with: ")
 
 

@@ -12,7 +12,7 @@ from inflight.router.api.resume import ResumeAuthorizer
 from inflight.router.api.service import InferenceService
 from inflight.router.auth.caller import ANYBODY, Caller
 from inflight.router.auth.resume_token import ResumeTokens
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.ledgers import KEY, learn_secret
 from inflight.router.request.ids import client_id, ledger_id
 from inflight.router.request.submit import digest_of, keyed_request_id, keyed_seed
@@ -123,7 +123,7 @@ class _Open:
 async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
     redis_url: str, redis_admin_url: str
 ) -> None:
-    redis, admin = connect(redis_url, SETTINGS), connect(redis_admin_url, SETTINGS)
+    redis, admin = connect_node(redis_url, SETTINGS), connect_node(redis_admin_url, SETTINGS)
 
     async def learn(own: bytes | None) -> bytes:
         return await learn_secret(redis, SETTINGS, own)

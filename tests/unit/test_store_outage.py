@@ -85,7 +85,7 @@ def test_successes_among_failures_are_no_recovery(caplog: pytest.LogCaptureFixtu
 class Gone:
     """Redis that cannot be reached."""
 
-    async def execute_command(self, *args: Any) -> Any:
+    async def execute_command(self, *args: Any, keys: list[str]) -> Any:
         raise RedisConnectionError("Connection refused")
 
 

@@ -199,7 +199,7 @@ def pool() -> str:
 
 @pytest.fixture
 async def store_pool(redis_url: str, redis_admin_url: str, pool: str) -> AsyncIterator[StorePool]:
-    """A pool of the admission store, with a clock that stands still."""
+    """A pool of the ledger, with a clock that stands still."""
     redis, routers_redis = connect_node(redis_admin_url, SETTINGS), connect_node(redis_url, SETTINGS)
     store_pool = StorePool(redis, routers_redis, PoolKeys(pool))
     await store_pool.set_clock(START_MS)

@@ -23,7 +23,7 @@ from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.constraint.answer_grammar import AnswerRules, ToolSchema
 from inflight.router.constraint.json_text import read_json
 from inflight.router.constraint.source import DEFAULT_MAX_WHITESPACE, TOOLS, ConstraintSource, regex_grammar
-from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.dispatch.pools import ModelPool
 from inflight.router.ledger.types import NO_LIMITS, Demand, TenantLimits
 from inflight.router.lifecycle.events import End
 from inflight.router.request.delivery import Delivery
@@ -55,14 +55,14 @@ class RequestPreparation:
     def __init__(
         self,
         settings: RouterSettings,
-        admission: TenantConfigFile,
+        tenants: TenantConfigFile,
         tokens: ResumeTokens,
         tokenizing: Tokenizing,
         constraining: Constraining,
         tracer: Tracer,
     ) -> None:
         self._settings = settings
-        self._admission = admission
+        self._tenants = tenants
         self._tokens = tokens
         self._tracer = tracer
         self._tokenizing = tokenizing
@@ -71,7 +71,7 @@ class RequestPreparation:
     async def prepare(
         self,
         request: inference_pb2.GenerateRequest,
-        pool: ModelBackend,
+        pool: ModelPool,
         arrived: float,
         grpc_remaining_s: float | None,
     ) -> tuple[RequestStream, ...]:
@@ -81,7 +81,7 @@ class RequestPreparation:
         validate_generate(request, limits)
         context = router_context(request, arrived)
         submit = new_submit(request, context, limits)
-        allowed = self._admission.config.limits_of_served(context.tenant)
+        allowed = self._tenants.config.limits_of_served(context.tenant)
         if context.adapter_id:
             submit.adapter_hash = await self._adapter_hash(submit.request_id, context, pool)
         if allowed.has_rates:
@@ -114,13 +114,13 @@ class RequestPreparation:
             end_with_prior_output(streams[0], prior_ids, end)
         return streams
 
-    async def _adapter_hash(self, request_id: str, context: resume_pb2.RouterContext, pool: ModelBackend) -> str:
+    async def _adapter_hash(self, request_id: str, context: resume_pb2.RouterContext, pool: ModelPool) -> str:
         """Returns the content hash of an adapter that the tenant may use. `request_id` is the ledger's.
 
         A request keeps the adapter of its admission. So its repeat is taken also while the name is absent.
         """
         adapter_id = context.adapter_id
-        allowed = self._admission.config.adapters_of(context.tenant)
+        allowed = self._tenants.config.adapters_of(context.tenant)
         try:
             return pool.adapter(adapter_id, allowed).hash
         except RequestError:
@@ -129,7 +129,7 @@ class RequestPreparation:
                 return ABSENT_ADAPTER
             raise
 
-    def restore(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
+    def restore(self, pool: ModelPool, attached: executor_pb2.SequenceAttached) -> RequestStream:
         """Rebuilds the stream of a request that another router admitted, from what its executor was told. Its deadline
         counts from now; that of its first token is dropped. Raises `FrameError` if the executor returns another
         request, or what no request can be."""
@@ -139,7 +139,7 @@ class RequestPreparation:
         context = checked_context(attached, dataclasses.replace(limits, context_length=longest))
         now = time.monotonic()
         arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
-        allowed = self._admission.config.limits_of(context.tenant) or NO_LIMITS
+        allowed = self._tenants.config.limits_of(context.tenant) or NO_LIMITS
         total_s = now + submit.deadline_ms / 1000 - arrived if submit.HasField("deadline_ms") else None
         (stream,) = self._open_streams([submit], context, pool, limits.block_size, allowed, arrived, (None, total_s))
         return stream
@@ -148,7 +148,7 @@ class RequestPreparation:
         self,
         submits: Sequence[executor_pb2.Submit],
         context: resume_pb2.RouterContext,
-        pool: ModelBackend,
+        pool: ModelPool,
         block_size: int,
         allowed: TenantLimits,
         arrived: float,
@@ -165,7 +165,7 @@ class RequestPreparation:
         for submit in submits:
             name, is_first = client_id(submit.request_id), choice_of(submit.request_id) == 0
             demand = _demand(submit, context, allowed, block_size, hashes, next_s, is_first=is_first)
-            reading = _delivery(submit, context, pool, self._tokens, first_token_deadline, deadline)
+            delivery = _delivery(submit, context, pool, self._tokens, first_token_deadline, deadline)
             facts = RequestFacts(
                 model=pool.name,
                 operation=context.operation or "text_completion",
@@ -176,12 +176,12 @@ class RequestPreparation:
                 request_id=name,
                 tenant=context.tenant,
             )
-            record = pool.listeners.follow(facts)
-            streams.append(RequestStream(demand, submit, arrived, deadline, prior_ids, reading, record))
+            record = pool.observers.follow(facts)
+            streams.append(RequestStream(demand, submit, arrived, deadline, prior_ids, delivery, record))
         return tuple(streams)
 
 
-def model_limits(pool: ModelBackend, settings: RouterSettings) -> ModelLimits:
+def model_limits(pool: ModelPool, settings: RouterSettings) -> ModelLimits:
     """Returns what a model allows. Raises `RequestError` while it has no executor."""
     description = pool.describe()
     return ModelLimits(
@@ -212,8 +212,8 @@ def prior_output(
 
 def end_with_prior_output(stream: RequestStream, prior_ids: Sequence[int], end: End | None) -> None:
     """Accepts a stream for which no executor is needed, because the output that its client brought ends it."""
-    assert stream.reading is not None
-    if end is not None or stream.reading.new_text().feed(0, prior_ids).matched is not None:
+    assert stream.delivery is not None
+    if end is not None or stream.delivery.new_text().feed(0, prior_ids).matched is not None:
         stream.accept()
     if end is not None:
         stream.finish(end)
@@ -277,7 +277,7 @@ def _rounded_ms(seconds: float) -> int:
 def _delivery(
     submit: executor_pb2.Submit,
     context: resume_pb2.RouterContext,
-    pool: ModelBackend,
+    pool: ModelPool,
     tokens: ResumeTokens,
     first_token_deadline: float | None,
     deadline: float | None,

@@ -26,7 +26,7 @@ from inflight.router.api.constraining import Constraining
 from inflight.router.api.generate_many import ManyCall, StreamLimit, shortest, stream_metadata, varint
 from inflight.router.api.prepare import RequestPreparation, model_limits
 from inflight.router.api.request_status import REQUEST_STATE_PROTO, request_standing
-from inflight.router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
+from inflight.router.api.resume import ResumeAuthorizer, ResumeGrant, check_positions, resumed_positions
 from inflight.router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
 from inflight.router.auth.caller import (
     Authenticator,
@@ -41,7 +41,7 @@ from inflight.router.auth.caller import (
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.dispatch.dispatcher import Dispatcher
-from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.ledger.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from inflight.router.lifecycle.events import Admitted
 from inflight.router.request.delivery import ReadPosition
@@ -83,27 +83,27 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
-        pools: ModelRegistry,
+        pools: ModelPools,
         settings: RouterSettings,
-        admission: TenantConfigFile,
+        tenants: TenantConfigFile,
         authenticator: Authenticator,
         tokens: ResumeTokens,
         stats: StatsSource,
-        listeners: RequestObservers = NO_OBSERVERS,
+        observers: RequestObservers = NO_OBSERVERS,
         tracer: Tracer | None = None,
     ) -> None:
         self._pools = pools
-        self._listeners = listeners
+        self._observers = observers
         self._stats = stats
         self._tracer = tracer or NoOpTracer()
         self._authenticator = authenticator
         self._settings = settings
-        self._admission = admission
-        self._claims = ResumeAuthorizer(pools, tokens)
+        self._tenants = tenants
+        self._grants = ResumeAuthorizer(pools, tokens)
         self._tokenizing = Tokenizing()
         self._constraining = Constraining()
         self._preparation = RequestPreparation(
-            settings, admission, tokens, self._tokenizing, self._constraining, self._tracer
+            settings, tenants, tokens, self._tokenizing, self._constraining, self._tracer
         )
         self._stream_limit = StreamLimit(settings.max_streams_per_connection)
         self._is_draining = False
@@ -168,7 +168,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 await self._generate(request, caller, write, remaining_s, arrival)
         except RequestError as error:
             if arrival.is_refused:
-                self._listeners.refused(arrival.model, class_name(request.priority), error.reason)
+                self._observers.refused(arrival.model, class_name(request.priority), error.reason)
             raise
 
     async def _generate(
@@ -208,25 +208,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         request: inference_pb2.GenerateRequest,
         streams: Sequence[RequestStream],
-        pool: ModelBackend,
+        pool: ModelPool,
         write: Write,
         reader: Reader,
     ) -> AnyRelay:
         """Submits the choices of a request or finds those that it repeats. Returns the relay for the client."""
         prior = request.prior_output
         # Output behind the end of the request is not read.
-        place = ReadPosition(len(streams[0].output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
+        position = ReadPosition(len(streams[0].output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
         if streams[0].has_been_accepted:  # the output that the client brought ends it
             streams[0].attend(reader)
-            return relay_of(streams, write, [place], reader)
+            return relay_of(streams, write, [position], reader)
         joined, outcome = await join_all(streams, pool.dispatcher, reader)
-        relay = relay_of(joined, write, [place], reader)
+        relay = relay_of(joined, write, [position], reader)
         if isinstance(outcome, Queued) and request.want_queue_events:
             pool.dispatcher.watch_queue(joined[0], outcome)
             await self._send_queued(relay, outcome, pool, reader)
         return relay
 
-    async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend, reader: Reader) -> None:
+    async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelPool, reader: Reader) -> None:
         try:
             await relay.queued(outcome)
         except asyncio.CancelledError:
@@ -236,7 +236,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             _leave(relay, pool, reader, grace_after(error))
             raise
 
-    async def _relay(self, relay: AnyRelay, pool: ModelBackend, reader: Reader) -> None:
+    async def _relay(self, relay: AnyRelay, pool: ModelPool, reader: Reader) -> None:
         """Writes events to the client until the request ends."""
         grace_s = 0.0
         try:
@@ -254,7 +254,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Returns the caller. Raises `RequestError` for invalid credentials."""
         return verified_caller() or self._authenticator.identify(metadata_of(context))
 
-    def _pool_of(self, model: str, caller: Caller) -> ModelBackend:
+    def _pool_of(self, model: str, caller: Caller) -> ModelPool:
         base, _ = self._pools.split_adapter(model)
         return self._pools.find(model_of(caller, base), seen=caller.models)
 
@@ -281,14 +281,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ResumeRequest, caller: Caller, metadata: Metadata, write: Write
     ) -> None:
         reader = self._new_reader()
-        claim = self._claims.claim_by_token(request.request_id, request.resume_token, caller)
-        (pool,), places = claim.pools, resumed_places(request, len(claim.choices))
+        grant = self._grants.grant_by_token(request.request_id, request.resume_token, caller)
+        (pool,), positions = grant.pools, resumed_positions(request, len(grant.choices))
         with self._serving(), self._span("resume", metadata):
             # The first choice alone: of several calls, the one that gets it last gets all of them.
-            first = await self._find(claim.choices[0], pool)
-            streams = [first, *await run_all([self._find(choice, pool) for choice in claim.choices[1:]])]
-            check_places(places, streams)
-            relay = relay_of(streams, write, places, reader)
+            first = await self._find(grant.choices[0], pool)
+            streams = [first, *await run_all([self._find(choice, pool) for choice in grant.choices[1:]])]
+            check_positions(positions, streams)
+            relay = relay_of(streams, write, positions, reader)
             for stream in streams:
                 stream.attend(reader)
                 stream.record.resumed()
@@ -317,7 +317,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         call = ManyCall(serve, write, self._settings.write_timeout_s, self._stream_limit, context.peer())
         await call.run(requests)
 
-    async def _find(self, named_id: str, pool: ModelBackend) -> RequestStream:
+    async def _find(self, named_id: str, pool: ModelPool) -> RequestStream:
         """Returns the stream of a choice, of any router."""
         stream = await pool.dispatcher.find(named_id)
         if stream is not None:
@@ -329,8 +329,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Cancels a request of any router."""
-        claim = self._claims.claim(request, self._caller(context))
-        found = [one.answer for one in await _ask_of_choices(claim, Dispatcher.cancel)]
+        grant = self._grants.grant(request, self._caller(context))
+        found = [one.answer for one in await _ask_of_choices(grant, Dispatcher.cancel)]
         if not found:
             raise unknown_request()
         was = next((state for state in found if state is not LedgerState.ENDED), LedgerState.ENDED)
@@ -340,8 +340,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetRequestRequest, context: Context
     ) -> inference_pb2.GetRequestResponse:
         """Returns the state of a request of any router."""
-        claim = self._claims.claim(request, self._caller(context))
-        found = await _ask_of_choices(claim, Dispatcher.explain)
+        grant = self._grants.grant(request, self._caller(context))
+        found = await _ask_of_choices(grant, Dispatcher.explain)
         if not found:
             raise not_in_the_ledger()
         # Another model may have served a request of the same id earlier.
@@ -390,7 +390,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _limits_of(self, tenant: str) -> TenantLimits:
-        return self._admission.config.limits_of(tenant) or NO_LIMITS
+        return self._tenants.config.limits_of(tenant) or NO_LIMITS
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -400,7 +400,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         models = [described_model(pool) for pool in self._pools.by_name.values()]
         models += [described_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
         models = [model for model in models if sees_model(caller, model.name)]
-        allowed = self._admission.config.adapters_of(caller.tenant or DEFAULT_TENANT)
+        allowed = self._tenants.config.adapters_of(caller.tenant or DEFAULT_TENANT)
         if allowed is not None:
             for model in models:
                 seen = [adapter for adapter in model.adapters if adapter.name in allowed]
@@ -442,7 +442,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 class ChoiceAnswer(Generic[Answer]):
     """What the ledger of a model says about a choice."""
 
-    pool: ModelBackend
+    pool: ModelPool
     choice: str
     answer: Answer
 
@@ -452,14 +452,14 @@ _PROGRESS = {LedgerState.WAITING: 0, LedgerState.LOST: 0, LedgerState.PLACED: 1,
 
 
 async def _ask_of_choices(
-    claim: Claim, ask: Callable[[Dispatcher, str], Awaitable[Answer | None]]
+    grant: ResumeGrant, ask: Callable[[Dispatcher, str], Awaitable[Answer | None]]
 ) -> list[ChoiceAnswer[Answer]]:
     """Asks about every choice of a request and returns the answers for those that are known."""
     found: list[ChoiceAnswer[Answer]] = []
-    for choice in claim.choices:
-        answers = [(pool, await ask(pool.dispatcher, choice)) for pool in claim.pools]
+    for choice in grant.choices:
+        answers = [(pool, await ask(pool.dispatcher, choice)) for pool in grant.pools]
         known = [ChoiceAnswer(pool, choice, answer) for pool, answer in answers if answer is not None]
-        if not (known or claim.is_exact):
+        if not (known or grant.is_exact):
             break
         found += known
     return found
@@ -511,7 +511,7 @@ async def _join(stream: RequestStream, dispatcher: Dispatcher, reader: Reader) -
     return stream, outcome
 
 
-def _leave(relay: AnyRelay, pool: ModelBackend, reader: Reader, grace_s: float = 0.0) -> None:
+def _leave(relay: AnyRelay, pool: ModelPool, reader: Reader, grace_s: float = 0.0) -> None:
     for stream in relay.streams:
         pool.dispatcher.leave(stream, reader, grace_s)
 

@@ -1,6 +1,6 @@
 """The models that this router serves, and their executors.
 
-A `ModelBackend` is one model: its tokenizer, its ledger and its live requests. `ModelRegistry` finds the backend of a
+A `ModelPool` is one model: its tokenizer, its ledger and its live requests. `ModelPools` finds the backend of a
 request by the model's name, or by a name that stands for several models, its variants. `VariantMeters` measures the
 variants, so that they can be compared. The registry keeps a link to every executor address. It passes the events of a
 link to the backend whose model the executor serves.
@@ -43,11 +43,11 @@ NUM_KEPT_LATENCIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class ModelBackend:
+class ModelPool:
     name: str
     text: TextModel
     dispatcher: Dispatcher
-    listeners: RequestObservers = NO_OBSERVERS
+    observers: RequestObservers = NO_OBSERVERS
 
     @property
     def links(self) -> tuple[ExecutorLink, ...]:
@@ -76,12 +76,12 @@ class ModelBackend:
         return description
 
 
-class ModelRegistry:
+class ModelPools:
     """All models of this router, and its links. Implements `inflight.router.executors.link.LinkRegistry`."""
 
     def __init__(
         self,
-        pools: Sequence[ModelBackend],
+        pools: Sequence[ModelPool],
         router_id: str,
         current_variants: Callable[[], Variants] = dict,
         channels: ExecutorChannels | None = None,
@@ -90,7 +90,7 @@ class ModelRegistry:
         max_output_delay_s: float = MAX_OUTPUT_DELAY_S,
     ) -> None:
         self._events = events or EventLog()
-        self.by_name: Mapping[str, ModelBackend] = {pool.name: pool for pool in pools}
+        self.by_name: Mapping[str, ModelPool] = {pool.name: pool for pool in pools}
         self._current_variants = current_variants
         self._router_id = router_id
         self._channels = channels
@@ -106,7 +106,7 @@ class ModelRegistry:
         """The names that stand for several models, with those models."""
         return self._current_variants()
 
-    def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> ModelBackend:
+    def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> ModelPool:
         """Returns the pool of the named model. If the name stands for several models, `key` selects the variant. If
         `model` is empty, returns the only pool. Raises `RequestError`; its text names only the models in `seen`, or all
         if `seen` is None."""
@@ -116,7 +116,7 @@ class ModelRegistry:
         (pool,) = self.find_all(model, seen)
         return pool
 
-    def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[ModelBackend, ...]:
+    def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[ModelPool, ...]:
         """Returns every pool that a name can mean. Raises `RequestError` as `find`."""
         variants = self.variants
         if model in variants:
@@ -147,7 +147,7 @@ class ModelRegistry:
             return [model_of(caller, model)]
         return [name for name in (*self.by_name, *self.variants) if sees_model(caller, name)]
 
-    def seen_by(self, caller: Caller, model: str = "") -> list[ModelBackend]:
+    def seen_by(self, caller: Caller, model: str = "") -> list[ModelPool]:
         """Returns the pools of `names_seen_by`, ordered by name. Raises `RequestError`."""
         names = self.names_seen_by(caller, model)
         pools = {pool.name: pool for name in names for pool in self.find_all(name, caller.models)}
@@ -243,7 +243,7 @@ def _same_id(link: ExecutorLink, known: ExecutorLink) -> str:
     return f"{text}; give each executor an --executor-id of its own"
 
 
-def _warn_of_differences(pool: ModelBackend, link: ExecutorLink) -> None:
+def _warn_of_differences(pool: ModelPool, link: ExecutorLink) -> None:
     """Logs differences of settings that affect tokens between an executor and another one of the same model."""
     other = next(iter(pool.links), None)
     if other is None:
@@ -277,7 +277,7 @@ def _token_settings(description: executor_pb2.DescribeResponse) -> dict[str, str
 class _PoolLinks:
     """Passes the events of one pool's links to its dispatcher and the event log. Implements `LinkEvents`."""
 
-    pool: ModelBackend
+    pool: ModelPool
     events: EventLog
     unlinked: Callable[[ExecutorLink], None]
 

@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 # The number of items that fit into the concurrent calls of a batched script (`inflight.router.ledger.calls`).
 MAX_CONCURRENT_ATTEMPTS = 32
-STORE_RETRY_S = 0.5
+LEDGER_RETRY_S = 0.5
 
 
 class RetryQueue(Generic[Item]):
@@ -61,7 +61,7 @@ class RetryQueue(Generic[Item]):
                 del self._items[item]
                 if not await self._try(item):
                     self._items.setdefault(item)
-                    await self._pause(STORE_RETRY_S)
+                    await self._pause(LEDGER_RETRY_S)
         finally:
             self._num_workers -= 1
 

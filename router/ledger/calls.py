@@ -184,7 +184,7 @@ def _fail(waiter: _Waiter[Item, Outcome], error: Exception) -> None:
 
 
 class Outage:
-    """Tracks the calls of one pool's store. It counts failed calls, so their callers need not log them."""
+    """Tracks the calls of one pool. It counts failed calls, so their callers need not log them."""
 
     def __init__(self, pool: str, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
@@ -204,11 +204,11 @@ class Outage:
         self._num_failures += 1
         if self._began_s is None:
             self._began_s = self._reminded_s = now
-            self._logger.warning("pool %s: the admission store is unavailable: %s", self._pool, cause)
+            self._logger.warning("pool %s: the ledger is unavailable: %s", self._pool, cause)
         elif now - self._reminded_s >= REMINDER_S:
             self._reminded_s = now
             since_s = now - self._began_s
-            text = "pool %s: the admission store is still unavailable after %.0f s, %d calls have failed: %s"
+            text = "pool %s: the ledger is still unavailable after %.0f s, %d calls have failed: %s"
             self._logger.warning(text, self._pool, since_s, self._num_failures, cause)
 
     def answered(self) -> None:
@@ -220,6 +220,6 @@ class Outage:
             self._answered_s = now
         if now - self._failed_s < QUIET_S:
             return
-        text = "pool %s: the admission store is available again after %.1f s, %d calls have failed"
+        text = "pool %s: the ledger is available again after %.1f s, %d calls have failed"
         self._logger.warning(text, self._pool, self._answered_s - self._began_s, self._num_failures)
         self._began_s, self._num_failures = None, 0

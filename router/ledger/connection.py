@@ -279,11 +279,11 @@ async def answered(call: Awaitable[T], settings: LedgerSettings) -> T:
 
 
 def unavailable(settings: LedgerSettings, cause: str, kind: type[RequestError] = RequestError) -> RequestError:
-    """Returns the error for a store that does not answer. `cause` may contain an address, so it is not sent to
+    """Returns the error for a Redis that does not answer. `cause` may contain an address, so it is not sent to
     clients."""
     return kind(
         Reason.STORE_UNAVAILABLE,
-        "the admission store does not answer",
+        "the ledger does not answer",
         retry_after_ms=settings.retry_after_ms,
         cause=cause,
     )

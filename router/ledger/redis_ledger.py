@@ -68,7 +68,7 @@ from inflight.router.ledger.types import (
     LeaseLapsed,
     LedgerCall,
     Placement,
-    PoolListener,
+    PoolEvents,
     Queued,
     Refused,
     ReportOutcome,
@@ -149,7 +149,7 @@ class RedisLedger:
         self._clock = LedgerClock()
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
-        self._listener: PoolListener | None = None
+        self._listener: PoolEvents | None = None
         self._is_registered = False
         self._missed_reply = False
         self._operations: set[asyncio.Task[Any]] = set()
@@ -235,7 +235,7 @@ class RedisLedger:
         reply = await self._detached(self._repeat("report", *args))
         return parse_reports(reply)
 
-    def listen(self, listener: PoolListener) -> None:
+    def listen(self, listener: PoolEvents) -> None:
         self._listener = listener
 
     async def renew(self) -> None:
@@ -424,7 +424,7 @@ class RedisLedger:
         self._operations.discard(task)
         error = None if task.cancelled() else task.exception()
         if error and not isinstance(error, RequestError):
-            logger.error("store operation failed", exc_info=error)
+            logger.error("operation of the ledger failed", exc_info=error)
 
 
 async def _every(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:

@@ -17,7 +17,7 @@ from inflight.common.errors import FieldViolation, RequestError, invalid
 from inflight.common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
 from inflight.common.time_of_day import unix_ms
 from inflight.router.auth.caller import Caller
-from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.executors.step_feed import StepFeeds, Subscription, Wants
 from inflight.router.ledger.types import Snapshot
 from inflight.router.stats.capacity import executor_capacities
@@ -71,7 +71,7 @@ NOTHING_KNOWN = Snapshot((), ())
 class StatsSource:
     """All watchers. `close` ends their streams."""
 
-    def __init__(self, pools: ModelRegistry, router_id: str, latencies: Latencies) -> None:
+    def __init__(self, pools: ModelPools, router_id: str, latencies: Latencies) -> None:
         self._pools = pools
         self._router_id = router_id
         self._latencies = latencies
@@ -89,7 +89,7 @@ class StatsSource:
         """Ends all streams."""
         self._closing.set()
 
-    async def looks(self, max_age_s: float) -> list[tuple[ModelBackend, Snapshot | None]]:
+    async def looks(self, max_age_s: float) -> list[tuple[ModelPool, Snapshot | None]]:
         """Returns each pool's snapshot, at most so old; None if the ledger does not answer."""
         pools = list(self._pools.by_name.values())
         found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
@@ -127,7 +127,7 @@ class StatsSource:
             self._intervals_ms[interval_ms] -= 1
             self._intervals_ms += Counter()
 
-    async def _look(self, pools: Sequence[ModelBackend]) -> list[Snapshot]:
+    async def _look(self, pools: Sequence[ModelPool]) -> list[Snapshot]:
         """Returns the ledgers' snapshots, an empty one for a ledger that does not answer."""
         max_age_s = min(self._intervals_ms) / 1000
         found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
@@ -136,7 +136,7 @@ class StatsSource:
     def _response(
         self,
         request: inference_pb2.GetStatsRequest,
-        pools: Sequence[ModelBackend],
+        pools: Sequence[ModelPool],
         snapshots: Sequence[Snapshot],
         subscription: Subscription,
         caller: Caller,

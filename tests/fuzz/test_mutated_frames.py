@@ -32,7 +32,7 @@ from inflight.router.lifecycle.events import LifecycleState
 from inflight.router.request.executor_context import FrameError
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import described_model, executor_capacities
-from inflight.router.stats.visibility import seen_sequence
+from inflight.router.stats.source import seen_sequence
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2

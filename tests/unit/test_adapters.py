@@ -11,7 +11,7 @@ from inflight.catalogue import decode_models
 from inflight.common.errors import Reason, RequestError
 from inflight.gateway.answers import model_objects
 from inflight.router.config.tenants import parse_tenants
-from inflight.router.dispatch.adapters import Adapter, adapters_of
+from inflight.router.dispatch.pools import Adapter, adapters_of
 from inflight.router.executors.frame_checks import check_report
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.types import (

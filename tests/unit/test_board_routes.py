@@ -18,8 +18,7 @@ from starlette.types import Message
 from inflight.common.errors import Reason, RequestError
 from inflight.router.auth.authenticator import Authentication
 from inflight.router.auth.caller import ANYBODY, AnonymousAuthenticator, Authenticator, Caller
-from inflight.router.dashboard.as_json import line_of
-from inflight.router.dashboard.feed import Feeds
+from inflight.router.dashboard.feed import Feeds, line_of
 from inflight.router.dashboard.routes import dashboard_routes
 from inflight.router.dashboard.watching import Watching
 from inflight.router.settings import RouterSettings

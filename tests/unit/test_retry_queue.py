@@ -61,13 +61,10 @@ async def test_what_fails_is_attempted_again_behind_the_others_after_a_pause() -
     assert work.attempts[-100:] == [*range(MAX_CONCURRENT_ATTEMPTS, 100), *range(MAX_CONCURRENT_ATTEMPTS)]
 
 
-async def test_item_waits_once_and_can_be_removed() -> None:
+async def test_item_waits_once() -> None:
     work = Work()
     work.queue.add(1)
     work.queue.add(1)
-    work.queue.add(2)
-    work.queue.remove(2)
-    assert list(work.queue) == [1]
     await asyncio.gather(*work.tasks)
     assert work.attempts == [1]
     # And again later

@@ -23,21 +23,13 @@ def rope_write_kernel(
     HALF_ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Applies the norms of heads, if any, and the rotary embedding, and writes the KV. Grid: tokens, tiles of heads of
-    all kinds.
-
-    A head is in two halves, whose numbers are rotated in pairs. If only the first 2 * HALF_ROTARY numbers of a head are
-    rotated, each half begins with one of theirs, and the rest of the head follows.
-    """
+    all kinds. The first 2 * HALF_ROTARY numbers of a head are rotated."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     halves = tl.arange(0, PADDED_HALF)
     is_half = halves < HALF_DIM
-    low_dims, high_dims = halves, halves + HALF_DIM
-    is_rotated = is_half
-    if HALF_ROTARY < HALF_DIM:
-        is_rotated = halves < HALF_ROTARY
-        low_dims += tl.where(is_rotated, 0, HALF_ROTARY)
-        high_dims = halves + tl.where(is_rotated, HALF_ROTARY, HALF_DIM)
+    is_rotated = halves < HALF_ROTARY
+    low_dims, high_dims = dims_of(halves, is_rotated, HALF_DIM, HALF_ROTARY)
     first_columns = heads[:, None] * (2 * HALF_DIM)
     source = qkv + token * qkv_token_stride + first_columns
     mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_half[None, :]
@@ -62,14 +54,11 @@ def rope_write_kernel(
     high = tl.where(is_value[:, None], high, rotated_high)
 
     low, high = low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
-    query_mask = mask & is_query[:, None]
-    tl.store(source + low_dims[None, :], low, mask=query_mask)
-    tl.store(source + high_dims[None, :], high, mask=query_mask)
+    store_halves(source, low_dims, high_dims, low, high, mask & is_query[:, None])
     slot = tl.load(slots + token).to(tl.int64)
     kv_heads = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
     target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
     offsets = target + kv_heads[:, None] * kv_head_stride
-    low_offsets, high_offsets = offsets + low_dims[None, :], offsets + high_dims[None, :]
     if keys.dtype.element_ty == tl.float8e4nv:
         low, high = low.to(tl.float32), high.to(tl.float32)
         scales = scale_of(tl.max(tl.maximum(magnitudes(low), magnitudes(high)), 1))
@@ -77,12 +66,17 @@ def rope_write_kernel(
         scale_offsets = (target + kv_heads * kv_head_stride) // (2 * HALF_DIM)
         tl.store(key_scales + scale_offsets, scales, mask=~is_query & ~is_value)
         tl.store(value_scales + scale_offsets, scales, mask=is_value & (heads < NUM_HEADS + 2 * NUM_KV_HEADS))
-    key_mask = mask & (~is_query & ~is_value)[:, None]
-    tl.store(keys + low_offsets, low, mask=key_mask)
-    tl.store(keys + high_offsets, high, mask=key_mask)
-    value_mask = mask & is_value[:, None]
-    tl.store(values + low_offsets, low, mask=value_mask)
-    tl.store(values + high_offsets, high, mask=value_mask)
+    store_halves(keys + offsets, low_dims, high_dims, low, high, mask & (~is_query & ~is_value)[:, None])
+    store_halves(values + offsets, low_dims, high_dims, low, high, mask & is_value[:, None])
+
+
+@triton.jit
+def dims_of(halves, is_rotated, HALF_DIM: tl.constexpr, HALF_ROTARY: tl.constexpr):
+    """Returns the numbers of a head in its two halves, which are rotated in pairs. Each half begins with one of the
+    rotated numbers, and the rest of the head follows."""
+    if HALF_ROTARY == HALF_DIM:
+        return halves, halves + HALF_DIM
+    return halves + tl.where(is_rotated, 0, HALF_ROTARY), halves + tl.where(is_rotated, HALF_ROTARY, HALF_DIM)
 
 
 @triton.jit
@@ -92,6 +86,13 @@ def load_half(source, row_scale, column_scales, dims, mask, HAS_SCALES: tl.const
     if HAS_SCALES:
         half = scaled_sums(half, tl.load(row_scale), column_scales, dims, mask, source.dtype.element_ty)
     return half
+
+
+@triton.jit
+def store_halves(target, low_dims, high_dims, low, high, mask):
+    """Stores both halves of the heads of a tile, which begin at `target`."""
+    tl.store(target + low_dims[None, :], low, mask=mask)
+    tl.store(target + high_dims[None, :], high, mask=mask)
 
 
 @triton.jit

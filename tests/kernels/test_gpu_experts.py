@@ -229,19 +229,32 @@ def test_tiles_suffice_for_any_division_of_the_pairs(num_experts: int, num_pairs
 def expected_outputs(layer: ExpertLayer, hidden: Tensor) -> Tensor:
     """The sums of the experts' outputs, in float64."""
     experts, weights = expected_choice(layer, hidden)
-    assert isinstance(layer.gate_up, DenseProduct)
-    assert isinstance(layer.down, DenseProduct)
-    gate_up, down = layer.gate_up.matrices.double()[experts], layer.down.matrices.double()[experts]
+    gate_up, down = (one.matrices.double()[experts] for one in dense_of(layer))
     gate, up = torch.einsum("rkoi,ri->rko", gate_up, hidden.double()).chunk(2, -1)
     products = torch.einsum("rkoi,rki->rko", down, functional.silu(gate) * up)
     return (products * weights[..., None]).sum(1)
 
 
-# Steps whose pairs are tiles of their own, and those with tiles of 16 and 64 rows.
-@pytest.mark.parametrize(("num_experts", "num_rows"), [(24, 3), (6, 9), (3, 25)])
-def test_layer_is_that_of_torch(num_experts: int, num_rows: int) -> None:
+# Steps whose pairs are tiles of their own, and those with tiles of 16, 64 and 128 rows.
+@pytest.mark.parametrize(("num_experts", "num_rows"), [(24, 3), (6, 9), (3, 25), (2, 66)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_layer_is_that_of_torch(num_experts: int, num_rows: int, dtype: torch.dtype) -> None:
     layer, hidden = layer_of(shape_of(num_experts, 2)), rows_of(num_rows)
-    torch.testing.assert_close(compute(layer, hidden).double(), expected_outputs(layer, hidden), rtol=1e-4, atol=1e-5)
+    found = compute(in_dtype(layer, dtype), hidden.to(dtype)).double()
+    # Numbers are around 1; float16 has 11 bits, and is used four times.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, expected_outputs(layer, hidden), rtol=10 * tolerance, atol=tolerance)
+
+
+def in_dtype(layer: ExpertLayer, dtype: torch.dtype) -> ExpertLayer:
+    gate_up, down = (replace(one, matrices=one.matrices.to(dtype)) for one in dense_of(layer))
+    return replace(layer, router=layer.router.to(dtype), gate_up=gate_up, down=down)
+
+
+def dense_of(layer: ExpertLayer) -> tuple[DenseProduct, DenseProduct]:
+    assert isinstance(layer.gate_up, DenseProduct)
+    assert isinstance(layer.down, DenseProduct)
+    return layer.gate_up, layer.down
 
 
 def test_shared_expert_is_added_times_the_sigmoid_of_its_score() -> None:

@@ -223,6 +223,21 @@ def _parser() -> argparse.ArgumentParser:
         help="use TLS to routers and mutual TLS to executors, with certificates created in the run directory",
     )
     add_run_dir_flag(parser)
+    _add_executor_flags(parser)
+    group = parser.add_argument_group("routers")
+    for flag, text in ROUTER_FLAGS.items():
+        group.add_argument(flag, metavar="VALUE", help=text)
+    group.add_argument(
+        "--router-args", default="", metavar="'ARGS'", help="more flags for every router: inflight router --help"
+    )
+    group = parser.add_argument_group("gateway")
+    group.add_argument(
+        "--gateway-args", default="", metavar="'ARGS'", help="more flags for the gateway: inflight gateway --help"
+    )
+    return parser
+
+
+def _add_executor_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("executors")
     group.add_argument(
         "--engine",
@@ -243,14 +258,3 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--executor-args", default="", metavar="'ARGS'", help="more flags for every executor: inflight executor --help"
     )
-    group = parser.add_argument_group("routers")
-    for flag, text in ROUTER_FLAGS.items():
-        group.add_argument(flag, metavar="VALUE", help=text)
-    group.add_argument(
-        "--router-args", default="", metavar="'ARGS'", help="more flags for every router: inflight router --help"
-    )
-    group = parser.add_argument_group("gateway")
-    group.add_argument(
-        "--gateway-args", default="", metavar="'ARGS'", help="more flags for the gateway: inflight gateway --help"
-    )
-    return parser

@@ -33,7 +33,7 @@ exec {guarded} {python} "$@"
 
 @contextmanager
 def ending_with_this_process() -> Iterator[None]:
-    """Guards the processes that are started within. Linux only; elsewhere it does nothing."""
+    """Guards the processes that are started, and have begun to run, within. Linux only; elsewhere it does nothing."""
     if not guard.HAS_KERNEL_GUARD:
         yield
         return

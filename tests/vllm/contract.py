@@ -23,6 +23,7 @@ GREEDY: dict[str, Any] = {
     "stop_token_ids": [],
     "detokenize": False,
 }
+SMOLLM2_EOS = 2
 _numbers = iter(range(1_000_000))
 
 
@@ -71,6 +72,24 @@ async def log_probabilities_belong_to_the_tokens(backend: Backend) -> None:
         assert row.top_logprobs[0] >= row.top_logprobs[1]
     assert sum(len(one.prompt_logprobs) for one in outputs) == len(PROMPT) - 1
     assert all(len(row.top_ids) == 1 and row.rank >= 1 for row in outputs[0].prompt_logprobs)
+
+
+async def excluded_tokens_are_not_chosen(backend: Backend) -> None:
+    first, second = tokens_of(await generated(backend, PROMPT, 2))
+    for excluding in ({"logit_bias": {first: -100.0}}, {"_bad_words_token_ids": [[first]]}):
+        assert tokens_of(await generated(backend, PROMPT, 1, **excluding)) != [first]
+    two = tokens_of(await generated(backend, PROMPT, 2, _bad_words_token_ids=[[first, second]]))
+    assert two[0] == first
+    assert two[1] != second
+
+
+async def grammar_limits_the_output(backend: Backend) -> None:
+    """SmolLM2 on vLLM only."""
+    form = {"grammar": '%llguidance {}\nstart: "yes" | "no"'}
+    outputs = await generated(backend, PROMPT, 8, structured_outputs=form, stop_token_ids=[SMOLLM2_EOS])
+    assert outputs[-1].finish_reason == "stop"
+    assert tokens_of(outputs)[-1] == SMOLLM2_EOS
+    assert 1 < len(tokens_of(outputs)) < 5
 
 
 async def refusal_names_the_parameter(backend: Backend) -> None:
@@ -130,6 +149,7 @@ CONTRACT: tuple[Callable[[Backend], Awaitable[None]], ...] = (
     greedy_output_continues_from_any_place,
     stop_token_is_the_last,
     log_probabilities_belong_to_the_tokens,
+    excluded_tokens_are_not_chosen,
     refusal_names_the_parameter,
     prefix_is_found_again_with_its_salt,
     every_step_is_reported,
@@ -143,7 +163,7 @@ async def check_vllm(arguments: list[str]) -> None:
 
     backend = await start_vllm(arguments)
     try:
-        for rule in CONTRACT:
+        for rule in (*CONTRACT, grammar_limits_the_output):
             await rule(backend)
             print(f"ok {rule.__name__}", flush=True)
     finally:

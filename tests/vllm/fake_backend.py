@@ -145,6 +145,8 @@ class FakeBackend:
     def _produce(self, request: FakeRequest, *, is_first: bool) -> Produced:
         parameters = request.parameters
         token_id = next_token(request.token_ids, self._facts.vocabulary_size)
+        while token_id in self._excluded(request):
+            token_id = (token_id + 1) % self._facts.vocabulary_size
         request.token_ids.append(token_id)
         num_top, num_prompt_top = parameters.get("logprobs"), parameters.get("prompt_logprobs")
         prompt = request.token_ids[1 : request.num_prompt_tokens]
@@ -155,6 +157,12 @@ class FakeBackend:
             tuple(_logprobs(one, num_prompt_top) for one in prompt) if is_first and num_prompt_top is not None else (),
             self._finish_reason(request),
         )
+
+    def _excluded(self, request: FakeRequest) -> set[int]:
+        output = request.token_ids[request.num_prompt_tokens :]
+        words = request.parameters.get("_bad_words_token_ids", ())
+        ends = {word[-1] for word in words if word[:-1] == output[len(output) - len(word) + 1 :] or len(word) == 1}
+        return ends | {one for one, bias in request.parameters.get("logit_bias", {}).items() if bias <= -100}
 
     def _finish_reason(self, request: FakeRequest) -> str | None:
         if request.token_ids[-1] in request.parameters["stop_token_ids"]:

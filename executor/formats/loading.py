@@ -20,6 +20,7 @@ from inflight.executor.checkpoint.files import check_weights
 from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
 from inflight.executor.checkpoint.gguf_metadata import unused_keys
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight
 from inflight.executor.checkpoint.quiet import quiet_transformers
 from inflight.executor.checkpoint.support import check_configuration, check_network, ignore_padding
 from inflight.executor.formats.dense_folder import load_dense
@@ -108,5 +109,5 @@ def _check_numbers(network: PreTrainedModel) -> None:
 def _numbers(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from network.named_parameters()
     for name, module in network.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear) and isinstance(module.weight, QuantizedWeight):
             yield from ((f"{name}.weight", part) for part in (module.weight.scale, module.weight.offset))

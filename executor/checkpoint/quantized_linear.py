@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inflight.executor.checkpoint.quantized_weight import PIECE_NUMBERS, Coded, FloatWeight, dense_matrix
+from inflight.executor.checkpoint.quantized_weight import (
+    PIECE_NUMBERS,
+    Coded,
+    FloatWeight,
+    QuantizedWeight,
+    dense_matrix,
+)
 
 
 class QuantizedLinear(nn.Module):
@@ -37,6 +43,14 @@ class QuantizedLinear(nn.Module):
 def is_quantized(network: nn.Module) -> bool:
     """Returns whether a layer has a quantized weight."""
     return any(isinstance(module, QuantizedLinear) for module in network.modules())
+
+
+def has_whole_numbers(network: nn.Module) -> bool:
+    """Returns whether a layer has a quantized weight of whole numbers."""
+    return any(
+        isinstance(module, QuantizedLinear) and isinstance(module.weight, QuantizedWeight)
+        for module in network.modules()
+    )
 
 
 def with_whole_numbers(network: nn.Module) -> None:

@@ -33,6 +33,7 @@ from inflight.executor.checkpoint.packed_linear import pack_linears
 from inflight.executor.checkpoint.quantized_linear import (
     QuantizedLinear,
     expand_fp8,
+    has_whole_numbers,
     is_quantized,
     make_dense,
     with_whole_numbers,
@@ -167,11 +168,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         raise ModelError(f"{weight_dtype} weights need {needed}, and the attention backend is {backend.name}")
     if weight_dtype == "fp8":
         _check_fp8_weights(network)
-    if backend.name == "triton":
-        weights = _with_codes_of_gpu(weights)
-        weight_dtype = weights.weight_dtype
-    else:
-        with_whole_numbers(network)
+    weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
+    weight_dtype = weights.weight_dtype
     decoder = read_decoder(network, weights.layers, weights.length) if forward_name == "auto" else FORWARD_IS_SET
     chosen: _Chosen | str | None = None
     if isinstance(decoder, str):
@@ -201,6 +199,16 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     expand_fp8(network, network.dtype)
     pack_linears(network)
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
+
+
+def _with_codes_of_cpu(weights: _Weights) -> _Weights:
+    """Makes whole numbers of weights in FP4; those in FP8 are expanded when they are packed. Returns the weights with
+    the type that they have then."""
+    with_whole_numbers(weights.network)
+    if weights.weight_dtype != "quantized" or has_whole_numbers(weights.network):
+        return weights
+    log.info("weights in FP8 are expanded to %s", weights.network.dtype)
+    return replace(weights, weight_dtype="dense")
 
 
 def _with_codes_of_gpu(weights: _Weights) -> _Weights:

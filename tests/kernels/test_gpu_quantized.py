@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,6 +28,7 @@ from tests.support.checkpoints.quantized_checkpoints import (
     compressed_config,
     gptq,
     gptq_config,
+    save_gguf,
     save_quantized,
 )
 from tests.support.device.greedy import assert_same, generate_alone, generate_together
@@ -75,6 +77,21 @@ def test_tokens_are_those_of_transformers_with_dense_weights(name: str, tmp_path
     assert sum(weight.num_bytes for weight in coded) + beside == pytest.approx(predicted, rel=0.015)
     for prompt, output in zip(PROMPTS, generate_together(model, PROMPTS, 2, 4), strict=True):
         assert_same(output, generate_alone(network, prompt, 2))
+
+
+def test_gguf_of_several_types_stays_as_it_is(tmp_path: Path) -> None:
+    # Given queries and values of other types than keys, and an output layer that is the embedding's
+    kinds = [gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q8_0]
+    path = save_gguf(tmp_path / "tiny.gguf", "qwen2", kinds)
+    # When it is loaded, which compares its layers and logits with those of transformers
+    model = load(path)
+    # Then its products are of one type each, and the output layer is dense
+    assert model.description.weight_dtype == "quantized"
+    qkv = weights_of(model)[0]
+    assert isinstance(qkv, CodedWeight)
+    assert len(qkv.parts) == 3
+    assert isinstance(model.forward, GpuForward)
+    assert isinstance(model.forward.decoder.head, torch.Tensor)
 
 
 def test_modules_of_transformers_multiply_codes(tmp_path: Path) -> None:

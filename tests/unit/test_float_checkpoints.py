@@ -16,8 +16,10 @@ from torch import Tensor
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
 from inflight.executor.checkpoint.quantized_weight import FloatWeight
+from inflight.executor.formats import loading
 from inflight.executor.formats.folder import format_of
-from inflight.executor.formats.loading import describe_weights
+from inflight.executor.formats.loading import describe_weights, load_network
+from inflight.executor.model.loader import load_model
 from tests.support.checkpoints.float_checkpoints import (
     compressed_fp4,
     fp4_of_compressed_tensors,
@@ -34,6 +36,7 @@ from tests.support.checkpoints.quantized_checkpoints import (
     load_float32,
     save_quantized,
 )
+from tests.support.device.torch_threads import torch_threads
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -110,6 +113,25 @@ def test_matrices_are_those_of_the_format(name: str, tmp_path: Path) -> None:
 def test_folder_runs_like_transformers_on_its_dense_matrices(name: str, tmp_path: Path) -> None:
     encode, config = CASES[name]
     assert_runs_like(save_quantized(tmp_path / "model", "llama", config, encode), tmp_path / "model-dense")
+
+
+@pytest.mark.parametrize(("name", "weight_dtype"), [("fp8 blocks", "dense"), ("MXFP4A16", "quantized")])
+def test_fp8_is_expanded_on_a_cpu_and_fp4_is_not(name: str, weight_dtype: str, tmp_path: Path) -> None:
+    encode, config = CASES[name]
+    source = resolve_model(str(save_quantized(tmp_path / "model", "llama", config, encode)))
+    with torch_threads(1):
+        model = load_model(source, dtype_name="float32", device_name="cpu")
+    assert model.description.weight_dtype == weight_dtype
+
+
+def test_weights_that_do_not_fit_a_gpu_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, config = CASES["fp8 blocks"]
+    folder = save_quantized(tmp_path / "model", "llama", config, encode)
+    monkeypatch.setattr(loading, "free_device_bytes", lambda device: 1000)
+    with pytest.raises(ModelError, match=r"its weights take \d+ bytes, and 1000 are free on meta"):
+        load_network(resolve_model(str(folder)), torch.float32, torch.device("meta"))
 
 
 def test_rows_of_blocks_have_their_scales(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_folder_runs_like_transformers_on_its_dense_matrices(name: str, tmp_path
     assert_runs_like(save_quantized(tmp_path / "model", "llama", config, encode), tmp_path / "model-dense")
 
 
-@pytest.mark.parametrize(("name", "weight_dtype"), [("fp8 blocks", "dense"), ("MXFP4A16", "quantized")])
+@pytest.mark.parametrize(("name", "weight_dtype"), [("fp8 blocks", "float32"), ("MXFP4A16", "quantized")])
 def test_fp8_is_expanded_on_a_cpu_and_fp4_is_not(name: str, weight_dtype: str, tmp_path: Path) -> None:
     encode, config = CASES[name]
     source = resolve_model(str(save_quantized(tmp_path / "model", "llama", config, encode)))
@@ -160,6 +160,13 @@ def test_fp4_has_the_same_numbers_as_whole_numbers() -> None:
 )
 def test_format_is_described_in_words(name: str, text: str) -> None:
     assert format_of(CASES[name][1]).description == text
+
+
+def test_whole_numbers_may_have_activations_that_are_quantized_too() -> None:
+    weights: Any = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    config = with_activations("int-quantized", activations, **weights)
+    assert format_of(config).description == "compressed-tensors, int-quantized of 8 bits"
 
 
 @pytest.mark.parametrize(

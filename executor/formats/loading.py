@@ -16,6 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from inflight.common.machine import return_free_memory
 from inflight.common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
+from inflight.common.recurrent import RECURRENT_GGUF
 from inflight.executor.checkpoint.files import check_weights
 from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
 from inflight.executor.checkpoint.gguf_metadata import unused_keys
@@ -58,6 +59,10 @@ def _load_gguf(
     source: ModelSource, path: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, Path]:
     header = read_gguf(path)
+    if header.architecture in RECURRENT_GGUF:
+        raise ModelError(
+            f"model architecture {header.architecture!r} is not supported in GGUF: it has recurrent layers"
+        )
     folder = import_configuration(source)
     if unused := unused_keys(header):
         log.info("keys of %s that are not used: %s", path.name, ", ".join(unused))

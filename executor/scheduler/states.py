@@ -34,14 +34,14 @@ from inflight.executor.scheduler.sequence import Sequence, StateLoad, StateSave
 
 class StateCounts(NamedTuple):
     """Slots of recurrent state in all and with a sequence; checkpoints in all and kept; and since the start those that
-    were saved, used by another sequence, and dropped to make room."""
+    were saved, loaded for a sequence, and dropped to make room."""
 
     slots: int
     used_slots: int
     checkpoints: int
     kept_checkpoints: int
     saved: int
-    used: int
+    loaded: int
     dropped: int
 
 
@@ -58,7 +58,7 @@ class StatePool:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         # The kept checkpoints that a sequence has loaded.
         self._loaded: set[bytes] = set()
-        self._num_saved = self._num_used = self._num_dropped = 0
+        self._num_saved = self._num_loaded = self._num_dropped = 0
 
     # Sequences.
 
@@ -104,7 +104,7 @@ class StatePool:
             if sequence.state_load is not None:
                 builder.state_loads.append(sequence.state_load)
                 sequence.state_load = None
-                self._num_used += 1
+                self._num_loaded += 1
 
     def save(self, builder: StepBuilder, row: int, sequence: Sequence, end: int) -> None:
         """Has a row of the plan that computes up to `end` save the states that are to be kept."""
@@ -152,7 +152,7 @@ class StatePool:
             limits.num_checkpoints,
             len(self._kept),
             self._num_saved,
-            self._num_used,
+            self._num_loaded,
             self._num_dropped,
         )
 

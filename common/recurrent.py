@@ -4,7 +4,9 @@ it as well."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from inflight.common.kv_size import KvBudget, blocks_for, num_kv_blocks, num_seats
 from inflight.common.settings import SettingError
@@ -38,6 +40,40 @@ class HybridSizes:
     num_slots: int
     num_checkpoints: int
     checkpoint_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """The recurrent layers of a model. `state_numbers` are those of a checkpoint of all of them, and as many of a slot
+    without drafts; `weight_numbers` those of the matrices of one."""
+
+    num_layers: int
+    state_numbers: int
+    weight_numbers: int
+    grid_tokens: int
+
+
+def recurrent_shape(config: Mapping[str, Any], num_layers: int) -> RecurrentShape | None:
+    """Returns the recurrent layers by the configuration of a decoder; None if there are none. The defaults are those of
+    transformers."""
+    if config.get("model_type") != "lfm2":
+        return None
+    attention = config.get("full_attn_idxs")
+    types = config.get("layer_types") or [
+        "full_attention" if attention is None or layer in attention else "conv" for layer in range(num_layers)
+    ]
+    num_recurrent, hidden_size = types[:num_layers].count("conv"), int(config["hidden_size"])
+    num_past = int(config.get("conv_L_cache") or 3) - 1
+    return RecurrentShape(num_recurrent, num_recurrent * num_past * hidden_size, 4 * hidden_size**2, 1)
+
+
+def lfm2_inner_size(config: Mapping[str, Any]) -> int:
+    """Returns the size of a feed-forward layer of LFM2, whose configuration gives it before it is adjusted."""
+    size = int(config.get("block_ff_dim") or config.get("intermediate_size") or 12288)
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(float(config.get("block_ffn_dim_multiplier") or 1.0) * (2 * size // 3))
+    return blocks_for(size, multiple := int(config.get("block_multiple_of") or 256)) * multiple
 
 
 def num_slots(num_seats: int) -> int:

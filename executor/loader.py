@@ -8,10 +8,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from inflight.common.kv_size import KvBudget, KvGroups, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
+from inflight.common.kv_size import (
+    KvBudget,
+    KvGroups,
+    StateSize,
+    hybrid_sizes,
+    most_seats,
+    num_host_kv_blocks,
+    num_kv_blocks,
+    num_seats,
+)
 from inflight.common.machine import num_available_memory_bytes
 from inflight.common.model_source import ModelSource, resolve_model
-from inflight.common.recurrent import StateSize, hybrid_sizes
 from inflight.common.settings import SettingError
 from inflight.executor.adapters.folder import AdapterFolder
 from inflight.executor.adapters.store import AdapterStore

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
+from inflight.common.model_files.recurrent import RECURRENT_LAYERS
 from inflight.common.model_source import OWN_CODE, ModelError
-from inflight.common.recurrent import RECURRENT_LAYERS
 from inflight.executor.checkpoint.longrope import longrope_obstacles
 
 # Attention kinds that a layer may have; other kinds keep state other than keys and values. Of these, executors have
@@ -76,11 +76,13 @@ def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedCo
 
 
 def _network_obstacles(network: PreTrainedModel) -> Iterator[str]:
-    # transformers sets these two by class and uses them for the same decision.
-    if not getattr(network, "_supports_attention_backend", False):
-        yield "its code does not call attention through transformers' attention interface"
-    if getattr(network, "_is_stateful", False):
-        yield "it keeps state other than keys and values"
+    # transformers sets these two by class and uses them for the same decision. Of models with recurrent layers of its
+    # own it does not say the first, and the layers are replaced.
+    if network.config.get_text_config(decoder=True).model_type not in RECURRENT_LAYERS:
+        if not getattr(network, "_supports_attention_backend", False):
+            yield "its code does not call attention through transformers' attention interface"
+        if getattr(network, "_is_stateful", False):
+            yield "it keeps state other than keys and values"
     if "logits_to_keep" not in inspect.signature(network.forward).parameters:
         yield "its forward cannot compute the logits of chosen tokens only"
 

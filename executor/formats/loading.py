@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from inflight.common.machine import return_free_memory
+from inflight.common.model_files.recurrent import RECURRENT_GGUF
 from inflight.common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
-from inflight.common.recurrent import RECURRENT_GGUF
 from inflight.executor.checkpoint.files import check_weights
 from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
 from inflight.executor.checkpoint.gguf_metadata import unused_keys

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inflight.common.recurrent import RECURRENT_LAYERS
+from inflight.common.model_files.recurrent import RECURRENT_LAYERS
+from inflight.executor.recurrent.gated_delta import GatedDeltaNet
 from inflight.executor.recurrent.mixer import Mixer
 from inflight.executor.recurrent.short_conv import ShortConvolution
 
@@ -25,7 +26,7 @@ class RecurrentStep(Protocol):
 class RecurrentLayer(nn.Module):
     """Stands in a network in place of a recurrent layer, whose arguments it takes."""
 
-    def __init__(self, mixer: ShortConvolution, layer: int) -> None:
+    def __init__(self, mixer: ShortConvolution | GatedDeltaNet, layer: int) -> None:
         super().__init__()
         self.mixer = mixer
         self.layer = layer
@@ -40,10 +41,13 @@ class _Kind:
     """Where a layer has its recurrent module, and what replaces it."""
 
     attribute: str
-    make: Callable[[Any], ShortConvolution]
+    make: Callable[[Any], ShortConvolution | GatedDeltaNet]
 
 
-KINDS = {"conv": _Kind("conv", ShortConvolution)}
+KINDS = {
+    "conv": _Kind("conv", ShortConvolution),
+    "linear_attention": _Kind("linear_attn", GatedDeltaNet),
+}
 
 
 def recurrent_layers(network: PreTrainedModel) -> tuple[int, ...]:

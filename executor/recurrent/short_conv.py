@@ -8,6 +8,7 @@ What a slot and a checkpoint keep is `B * x` in the type of the activations, as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,14 @@ class ConvMemory:
             self.checkpoints[save.checkpoint] = state
 
 
+def convolve(taps: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of `taps[i] * weights[i]` in float32, in this order: `[T, channels]` of each and `[channels]`."""
+    mixed = taps[0].float() * weights[0]
+    for tap, weight in zip(taps[1:], weights[1:], strict=True):
+        mixed = mixed + tap.float() * weight
+    return mixed
+
+
 class ShortConvolution(nn.Module):
     """`Mixer` with the weights of a short convolution of transformers."""
 
@@ -105,9 +114,7 @@ class ShortConvolution(nn.Module):
     def mix(self, inputs: Tensor, memory: ConvMemory, step: StateStep) -> Tensor:
         before, after, values = self.in_proj(inputs).chunk(3, -1)
         taps = memory.taps(before * values, step)
-        mixed = taps[0].float() * self._taps[0]
-        for tap, weight in zip(taps[1:], self._taps[1:], strict=True):
-            mixed = mixed + tap.float() * weight
+        mixed = convolve(taps, self._taps)
         if self._bias is not None:
             mixed = mixed + self._bias
         outputs: Tensor = self.out_proj(after * mixed.to(inputs.dtype))

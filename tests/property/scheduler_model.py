@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from inflight.common.kv_size import WindowSize
-from inflight.common.recurrent import num_slots
+from inflight.common.kv_size import WindowSize, num_slots
 from inflight.executor.scheduler.limits import KvWindow, Overcommit, PreemptionCost, StateLimits
 from inflight.executor.scheduler.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sampling, Sequence, Stopping

@@ -36,7 +36,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**sizes(tie_word_embeddings=True)),
     "qwen3": Qwen3Config(**sizes()),
     **OTHER_CONFIGS,
-    "lfm2": HYBRID_CONFIGS["lfm2"],
+    **HYBRID_CONFIGS,
 }
 GGUF_FILES = {"gguf-q4_k-q6_k": ("Q4_K", "Q6_K"), "gguf-q8_0": ("Q8_0",)}
 

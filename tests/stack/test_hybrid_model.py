@@ -9,19 +9,26 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import pytest_asyncio
-from transformers import Lfm2Config
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Lfm2Config, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from inflight import AsyncClient, Completion
 from inflight.bench.fleet.tiny_model import write_tokenizer
-from inflight.common.model_source import ModelError
+from inflight.common.model_files.recurrent import RECURRENT_GGUF
+from inflight.common.model_source import ModelError, resolve_model
 from inflight.common.settings import SettingError
+from inflight.executor.checkpoint.shards import Shard
 from inflight.executor.loader import load_executor
+from inflight.executor.model.loader import load_model
 from inflight.executor.settings import ExecutorSettings
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
+from tests.property.test_hybrid_models import CONFIGS as TEXT_CONFIGS
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.stack.executors_linked import wait_for_executors
 
@@ -95,6 +102,36 @@ async def test_request_continues_with_its_tokens_when_its_executor_dies(hybrid_s
         async for _ in deltas:
             pass
     assert stream.transcript.result().token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("architecture", sorted(RECURRENT_GGUF))
+def test_gguf_files_with_recurrent_layers_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=f"'{architecture}' is not supported in GGUF: it has recurrent layers"):
+        load_model(resolve_model(str(tmp_path / "tiny.gguf")), device_name="cpu")
+
+
+def test_ranks_are_refused_by_name(hybrid_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"tensor parallelism needs the native forward pass .* Lfm2ForCausalLM"):
+        load_model(resolve_model(str(hybrid_model)), dtype_name="float32", device_name="cpu", shard=Shard(0, 2))
+
+
+def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:
+    """Its vision weights, and those that predict several tokens, are not used. Loading compares logits."""
+    text = TEXT_CONFIGS["qwen3_5"]
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 52}
+    config = Qwen3_5Config(
+        text_config=text.to_dict(), vision_config=vision | {"num_position_embeddings": 16, "patch_size": 4}
+    )
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(resolve_model(str(tmp_path)), dtype_name=dtype, device_name="cpu")
+        assert model.forward.states is not None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3TextConfig, Lfm2Config
+from transformers import Gemma3TextConfig
 
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.cli.main import main
@@ -31,6 +31,7 @@ from inflight.tools.sizing.arithmetic import (
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import better_policy
 from inflight.v1 import inference_pb2
+from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
@@ -374,19 +375,17 @@ def test_the_shape_of_recurrent_layers_is_read(tmp_path: Path) -> None:
     # LFM2-1.2B.
     assert shape.num_parameters == pytest.approx(1.17e9, rel=0.01)
     # The last two inputs of 10 convolutions of 2048 channels.
-    assert shape.recurrent.state_numbers == 10 * 2 * 2048
+    assert shape.recurrent.input_numbers == 10 * 2 * 2048
 
 
-@pytest.mark.parametrize("max_tokens", [0, 20_000])
-@pytest.mark.parametrize("num_seats", [0, 12])
+@pytest.mark.parametrize(
+    ("name", "max_tokens", "num_seats"),
+    [("lfm2", 0, 0), ("lfm2", 20_000, 12), ("qwen3_5", 0, 4), ("qwen3_5", 5_000, 0)],
+)
 def test_its_recurrent_state_is_that_of_a_real_executor(
-    max_tokens: int, num_seats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, max_tokens: int, num_seats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = ["conv", "conv", "full_attention"]
-    config = Lfm2Config(
-        **sizes(num_hidden_layers=3, max_position_embeddings=2048), layer_types=kinds, block_auto_adjust_ff_dim=False
-    )
-    model = str(save_model(config, tmp_path / "lfm2"))
+    model = str(save_model(HYBRID_CONFIGS[name], tmp_path / name))
     monkeypatch.setattr(executor_loader, "num_available_memory_bytes", lambda: 500_000_000)
     flags = ["--model", model, "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
     flags += ["--max-num-sequences", str(num_seats), "--max-tokens-in-paged-kv-cache", str(max_tokens)]
@@ -402,7 +401,7 @@ def test_its_recurrent_state_is_that_of_a_real_executor(
     assert kept is not None
     assert (pool.num_state_slots, pool.num_checkpoints) == (states.num_slots, states.num_checkpoints)
     assert (pool.num_blocks, pool.checkpoint_bytes) == (loaded.num_blocks, kept.checkpoint_bytes)
-    assert kept.slot_bytes(0) == kept.checkpoint_bytes
+    assert pool.slot_bytes == kept.slot_bytes(0)
 
 
 def test_size_counts_the_recurrent_state_of_as_many_seats_as_fit(

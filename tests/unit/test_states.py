@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.common.kv_size import KvBudget
-from inflight.common.recurrent import HybridSizes, StateSize, hybrid_sizes
+from inflight.common.kv_size import HybridSizes, KvBudget, StateSize, hybrid_sizes
 from inflight.common.settings import SettingError
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits, StateLimits

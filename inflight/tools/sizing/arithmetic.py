@@ -11,15 +11,17 @@ from dataclasses import dataclass, replace
 from inflight.common.kv_size import (
     MOST_SEATS,
     KvBudget,
+    StateSize,
     WindowSize,
     blocks_for,
+    hybrid_sizes,
     kv_bytes_per_token,
     kv_groups,
     num_host_kv_blocks,
     num_kv_blocks,
 )
 from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, gpu_adapter_slot_bytes
-from inflight.common.recurrent import RecurrentShape, StateSize, hybrid_sizes
+from inflight.common.model_files.recurrent import RecurrentShape
 from inflight.common.settings import SettingError
 from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes
 from inflight.tools.sizing.model_shape import ModelShape
@@ -86,8 +88,7 @@ class Pool:
     `num_window_blocks` is the pool of the layers with a sliding window for `num_window_seats`, if it is not 0. Bytes
     are those in all layers nevertheless.
 
-    `num_state_slots` are the slots of recurrent state for `num_state_seats`, each as large as a checkpoint, if there
-    are such layers.
+    `num_state_slots` are the slots of recurrent state for `num_state_seats`, if there are such layers.
     """
 
     weight_bytes: int
@@ -102,6 +103,7 @@ class Pool:
     num_host_blocks: int = 0
     num_state_slots: int = 0
     num_checkpoints: int = 0
+    slot_bytes: int = 0
     checkpoint_bytes: int = 0
     num_state_seats: int = 0
 
@@ -239,12 +241,13 @@ def _with_states(
     for name in ("max_adapters", "kv_cache_host_memory_bytes"):
         if getattr(machine.options, name):
             raise SettingError(f"--{name.replace('_', '-')} does not go with a model with recurrent layers")
-    state_bytes = recurrent.state_numbers * BYTES_PER_NUMBER[dtype]
+    input_bytes = recurrent.input_numbers * BYTES_PER_NUMBER[dtype]
+    slot_bytes, checkpoint_bytes = recurrent.slot_bytes + input_bytes, recurrent.checkpoint_bytes + input_bytes
     sizes = hybrid_sizes(
         budget,
         pool.tokens_per_block,
         pool.bytes_per_block,
-        StateSize(state_bytes, state_bytes, recurrent.grid_tokens),
+        StateSize(slot_bytes, checkpoint_bytes, recurrent.grid_tokens),
         context_length=shape.context_length or pool.tokens_per_block,
         num_seats_set=0 if steps is None else steps.max_num_sequences,
         most_seats=MOST_SEATS["cpu"],
@@ -255,7 +258,8 @@ def _with_states(
         num_blocks=sizes.num_blocks,
         num_state_slots=sizes.num_slots,
         num_checkpoints=sizes.num_checkpoints,
-        checkpoint_bytes=state_bytes,
+        slot_bytes=slot_bytes,
+        checkpoint_bytes=checkpoint_bytes,
         num_state_seats=sizes.num_seats,
     )
 

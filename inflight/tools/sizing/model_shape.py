@@ -14,8 +14,8 @@ from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
 from inflight.common.model_files.context_length import context_length_of
 from inflight.common.model_files.gguf_header import GgufHeader, parts_of
 from inflight.common.model_files.layer_sizes import LayerSizes
+from inflight.common.model_files.recurrent import RECURRENT_GGUF, RecurrentShape, lfm2_inner_size, recurrent_shape
 from inflight.common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
-from inflight.common.recurrent import RECURRENT_GGUF, RecurrentShape, lfm2_inner_size, recurrent_shape
 from inflight.tools.sizing.weights import (
     Role,
     WeightCount,
@@ -119,14 +119,13 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
     inner = config.get("moe_intermediate_size") if num_experts > 1 else None
     inner_size = int(inner or _optional(config, "intermediate_size", "n_inner") or 4 * hidden_size)
     recurrent = recurrent_shape(config, num_layers)
-    if recurrent is not None:
+    if config.get("model_type") == "lfm2":
         inner_size = lfm2_inner_size(config)
     sizes = LayerSizes(hidden_size, num_heads * head_dim, num_kv_heads * head_dim, inner_size)
     counted = weights_of_folder(config_file.parent, config)
     weights = counted or computed_weights(config, num_layers, num_experts, _number(config, "vocab_size"), sizes)
     if recurrent is not None and not counted:
-        per_layer = recurrent.weight_numbers - 2 * sizes.hidden * (sizes.attention + sizes.kv)
-        weights = (*weights, WeightCount(Role.MATRIX, recurrent.num_layers * per_layer))
+        weights = (*weights, WeightCount(Role.MATRIX, recurrent.extra_weights))
     is_tied = bool(config.get("tie_word_embeddings"))
     sliding_window = int(config.get("sliding_window") or 0)
     return ModelShape(

@@ -127,7 +127,9 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
         yield Row(f"blocks of {shape.num_window_layers} layers", figure, COMPUTED, how)
     if pool.num_state_slots:
         figure = f"{pool.num_state_slots} slots and {pool.num_checkpoints:,} checkpoints"
-        how = f"{pool.checkpoint_bytes:,} bytes each, without drafts, for {pool.num_state_seats} seats"
+        how = (
+            f"{pool.slot_bytes:,} and {pool.checkpoint_bytes:,} bytes, without drafts, for {pool.num_state_seats} seats"
+        )
         yield Row("recurrent state", figure, COMPUTED, how)
     if sizing.machine is None:
         yield Row("blocks", blocks, MEASURED, sizing.measured_at)

@@ -68,7 +68,7 @@ help:
 	@echo "  protos, sync-client, docs-reference, pictures, locks, sbom"
 	@echo "Benchmarks:"
 	@echo "  bench       in-flight against static batching; ARGS=\"--workload mixed …\""
-	@echo "  bench-peers install vLLM into .peers, to compare with"
+	@echo "  bench-peers install vLLM and llama.cpp into .peers, to compare with"
 	@echo "  bench-host, bench-quality, bench-admission, bench-tokens, bench-scheduling, bench-gpu, gpu-session"
 	@echo "Others:"
 	@echo "  docs-links  whether external links work;  audit  known vulnerabilities;  clean  remove .venv and what was generated"

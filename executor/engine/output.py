@@ -120,8 +120,8 @@ class EngineOutput:
     step: int
     accepted: list[Sequence] = field(default_factory=list)
     rejected: list[tuple[Sequence, Refusal]] = field(default_factory=list)
-    paused: tuple[Sequence, ...] = ()
-    started: tuple[Sequence, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+    boarded: tuple[Sequence, ...] = ()
     scored: tuple[ScoredRows, ...] = ()
     tokens: NewTokens = field(default_factory=NewTokens)
     finished: list[FinishEvent] = field(default_factory=list)

@@ -441,7 +441,7 @@ def _changes_admission(output: EngineOutput, before: EngineStatus | None) -> boo
     after = output.status
     if before is None or after is None:
         return True
-    if output.accepted or output.rejected or output.paused or output.started or output.finished:
+    if output.accepted or output.rejected or output.preempted or output.boarded or output.finished:
         return True
     budget, budget_before = (
         (status.budget_blocks, status.budget_sequences, status.draining) for status in (after, before)

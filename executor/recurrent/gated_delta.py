@@ -106,8 +106,8 @@ def delta_rule(inputs: DeltaInputs, memory: DeltaMemory, step: StateStep) -> Ten
         memory.states[load.slot] = memory.checkpoints[load.checkpoint]
         memory.boundaries[load.slot] = load.position
     chunk = _open(inputs, memory, step)
-    # The last position that may be a draft that is not accepted is less than GRID behind the first, so a state there
-    # must not be kept yet.
+    # A row that verifies drafts has at most GRID + 1 positions, the first of which is known. So a state up to its end
+    # less GRID depends on no draft.
     kept = torch.maximum(step.starts, step.ends - GRID) // GRID * GRID
     outputs = torch.empty_like(inputs.values)
     keys, updates = torch.empty_like(inputs.keys), torch.empty_like(inputs.values)

@@ -129,9 +129,8 @@ def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:
     Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    for dtype in ("float32", "bfloat16"):
-        model = load_model(resolve_model(str(tmp_path)), dtype_name=dtype, device_name="cpu")
-        assert model.forward.states is not None
+    model = load_model(resolve_model(str(tmp_path)), dtype_name="bfloat16", device_name="cpu")
+    assert model.forward.states is not None
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ CROWDS = st.lists(
 )
 
 
-@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     crowds=CROWDS,
     max_num_tokens=st.sampled_from((4, 7, 20, 63, 64, 65, 300)),

@@ -126,7 +126,7 @@ class Progress:
     checkpoints: dict[int, int] = field(default_factory=dict)
 
 
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(name=st.sampled_from(sorted(LAYERS)), num_threads=st.sampled_from((1, 2)), seed=st.integers(0, 10_000))
 def test_bits_do_not_depend_on_the_steps(name: str, num_threads: int, seed: int) -> None:
     rng = random.Random(seed)

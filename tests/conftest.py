@@ -55,6 +55,7 @@ SLOW = (
     "kernels/",
     "simulation/",
     "stack/",
+    "vllm/test_real_vllm.py",
 )
 # Run by `make lint`: what only reads sources and pages.
 LINT = (

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from inflight.common.machine import return_free_memory
+from inflight.common.model_files.recurrent import RECURRENT_GGUF
 from inflight.common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
 from inflight.executor.checkpoint.files import check_weights, weight_files
 from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
@@ -60,6 +61,10 @@ def _load_gguf(
     source: ModelSource, path: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, Path]:
     header = read_gguf(path)
+    if header.architecture in RECURRENT_GGUF:
+        raise ModelError(
+            f"model architecture {header.architecture!r} is not supported in GGUF: it has recurrent layers"
+        )
     folder = import_configuration(source)
     if unused := unused_keys(header):
         log.info("keys of %s that are not used: %s", path.name, ", ".join(unused))

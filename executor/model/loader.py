@@ -49,6 +49,7 @@ from inflight.executor.device import choose_device, choose_dtype, is_gpu
 from inflight.executor.device import device_name as name_of
 from inflight.executor.formats.loading import load_network
 from inflight.executor.forward.forward import Forward, SeparatesLayers
+from inflight.executor.forward.hybrid import HybridForward
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.forward.native_ranks import NativeRanks
 from inflight.executor.forward.transformers import TransformersForward
@@ -62,8 +63,18 @@ from inflight.executor.model.description import (
 from inflight.executor.model.end_tokens import find_end_tokens
 from inflight.executor.model.layer_check import OF_CODES, OF_FP8, compare_layers
 from inflight.executor.model.model import PagedModel
-from inflight.executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, SelfCheckError, compare, expect
+from inflight.executor.model.self_check import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    NUM_SLOTS,
+    Expectation,
+    SelfCheckError,
+    compare,
+    expect,
+)
 from inflight.executor.parallel.leader import WorkerGroup
+from inflight.executor.recurrent.mixer import Mixer, StateSizes
+from inflight.executor.recurrent.network import replace_recurrent_layers
 from inflight.executor.step.batch import StepBatch
 
 if TYPE_CHECKING:
@@ -117,8 +128,9 @@ def load_model(
         vocabulary_size, has_fp8 = read_vocabulary_size(network), "fp8" in (weight_dtype, kv_cache_dtype)
         has_codes = weight_dtype == "quantized" and (is_gpu(device) or backend_name == "triton")
         expectation = expect(network, vocabulary_size, has_states=has_fp8 or has_codes) if shard.rank == 0 else None
-        layers = _probe_layers(network)
-    layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
+        mixers = replace_recurrent_layers(network)
+        layers = _probe_layers(network, mixers)
+    layer_kv_dtypes = _kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers), mixers)
     choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
     _check_choice(choice, layer_kv_dtypes, device)
     sampler = _native_sampler(choice.backend, device, instructions)
@@ -126,7 +138,7 @@ def load_model(
     layout = KvLayout(choice.backend, device, dtype, _layers_of(layers, shard), layer_kv_dtypes)
     with model_errors(f"model {source.name!r} cannot be prepared"):
         defaults = read_defaults(folder, vocabulary_size, end_ids)
-        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes)
+        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, mixers)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
         same = chosen.same_on_all_ranks
         description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, same)
@@ -140,7 +152,8 @@ def load_model(
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
     """Weights for which a forward pass is chosen. `layers` are those of the whole model, and `layout` is that of the
-    `shard`. `length` is that of the longest sequence. With `sizes` quantized weights may be expanded."""
+    `shard`. `length` is that of the longest sequence. With `sizes` quantized weights may be expanded. `mixers` are the
+    recurrent layers by number, which are not among `layers`."""
 
     network: PreTrainedModel
     layers: tuple[Layer, ...]
@@ -149,6 +162,7 @@ class _Weights:
     length: int
     shard: Shard
     sizes: ExecutorSizes | None
+    mixers: Mapping[int, Mixer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +180,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     needed = "the native forward pass on a " + ("GPU" if weight_dtype == "fp8" else "CPU")
     if weight_dtype in NEEDED_BACKENDS and backend.name != NEEDED_BACKENDS[weight_dtype]:
         raise ModelError(f"{weight_dtype} weights need {needed}, and the attention backend is {backend.name}")
+    if weights.mixers and backend.name == "triton":
+        raise ModelError("its recurrent layers need a CPU and the attention backend cpu or reference")
     if weight_dtype == "fp8":
         _check_fp8_weights(network)
     weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
@@ -198,6 +214,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         return _Chosen(forward, weight_dtype, {})
     expand_fp8(network, network.dtype)
     pack_linears(network)
+    if weights.mixers:
+        return _Chosen(HybridForward(network, weights.layout, weights.mixers), weight_dtype, {})
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
 
 
@@ -325,6 +343,8 @@ def _check(
 
 def _compare(forward: Forward, expectation: Expectation, description: ModelDescription) -> None:
     layout, kv = forward.layout, forward.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    if forward.states is not None:
+        forward.states.reserve(StateSizes(NUM_SLOTS, 0, 0))
 
     def logits(batch: StepBatch) -> Tensor:
         return forward.logits(batch, kv)
@@ -411,7 +431,15 @@ def _unsupported(config: PretrainedConfig) -> Iterator[None]:
         raise ModelError(f"{what}: {error}") from error
 
 
-def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
+def _kv_dtypes(
+    name: str, skip_layers: Sequence[int], dtype: torch.dtype, num_attention: int, mixers: Mapping[int, Mixer]
+) -> tuple[torch.dtype, ...]:
+    """Returns the types of the KV. `skip_layers` count the recurrent layers as well, which have none."""
+    of_all = kv_dtypes(name, skip_layers, dtype, num_attention + len(mixers))
+    return tuple(of_layer for layer, of_layer in enumerate(of_all) if layer not in mixers)
+
+
+def _probe_layers(network: PreTrainedModel, mixers: Mapping[int, Mixer]) -> tuple[Layer, ...]:
     register_attention()
     with quiet_transformers():
         network.set_attn_implementation(ATTENTION_NAME)
@@ -419,7 +447,7 @@ def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
     token_ids = torch.zeros((1, 2), dtype=torch.long, device=network.device)
     with torch.inference_mode():
         network(input_ids=token_ids, use_cache=False, inflight_step=probe)
-    return probe.layers(network.config.get_text_config(decoder=True))
+    return probe.layers(network.config.get_text_config(decoder=True), mixers)
 
 
 def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:

@@ -53,6 +53,7 @@ def weights_of(model: PagedModel) -> list[Weight]:
         matrix
         for layer in model.forward.decoder._layers
         for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        if matrix is not None
     ]
 
 

@@ -124,9 +124,9 @@ class LoopTime:
         assert not output.rejected, output.rejected[0][1]
         for sequence in output.accepted:
             self._session.accept(sequence)
-        for sequence in output.paused:
-            self._session.pause(sequence)
-        for sequence in output.started:
+        for sequence in output.preempted:
+            self._session.preempt(sequence)
+        for sequence in output.boarded:
             self._session.start(sequence)
         for sequence, offset, token_id in output.tokens:
             self._session.token(sequence, offset, token_id)

@@ -40,7 +40,7 @@ from inflight.bench.ledger.loop import Loop
 from inflight.bench.ledger.scale import PoolScale
 from inflight.bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference, num_stolen_ticks
 from inflight.bench.ledger.traffic import Traffic, TrafficError
-from inflight.router.ledger.lua import NAMES, load_scripts
+from inflight.router.ledger.functions import NAMES, load_scripts
 
 NUM_CONNECTIONS = 32
 ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]

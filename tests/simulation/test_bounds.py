@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-import inflight.router.ledger.lua
+import inflight.router.ledger.functions
 from inflight.bench.simulation.device import TWO_CORES
 from inflight.bench.simulation.sim_executor import ExecutorShape
 from inflight.bench.simulation.sim_router import RouterShape
@@ -124,9 +124,9 @@ SCRIPTS = [
 @pytest.fixture(autouse=True)
 def _own_scripts() -> Iterator[None]:
     """Scripts are composed once per process, so those that a test changes must not stay."""
-    inflight.router.ledger.lua.load_scripts.cache_clear()
+    inflight.router.ledger.functions.load_scripts.cache_clear()
     yield
-    inflight.router.ledger.lua.load_scripts.cache_clear()
+    inflight.router.ledger.functions.load_scripts.cache_clear()
 
 
 @pytest.mark.parametrize(("was", "becomes", "kind", "what"), SCRIPTS)
@@ -147,9 +147,11 @@ def test_new_work_for_an_executor_that_has_been_silent_for_longer_is_seen(
 
 def change_script(monkeypatch: pytest.MonkeyPatch, was: str, becomes: str) -> None:
     """Every script has one thing instead of another, which at least one of its sources has."""
-    read = inflight.router.ledger.lua._read
-    assert any(was in path.read_text(encoding="utf-8") for path in inflight.router.ledger.lua.SOURCES.rglob("*.lua"))
-    monkeypatch.setattr(inflight.router.ledger.lua, "_read", lambda name: read(name).replace(was, becomes))
+    read = inflight.router.ledger.functions._read
+    assert any(
+        was in path.read_text(encoding="utf-8") for path in inflight.router.ledger.functions.SOURCES.rglob("*.lua")
+    )
+    monkeypatch.setattr(inflight.router.ledger.functions, "_read", lambda name: read(name).replace(was, becomes))
 
 
 def test_room_that_is_given_with_the_next_report_only_is_seen(

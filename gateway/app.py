@@ -46,7 +46,7 @@ class GatewayApp:
             self._app = CORSMiddleware(
                 self._app,
                 allow_origins=settings.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=EXPOSED_HEADERS,
             )
@@ -80,6 +80,11 @@ class GatewayApp:
         yield Route("/v1/chat/completions", _ApiCall(self, service.chat), methods=["POST"])
         yield Route("/v1/completions", _ApiCall(self, service.completion), methods=["POST"])
         yield Route("/v1/responses", _ApiCall(self, service.responses), methods=["POST"])
+        if service.stores_responses:
+            stored = "/v1/responses/{response_id}"
+            yield Route(stored, _ApiCall(self, service.stored_response), methods=["GET", "DELETE"])
+            yield Route(f"{stored}/cancel", _ApiCall(self, service.cancel_response), methods=["POST"])
+            yield Route(f"{stored}/input_items", _ApiCall(self, service.input_items), methods=["GET"])
         yield Route("/v1/messages", _ApiCall(self, service.messages), methods=["POST"])
         yield Route("/v1/messages/count_tokens", _ApiCall(self, service.count_tokens), methods=["POST"])
         yield Route("/v1/models", _ApiCall(self, service.models), methods=["GET"])

@@ -84,6 +84,13 @@ class Source:
             async for event in events:
                 yield event
 
+    async def attached(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Yields the events of a request with an idempotency key, which may run already, after its `prior_output`.
+        Raises as `begun`."""
+        async with aclosing(self._counted(self.client.send(request, metadata=self.metadata))) as events:
+            async for event in events:
+                yield event
+
     async def _counted(self, stream: AsyncStream) -> AsyncGenerator[Event, None]:
         with self.metrics.generating() as begin:
             async with aclosing(stream.events()) as events:

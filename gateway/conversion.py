@@ -15,6 +15,7 @@ from inflight.common.rpc.json_counts import nests_deeper
 from inflight.functions.wire import function_of, set_tool_choice
 from inflight.gateway.bodies import ChatBody, Common, CompletionBody, Message
 from inflight.gateway.errors import refused
+from inflight.gateway.settings import GatewaySettings
 from inflight.requests import PRIORITIES, Priority
 from inflight.v1 import inference_pb2, types_pb2
 
@@ -42,6 +43,13 @@ class Defaults:
     priority: Priority | None = None
     resume_ttl_s: float = 0.0
     reasoning_fields: tuple[ReasoningField, ...] = DEFAULT_REASONING_FIELDS
+
+
+def defaults_of(settings: GatewaySettings) -> Defaults:
+    """Returns the defaults that the operator has set."""
+    return Defaults(
+        settings.max_choices, settings.default_priority, settings.default_resume_ttl_s, settings.reasoning_fields
+    )
 
 
 @dataclass(frozen=True, slots=True)

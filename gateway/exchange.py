@@ -41,6 +41,7 @@ LOGGED_ROUTES = frozenset(
 )
 ROUTES = LOGGED_ROUTES | UNLOGGED_ROUTES
 MODEL_ROUTE = "/v1/models/{id}"
+RESPONSE_ROUTE = "/v1/responses/{id}"
 OTHER_ROUTE = "other"
 
 
@@ -94,7 +95,7 @@ class Exchange:
         seconds = time.monotonic() - self._began_s
         status = self._status or CLIENT_CLOSED_REQUEST
         self._metrics.ended(self._route, status, seconds)
-        if self._route in LOGGED_ROUTES or self._route == MODEL_ROUTE:
+        if self._route in LOGGED_ROUTES or self._route in (MODEL_ROUTE, RESPONSE_ROUTE):
             log.info("request %s %s %d %.3f s", self._request_id, self._route, status, seconds)
 
 
@@ -102,6 +103,8 @@ def route_of(path: str) -> str:
     """Returns the route that a path is counted as. Paths that clients can choose freely share one."""
     if path in ROUTES:
         return path
+    if path.startswith("/v1/responses/"):
+        return RESPONSE_ROUTE
     return MODEL_ROUTE if path.startswith("/v1/models/") else OTHER_ROUTE
 
 

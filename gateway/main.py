@@ -26,7 +26,9 @@ from inflight.common.rpc.tls import TlsFiles, TlsPaths
 from inflight.common.settings import SettingError, describe, load
 from inflight.common.telemetry.logs import start_logging
 from inflight.gateway.app import GatewayApp
+from inflight.gateway.conversion import defaults_of
 from inflight.gateway.metrics import Metrics
+from inflight.gateway.responses.stored import stored_responses
 from inflight.gateway.service import GatewayService
 from inflight.gateway.settings import GatewaySettings
 
@@ -57,20 +59,23 @@ async def run_gateway(settings: GatewaySettings) -> int:
     signals = Signals(asyncio.get_running_loop())
     client = open_client(settings)
     metrics = Metrics()
-    app = GatewayApp(GatewayService(client, settings, metrics), settings, metrics)
-    certificates = open_certificates(settings)
-    port = open_port(app, settings, certificates)
-    address = await port.start(settings.listen)
-    log.info("gateway serves %s on %s", ", ".join(settings.routers), address)
-    await warn_of_unknown_names(settings.routers)
+    async with stored_responses(client, settings, defaults_of(settings), metrics) as stored:
+        app = GatewayApp(GatewayService(client, settings, metrics, stored), settings, metrics)
+        certificates = open_certificates(settings)
+        port = open_port(app, settings, certificates)
+        address = await port.start(settings.listen)
+        log.info("gateway serves %s on %s", ", ".join(settings.routers), address)
+        await warn_of_unknown_names(settings.routers)
 
-    async with _following(certificates):
-        await signals.drain.wait()
+        async with _following(certificates):
+            await signals.drain.wait()
 
-    app.drain()
-    if num_open := await port.drain(settings.drain_timeout_s):
-        log.warning("drain: %d connections are still in use; their requests are aborted", num_open)
-    await port.stop()
+        app.drain()
+        if stored is not None:
+            await stored.background.give_back()
+        if num_open := await port.drain(settings.drain_timeout_s):
+            log.warning("drain: %d connections are still in use; their requests are aborted", num_open)
+        await port.stop()
     await client.close()
     log.info("stopped")
     return 0

@@ -7,7 +7,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
@@ -19,7 +20,7 @@ from inflight.errors import InflightError
 from inflight.gateway.answers import Chunks, Form, OwnForm, encoded, model_objects, whole_answer
 from inflight.gateway.bodies import parse_chat, parse_completion
 from inflight.gateway.choices import Source
-from inflight.gateway.conversion import ApiRequest, Defaults, convert_chat, convert_completion
+from inflight.gateway.conversion import ApiRequest, convert_chat, convert_completion, defaults_of
 from inflight.gateway.disconnects import ClientGone, while_connected
 from inflight.gateway.errors import ApiError, from_router, refused
 from inflight.gateway.event_ids import HEADER as LAST_EVENT_ID
@@ -28,10 +29,9 @@ from inflight.gateway.exchange import UNUSED
 from inflight.gateway.messages.bodies import chat_of, parse_count_tokens, parse_messages
 from inflight.gateway.messages.form import MessageForm
 from inflight.gateway.metrics import Metrics
-from inflight.gateway.responses.bodies import chat_body, parse_responses
+from inflight.gateway.responses.bodies import parse_responses
 from inflight.gateway.responses.codex import codex_model
-from inflight.gateway.responses.form import ResponseForm
-from inflight.gateway.responses.tools import set_inputs
+from inflight.gateway.responses.stored import StoredResponses, converted
 from inflight.gateway.settings import GatewaySettings
 from inflight.gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
 from inflight.gateway.tokens.tokenize import parse_detokenize, parse_tokenize, tokenized
@@ -50,21 +50,28 @@ PASSED_ON = {
 _INDEX = re.compile(r"\[\d+\]")
 _KEY = re.compile(r"[!-~]{1,1024}")
 
+Keep = Callable[[], Awaitable[bool]]
 Convert = Callable[[bytes, str], tuple[ApiRequest, Form]]
 
 
 class GatewayService:
     """The routes. Stateless except for running requests, which `app` counts."""
 
-    def __init__(self, client: AsyncClient, settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        settings: GatewaySettings,
+        metrics: Metrics,
+        stored: StoredResponses | None = None,
+    ) -> None:
+        """`stored` are the stored responses, if this gateway has a store."""
+        self._stored = stored
         self._client = client
         self._settings = settings
         self._metrics = metrics
         self._began = int(time.time())
         self._reported: set[str] = set()
-        self._defaults = Defaults(
-            settings.max_choices, settings.default_priority, settings.default_resume_ttl_s, settings.reasoning_fields
-        )
+        self._defaults = defaults_of(settings)
         self._timeouts = WriteTimeouts(settings.heartbeat_s, settings.write_timeout_s)
 
     async def chat(self, request: Request) -> ASGIApp:
@@ -83,19 +90,51 @@ class GatewayService:
         """`POST /v1/responses`."""
         if LAST_EVENT_ID in request.headers:
             raise refused(LAST_EVENT_ID, "is not supported here: a response cannot be resumed; send a chat completion")
-        return await self._complete(request, lambda raw, key: self._convert_response(request, raw, key))
-
-    def _convert_response(self, request: Request, raw: bytes, key: str) -> tuple[ApiRequest, Form]:
-        body = parse_responses(raw)
-        chat, names = chat_body(body)
+        stored, metadata, key = self._stored, _metadata(request), _key(request)
+        raw = await self._body(request)
+        body = parse_responses(raw) if stored is None else stored.parsed(raw)
+        earlier = None
+        if stored is not None and body.previous_response_id is not None:
+            earlier = await stored.earlier(body.previous_response_id, metadata)
+            body = body.after(earlier.items)
         self._report_unused(request, body.unused)
-        form = ResponseForm(body, names)
-        try:
-            api_request = convert_chat(chat, self._defaults, key)
-        except ApiError as error:
-            raise form.refusal(error) from None
-        set_inputs(api_request.requests[0].chat.functions, body.offered)
-        return api_request, form
+        api_request, form = converted(body, self._defaults, key)
+        if stored is None or not body.stores:
+            return await self._answer(request, api_request, form)
+        if body.background:
+            if key:
+                raise refused(KEY_HEADER, "is not supported with background")
+            return _shown(await stored.begin(raw, body, earlier, metadata))
+
+        async def keep() -> bool:
+            form.is_stored = await stored.keep(raw, form.response(), earlier, metadata)
+            return form.is_stored
+
+        return await self._answer(request, api_request, form, keep)
+
+    @property
+    def stores_responses(self) -> bool:
+        """Whether this gateway has a store of responses."""
+        return self._stored is not None
+
+    async def stored_response(self, request: Request) -> ASGIApp:
+        """`GET` and `DELETE /v1/responses/{id}`."""
+        assert self._stored is not None
+        response_id, metadata = request.path_params["response_id"], _metadata(request)
+        if request.method == "DELETE":
+            return _shown(await self._stored.delete(response_id, metadata))
+        return _shown(await self._stored.retrieve(response_id, metadata, request.query_params))
+
+    async def cancel_response(self, request: Request) -> ASGIApp:
+        """`POST /v1/responses/{id}/cancel`."""
+        assert self._stored is not None
+        return _shown(await self._stored.cancel(request.path_params["response_id"], _metadata(request)))
+
+    async def input_items(self, request: Request) -> ASGIApp:
+        """`GET /v1/responses/{id}/input_items`."""
+        assert self._stored is not None
+        response_id = request.path_params["response_id"]
+        return _shown(await self._stored.input_items(response_id, _metadata(request), request.query_params))
 
     async def messages(self, request: Request) -> ASGIApp:
         """`POST /v1/messages`, Anthropic's API."""
@@ -136,8 +175,12 @@ class GatewayService:
                 log.info("%s: %s has no effect", request.url.path, hint)
 
     async def _complete(self, request: Request, convert: Convert) -> ASGIApp:
+        _metadata(request)  # refused before the body is read
+        return await self._answer(request, *convert(await self._body(request), _key(request)))
+
+    async def _answer(self, request: Request, api_request: ApiRequest, form: Form, keep: Keep | None = None) -> ASGIApp:
+        """Answers a request. `keep` is called before its end is sent."""
         source = Source(self._client, _metadata(request), self._metrics)
-        api_request, form = convert(await self._body(request), _key(request))
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id is not None:
             return self._resume(api_request, form, last_id, source)
@@ -145,16 +188,22 @@ class GatewayService:
             f"{'chatcmpl' if api_request.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
         )
         if not api_request.is_stream:
-            return await self._whole(request, api_request, form, answer, source)
+            return await self._whole(request, api_request, form, answer, source, keep)
         sources = [
             ChoiceSource(number * api_request.n, api_request.n, source.begun(one, takes_back=False))
             for number, one in enumerate(api_request.requests)
         ]
         places = [Place() for _ in range(api_request.num_choices)]
-        return EventStream(Chunks(api_request, answer), form, sources, places, self._timeouts, self._metrics)
+        return EventStream(Chunks(api_request, answer), form, sources, places, self._timeouts, self._metrics, keep)
 
     async def _whole(
-        self, request: Request, api_request: ApiRequest, form: Form, answer: AnswerId, source: Source
+        self,
+        request: Request,
+        api_request: ApiRequest,
+        form: Form,
+        answer: AnswerId,
+        source: Source,
+        keep: Keep | None,
     ) -> Response:
         try:
             collected = await while_connected(request.receive, source.collected(api_request))
@@ -172,6 +221,9 @@ class GatewayService:
         def body() -> bytes:
             return encoded(form.whole(whole_answer(api_request, answer, choices, usages, accepted)))
 
+        if keep is not None:
+            shown = form.whole(whole_answer(api_request, answer, choices, usages, accepted))
+            return _json(encoded(shown | {"store": await keep()}))
         if not api_request.scores_prompts:
             return _json(body())
         # Its log probabilities may be as many as the tokens of many prompts: streams go on meanwhile.
@@ -281,6 +333,11 @@ class GatewayService:
             if await self._client.is_serving(timeout=READY_TIMEOUT_S):
                 return PlainTextResponse("ready\n")
         return PlainTextResponse("no router serves\n", status_code=503)
+
+
+def _shown(answer: dict[str, Any] | ASGIApp) -> ASGIApp:
+    """Returns the response for a stored response, which may be a stream already."""
+    return _json(encoded(answer)) if isinstance(answer, dict) else answer
 
 
 def _json(body: bytes) -> Response:

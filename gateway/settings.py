@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from inflight.common.settings import ProcessSettings
+
+# As of the router's `resume_secret`: it can be tried against guesses by anyone who reads Redis.
+MIN_SECRET_CHARACTERS = 32
+STORE_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class GatewaySettings(ProcessSettings):
@@ -79,6 +83,35 @@ class GatewaySettings(ProcessSettings):
         le=3600,
         description="seconds that a client may leave its stream unread; then the connection is closed",
     )
+    store_url: SecretStr | None = Field(
+        None,
+        description="URL of the Redis server that keeps responses: redis://, rediss:// or unix://; may contain a "
+        "password; unset or empty: no response is stored, and store, background and previous_response_id are refused",
+    )
+    store_secret: SecretStr | None = Field(
+        None,
+        description="secret that all gateways of a store share, at least 32 characters, by which they encrypt the "
+        "keys of clients whose responses run in the background; unset: these keys stand in Redis as they are, until "
+        "their responses have ended",
+    )
+    store_by_default: bool = Field(
+        True, description="store responses whose request does not say so, as OpenAI's API does; only with store_url"
+    )
+    store_ttl_s: float = Field(
+        86_400.0,
+        ge=1,
+        le=31_536_000,
+        description="seconds that a stored response is kept after it was written, or continued by another one",
+    )
+    store_max_responses: int = Field(
+        1000, ge=1, description="maximum stored responses of a tenant; the longest unused ones are deleted for new ones"
+    )
+    store_max_bytes: int = Field(
+        64 * 1024 * 1024, ge=1024, description="maximum bytes of a tenant's stored responses, likewise"
+    )
+    store_max_running: int = Field(
+        100, ge=1, description="maximum background responses of a tenant at a time; more are refused with status 429"
+    )
     cors_origins: tuple[str, ...] = Field(
         (), description="origins whose pages may call from a browser, comma-separated; * for any; empty: none"
     )
@@ -87,6 +120,23 @@ class GatewaySettings(ProcessSettings):
         "info", description="minimum severity of log messages"
     )
     log_format: Literal["text", "json"] = Field("text", description="json: one JSON object per line")
+
+    @field_validator("store_url")
+    @classmethod
+    def _check_store_url(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is None or not url.get_secret_value():
+            return None
+        # The text repeats no part of the URL, which may contain a password.
+        if not url.get_secret_value().startswith(STORE_SCHEMES):
+            raise ValueError(f"must begin with {' or '.join(STORE_SCHEMES)}")
+        return url
+
+    @field_validator("store_secret")
+    @classmethod
+    def _check_store_secret(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_CHARACTERS:
+            raise ValueError(f"needs at least {MIN_SECRET_CHARACTERS} characters")
+        return secret
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,8 @@ class SourceEvent:
 class EventStream:
     """The ASGI application that answers one request with a stream.
 
-    `places` are the client's positions: at the beginning, or after the last event that it has received.
+    `places` are the client's positions: at the beginning, or after the last event that it has received. `keep` is
+    called before the end of a complete stream is sent.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class EventStream:
         places: list[Place],
         timeouts: WriteTimeouts,
         metrics: Metrics,
+        keep: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
+        self._keep = keep
         self._chunks = chunks
         self._form = form
         self._sources = sources
@@ -102,7 +105,7 @@ class EventStream:
         try:
             first = await self._until_all_are_taken()
             with self._metrics.streaming():
-                await self._send(send, {"type": "http.response.start", "status": 200, "headers": _raw(HEADERS)})
+                await self._send(send, {"type": "http.response.start", "status": 200, "headers": raw_headers(HEADERS)})
                 await self._relay(send, first)
         finally:
             for reader in readers:
@@ -135,7 +138,7 @@ class EventStream:
                 body = b"".join(part for one in news for part in self._told(one))
                 is_over = len(self._usages) == len(self._sources)
                 if is_over:
-                    body += self._ending()
+                    body += await self._ending()
             except ApiError as error:
                 body, is_over = self._form.failure(error), True
             if body or is_over:
@@ -226,9 +229,11 @@ class EventStream:
         self._places[index].has_finished = True
         return self._event(chunk)
 
-    def _ending(self) -> bytes:
+    async def _ending(self) -> bytes:
         usages = [self._usages[source.first] for source in self._sources]
         counted = self._event(self._chunks.usage(usages)) if self._chunks.api_request.include_usage else b""
+        if self._keep is not None:
+            await self._keep()
         return counted + self._form.end()
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
@@ -248,5 +253,6 @@ class EventStream:
             await send(message)
 
 
-def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+def raw_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Returns headers as ASGI has them."""
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

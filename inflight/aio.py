@@ -228,6 +228,7 @@ class AsyncClient:
         model: str = "",
         tenant: str = "",
         timeout: float = UNARY_TIMEOUT_S,
+        metadata: Mapping[str, str] | None = None,
     ) -> RequestState:
         """Cancels a request by its id and returns the state that it was in. The stream of the request reports the end.
 
@@ -236,7 +237,7 @@ class AsyncClient:
         request = inference_pb2.CancelRequest(
             request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
         )
-        answer = await self._unary("Cancel", request, timeout)
+        answer = await self._unary("Cancel", request, timeout, metadata)
         return decode_state(answer.state)
 
     async def get_request(
@@ -300,6 +301,11 @@ class AsyncClient:
     ) -> tuple[Model, ...]:
         """Returns the models that the routers serve."""
         return decode_models(await self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata))
+
+    async def tenant(self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None) -> str:
+        """Returns the tenant of requests of the caller that name none; empty from a router of an earlier version."""
+        answer = await self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata)
+        return str(answer.tenant)
 
     async def is_serving(self, *, timeout: float = UNARY_TIMEOUT_S) -> bool:
         """Returns whether the router that answers has an executor."""

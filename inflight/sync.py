@@ -226,6 +226,7 @@ class Client:
         model: str = "",
         tenant: str = "",
         timeout: float = UNARY_TIMEOUT_S,
+        metadata: Mapping[str, str] | None = None,
     ) -> RequestState:
         """Cancels a request by its id and returns the state that it was in. The stream of the request reports the end.
 
@@ -234,7 +235,7 @@ class Client:
         request = inference_pb2.CancelRequest(
             request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
         )
-        answer = self._unary("Cancel", request, timeout)
+        answer = self._unary("Cancel", request, timeout, metadata)
         return decode_state(answer.state)
 
     def get_request(
@@ -298,6 +299,11 @@ class Client:
     ) -> tuple[Model, ...]:
         """Returns the models that the routers serve."""
         return decode_models(self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata))
+
+    def tenant(self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None) -> str:
+        """Returns the tenant of requests of the caller that name none; empty from a router of an earlier version."""
+        answer = self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata)
+        return str(answer.tenant)
 
     def is_serving(self, *, timeout: float = UNARY_TIMEOUT_S) -> bool:
         """Returns whether the router that answers has an executor."""

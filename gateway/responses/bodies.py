@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from inflight.common.parameters import SAMPLING_NUMBERS
 from inflight.common.protocol import MAX_TOP_LOGPROBS
@@ -65,13 +65,17 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
 }
-# The same, with what the caller can do instead.
+# Parameters of a gateway without a store, each with the values that have no effect, and what the caller can do instead.
 _NOT_STORED = "is not supported: responses are not stored"
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((False,), "is not supported: a response is returned by its request"),
+    "background": ((False,), f"{_NOT_STORED}; a response is returned by its request"),
     "conversation": ((), f"{_NOT_STORED}; send the earlier items in input"),
     "previous_response_id": ((), f"{_NOT_STORED}; send the earlier items in input"),
     "store": ((False,), f"{_NOT_STORED}; leave it out or send false"),
+}
+# The same of one with a store.
+REFUSED_WITH_STORE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "conversation": ((), "is not supported; continue a response by previous_response_id"),
 }
 # Records of calls that OpenAI's servers ran, which no chat template has a place for.
 ITEMS_WITHOUT_EFFECT = frozenset(
@@ -327,6 +331,12 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class EarlierItems(Body):
+    """Items of earlier responses."""
+
+    items: list[Item]
+
+
 class ResponsesBody(Body):
     """`POST /v1/responses`. `model_extra` are parameters of chats, and hints."""
 
@@ -344,6 +354,31 @@ class ResponsesBody(Body):
     tools: list[Tool] | None = None
     tool_choice: ToolChoiceMode | ToolChoice | None = None
     reasoning: ReasoningOptions | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    # Items of the responses that it continues, which come before its own. They are its `input` then, with these.
+    _num_earlier: int = PrivateAttr(0)
+    _own_is_text: bool = PrivateAttr(False)
+
+    @property
+    def stores(self) -> bool:
+        """Whether the response is to be stored."""
+        return bool(self.store or self.background)
+
+    def after(self, items: list[dict[str, Any]]) -> ResponsesBody:
+        """Returns the body with the items of earlier responses before its own. Raises `ApiError`."""
+        own = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        earlier = validated(EarlierItems, {"items": items}).items
+        body = self.model_copy(update={"input": [*earlier, *own]})
+        body._num_earlier, body._own_is_text = len(earlier), isinstance(self.input, str)
+        return body
+
+    def item_name(self, number: int) -> str:
+        """Returns the parameter that an item of the input came with."""
+        if number < self._num_earlier:
+            return "previous_response_id"
+        return "input" if self._own_is_text else f"input[{number - self._num_earlier}]"
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -356,7 +391,7 @@ class ResponsesBody(Body):
         tools = list(offered(self.tools))
         for number, item in enumerate(() if isinstance(self.input, str) else self.input):
             if isinstance(item, AdditionalToolsItem):
-                tools += offered(item.tools, f"input[{number}].tools")
+                tools += offered(item.tools, f"{self.item_name(number)}.tools")
         return tools
 
     @property
@@ -371,10 +406,12 @@ class ResponsesBody(Body):
             names.append("text.verbosity")
         names += unused_tools(self.tools)
         for number, item in enumerate(() if isinstance(self.input, str) else self.input):
+            if number < self._num_earlier:
+                continue
             if isinstance(item, OtherItem):
-                names.append(f"input[{number}]")
+                names.append(self.item_name(number))
             elif isinstance(item, AdditionalToolsItem):
-                names += unused_tools(item.tools, f"input[{number}].tools")
+                names += unused_tools(item.tools, f"{self.item_name(number)}.tools")
         return names
 
     @property
@@ -445,14 +482,16 @@ _CHAT_NAMES = re.compile(
 )
 
 
-def parse_responses(raw: bytes) -> ResponsesBody:
+def parse_responses(raw: bytes, *, has_store: bool = False) -> ResponsesBody:
     """Parses a body. Raises `ApiError`."""
     body = read_fields(raw, UNSUPPORTED)
-    for name, (neutral, text) in REFUSED.items():
+    for name, (neutral, text) in (REFUSED_WITH_STORE if has_store else REFUSED).items():
         value = body.pop(name, None)
         if value is not None and value not in neutral:
             raise unsupported(name, text)
     parsed = validated(ResponsesBody, body)
+    if parsed.background and parsed.store is False:
+        raise refused("store", "must be true with background")
     for name in parsed.model_extra or {}:
         if name not in SAME_IN_CHATS | HINTS:
             raise refused(name[:64], "is not a known parameter", "unknown_parameter")
@@ -527,9 +566,10 @@ def _messages(body: ResponsesBody) -> tuple[list[dict[str, Any]], FieldNames]:
         if isinstance(item, CallItem) and messages and messages[-1]["role"] == "assistant":
             of_answer = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
             messages[-1] = message | messages[-1] | {"tool_calls": of_answer}
-            calls[-1] = (*calls[-1], f"input[{number}]")
+            calls[-1] = (*calls[-1], body.item_name(number))
             continue
-        add(message, f"input[{number}]", has_role=isinstance(item, MessageItem))
+        has_role = isinstance(item, MessageItem) and body.item_name(number).endswith("]")
+        add(message, body.item_name(number), has_role=has_role)
     return messages, FieldNames(tuple(names), tuple(calls), frozenset(have_no_role))
 
 

@@ -15,7 +15,7 @@ from inflight.gateway.errors import ApiError
 from inflight.gateway.responses.bodies import FieldNames, ResponsesBody
 from inflight.gateway.responses.tools import CustomTool, InputText
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 Kind = Literal["reasoning", "message", "function_call", "custom_tool_call"]
 
 _ID_PREFIXES: dict[Kind, str] = {
@@ -104,48 +104,75 @@ class ResponseForm(CommentingForm):
         self._not_enforced: dict[str, Any] = {}
         # Of tokens whose text has not come yet.
         self._logprobs: list[dict[str, Any]] = []
+        self._usage: dict[str, Any] | None = None
+        self._error: dict[str, str] | None = None
+        # Whether the response can be retrieved. Known before its last event is made.
+        self.is_stored = body.stores
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Returns the response for a whole chat completion."""
         (choice,) = answer["choices"]
         calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls") or ())]
         chunk = {**answer, "choices": [{**choice, "delta": {**choice["message"], "tool_calls": calls}}], "usage": None}
-        for _ in self._events(chunk):
+        for _ in self.events(chunk):
             pass
-        return self._response(answer["usage"])
+        self._usage = answer["usage"]
+        return self.response()
 
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
-        """Returns the events for a chunk. `name` is unused: a response cannot be resumed."""
-        return b"".join(map(named_event, self._events(chunk)))
+        """Returns the events for a chunk. `name` is unused: they are numbered."""
+        return b"".join(map(named_event, self.events(chunk)))
 
     def failure(self, error: ApiError) -> bytes:
         """Returns the event for an error in the middle of a stream."""
-        self._status = "failed"
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        response = self._response(None) | {"error": {"code": code, "message": error.text}}
-        return named_event(self._made("response.failed", response=response))
+        self.failed(error)
+        return named_event(self.last())
 
     def refusal(self, error: ApiError) -> ApiError:
         """Returns the error with the names of this API."""
         return self._names.restored(error)
 
     def end(self) -> bytes:
-        """Returns what follows the last event."""
-        return b""
+        """Returns the last event."""
+        return named_event(self.last())
 
-    def _events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if not self._id:
+    def queued(self, name: str, created: int) -> Iterator[dict[str, Any]]:
+        """Yields the first events of a response that is answered before it has a seat. `name` is its id without the
+        prefix."""
+        self._id, self._created, self._status = name, created, "queued"
+        for kind in ("response.created", "response.queued"):
+            yield self._made(kind, response=self.response())
+
+    def failed(self, error: ApiError) -> None:
+        """Ends the response by an error."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        self._status, self._error = "failed", {"code": code, "message": error.text}
+
+    def cancelled(self) -> None:
+        """Ends the response because its client has cancelled it."""
+        self._status = "cancelled"
+
+    def last(self) -> dict[str, Any]:
+        """Returns the last event. There is none of its own for a cancelled response."""
+        kind = "failed" if self._status == "cancelled" else self._status
+        return self._made(f"response.{kind}", response=self.response())
+
+    def events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the events for a chunk, all but the last one."""
+        if self._status == "queued" or not self._id:
+            kinds = ["response.in_progress"] if self._id else ["response.created", "response.in_progress"]
+            self._status = "in_progress"
             self._id = chunk["id"].partition("-")[2]
             self._created = chunk["created"]
             self._not_enforced = not_enforced(chunk)
-            for kind in ("response.created", "response.in_progress"):
-                yield self._made(kind, response=self._response(None))
+            for kind in kinds:
+                yield self._made(kind, response=self.response())
         for choice in chunk["choices"]:
             yield from self._delta(choice["delta"], (choice["logprobs"] or {}).get("content") or [])
             if choice["finish_reason"] is not None:
                 yield from self._finished(choice["finish_reason"])
         if chunk["usage"] is not None:
-            yield self._made(f"response.{self._status}", response=self._response(chunk["usage"]))
+            self._usage = chunk["usage"]
 
     def _delta(self, delta: dict[str, Any], logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         self._logprobs += logprobs
@@ -222,7 +249,7 @@ class ResponseForm(CommentingForm):
         self._number += 1
         return {"type": kind, "sequence_number": number, **fields}
 
-    def _response(self, usage: dict[str, Any] | None) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """Returns the response as far as it has come."""
         is_cut = self._status == "incomplete"
         unfinished = [] if self._open is None else [self._open.shown("incomplete")]
@@ -231,11 +258,12 @@ class ResponseForm(CommentingForm):
             "object": "response",
             "created_at": self._created,
             "status": self._status,
-            "error": None,
+            "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [*self._output, *unfinished],
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if self._usage is None else _usage(self._usage),
             **_asked(self._body),
+            "store": self.is_stored,
             **self._not_enforced,
         }
 
@@ -249,16 +277,15 @@ def _asked(body: ResponsesBody) -> dict[str, Any]:
     choice = body.tool_choice or "auto"
     repeated = ("prompt_cache_key", "safety_identifier", "service_tier", "temperature", "top_p", "user")
     return {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
         "metadata": body.shared.get("metadata") or {},
         "model": body.model,
         "parallel_tool_calls": body.shared.get("parallel_tool_calls") is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-        "store": False,
         "text": {"format": text_format},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump(exclude={"defer_loading"}) for tool in body.tools or ()],

@@ -50,6 +50,7 @@ ROUTER_SERVICE = "inflight.v1.InferenceService"
 
 # Its URL holds a password, and the command lines of processes are public.
 REDIS_URL_VARIABLE = "INFLIGHT_REDIS_URL"
+STORE_URL_VARIABLE = "INFLIGHT_STORE_URL"
 
 # Another process can take a free port before ours listens on it; then everything is started again.
 MAX_START_ATTEMPTS = 3
@@ -281,8 +282,17 @@ class LocalStack:
     async def _start_child(self, name: str, role: str, address: str, command: list[str], http: str) -> ChildProcess:
         self._report(name, Phase.STARTING, address)
         log_file = self.options.run_dir / f"{name}.log"
-        environment = {REDIS_URL_VARIABLE: "" if role == "gateway" else self.redis_url}
+        environment = {REDIS_URL_VARIABLE: self.redis_url}
+        if role == "gateway":
+            environment = {REDIS_URL_VARIABLE: "", **self._store()}
         return await ChildProcess.start(name, role, address, command, log_file, environment, http)
+
+    def _store(self) -> dict[str, str]:
+        """Returns the setting of gateways that makes them keep responses in the stack's Redis, unless the user has set
+        it. Gateways cannot connect to a cluster, or to a master behind Sentinels."""
+        if STORE_URL_VARIABLE in os.environ or not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
+            return {}
+        return {STORE_URL_VARIABLE: self.redis_url}
 
     async def _wait_until_all_ready(self) -> None:
         try:

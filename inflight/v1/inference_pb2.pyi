@@ -632,10 +632,12 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., hash: _Optional[str] = ..., rank: _Optional[int] = ..., num_executors: _Optional[int] = ..., num_resident: _Optional[int] = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models",)
+    __slots__ = ("models", "tenant")
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Model]
-    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class GetCapacityRequest(_message.Message):
     __slots__ = ("model",)

@@ -42,7 +42,7 @@ from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.dispatch.pools import ModelPool, ModelPools
-from inflight.router.ledger.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
+from inflight.router.ledger.types import NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from inflight.router.lifecycle.events import Admitted
 from inflight.router.request.delivery import ReadPosition
 from inflight.router.request.errors import draining, not_in_the_ledger, unknown_request
@@ -400,14 +400,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         models = [described_model(pool) for pool in self._pools.by_name.values()]
         models += [described_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
         models = [model for model in models if sees_model(caller, model.name)]
-        allowed = self._tenants.config.adapters_of(caller.tenant or DEFAULT_TENANT)
+        tenant = effective_tenant(caller, "")
+        allowed = self._tenants.config.adapters_of(tenant)
         if allowed is not None:
             for model in models:
                 seen = [adapter for adapter in model.adapters if adapter.name in allowed]
                 model.ClearField("adapters")
                 model.adapters.extend(seen)
         models.sort(key=lambda model: model.name)
-        return inference_pb2.ListModelsResponse(models=models)
+        return inference_pb2.ListModelsResponse(models=models, tenant=tenant)
 
     async def GetCapacity(
         self, request: inference_pb2.GetCapacityRequest, context: Context

@@ -112,8 +112,8 @@ def test_torch_is_imported_only_under_executor_and_by_its_benchmarks() -> None:
     assert not {path for path in importers("torch", *PACKAGES) if not path.startswith(allowed)}
 
 
-def test_redis_is_imported_only_by_the_store_and_the_local_stack() -> None:
-    allowed = ("router/ledger/", "inflight/local/")
+def test_redis_is_imported_only_by_the_stores_and_the_local_stack() -> None:
+    allowed = ("router/ledger/", "gateway/store/", "inflight/local/")
     assert not {path for path in importers("redis", *PACKAGES) if not path.startswith(allowed)}
 
 

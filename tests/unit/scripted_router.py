@@ -94,7 +94,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
     def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(models=self.models)
+        return inference_pb2.ListModelsResponse(models=self.models, tenant="default")
 
     def GetCapacity(
         self, request: inference_pb2.GetCapacityRequest, context: grpc.ServicerContext

@@ -14,8 +14,10 @@ import openai
 from inflight.common.http.port import HttpPort
 from inflight.common.rpc.tls import TlsFiles
 from inflight.gateway.app import GatewayApp
+from inflight.gateway.conversion import defaults_of
 from inflight.gateway.main import open_certificates, open_client, open_port
 from inflight.gateway.metrics import Metrics
+from inflight.gateway.responses.stored import stored_responses
 from inflight.gateway.service import GatewayService
 from inflight.gateway.settings import GatewaySettings
 
@@ -46,14 +48,18 @@ async def run_gateway(*routers: str, **settings: Any) -> AsyncIterator[RunningGa
     """A gateway on a free port."""
     chosen = GatewaySettings(listen="127.0.0.1:0", routers=routers, **settings)
     client, metrics = open_client(chosen), Metrics()
-    app = GatewayApp(GatewayService(client, chosen, metrics), chosen, metrics)
-    certificates = open_certificates(chosen)
-    port = open_port(app, chosen, certificates)
-    address = await port.start(chosen.listen)
     try:
-        yield RunningGateway(f"{'http' if certificates is None else 'https'}://{address}", app, port, certificates)
+        async with stored_responses(client, chosen, defaults_of(chosen), metrics) as stored:
+            app = GatewayApp(GatewayService(client, chosen, metrics, stored), chosen, metrics)
+            certificates = open_certificates(chosen)
+            port = open_port(app, chosen, certificates)
+            address = await port.start(chosen.listen)
+            scheme = "http" if certificates is None else "https"
+            try:
+                yield RunningGateway(f"{scheme}://{address}", app, port, certificates)
+            finally:
+                await port.stop()
     finally:
-        await port.stop()
         await client.close()
 
 

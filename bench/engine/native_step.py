@@ -5,6 +5,7 @@ its limit here: reading its weights or KV once at the measured bandwidth, or its
 large matrix product, whichever is longer. The weights have the model's type, and int8 in a second model. Prints
 Markdown. Shapes and types take turns, so that a disturbance affects all of them. Of each part it also prints the
 processor time per thread without waiting, the least of the rounds, in which other processes hardly count.
+`--prompts 512,2048,8192` measures whole prompts of these lengths alone, long ones in fewer rounds.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class MachineLimits:
 
 SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), StepShape(1, 512, 512))
 CHUNKS = (StepShape(1, 128, 128), StepShape(1, 128, 512, num_decodes=31))
+# A step of so many tokens is measured in every round, a longer one in as many fewer.
+TOKENS_OF_ROUNDS = 512
 
 
 def part_works(shape: DecoderShape, step: StepShape, element_bytes: int, is_int8: bool) -> dict[str, Work]:
@@ -156,8 +159,10 @@ def measure_steps(
             kv.values.fill_(0.01)
     batches = [batch_of(shape) for shape in shapes]
     times: list[list[list[Times]]] = [[[] for _ in shapes] for _ in models]
-    for _ in range(rounds + 1):
+    for turn in range(rounds + 1):
         for place, batch in enumerate(batches):
+            if turn > max(2, rounds * TOKENS_OF_ROUNDS // batch.num_tokens):
+                continue
             for model, measured in zip(models, times, strict=True):
                 measured[place].append(_part_times(model, batch))
     return [[_medians(one[1:]) for one in of_model] for of_model in times]
@@ -233,7 +238,10 @@ def batch_of(shape: StepShape) -> StepBatch:
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
     parser = cpu_parser(__doc__, rounds=30)
+    parser.add_argument("--prompts", default="", help="measure prompts of these lengths alone, such as 512,2048")
     options = parser.parse_args(argv)
+    prompts = tuple(StepShape(1, int(length), int(length)) for length in options.prompts.split(",") if length)
+    shapes = prompts or (*SHAPES, *CHUNKS)
     weight_types = tuple(dict.fromkeys((options.weight_dtype, "int8")))
     models = [load_native_model(options, weight_type) for weight_type in weight_types]
     loaded = [model for model in models if model is not None]
@@ -243,11 +251,11 @@ def main(argv: Sequence[str]) -> int:
     assert isinstance(forward, NativeForward)
     native, dtype = forward.decoder, forward.layout.dtype
     limits = measure_limits(native, dtype)
-    measured = measure_steps(loaded, (*SHAPES, *CHUNKS), options.rounds)
+    measured = measure_steps(loaded, shapes, options.rounds)
     print(f"- {processor().text}\n- {loaded[0].description.dtype}; {loaded[0].description.backend_reason}")
     print(f"- reading memory: {limits.bytes_per_s / 1e9:.1f} GB/s, large matrix product: ", end="")
     print(f"{limits.operations_per_s / 1e12:.2f} TFLOP/s, in int8: {limits.int8_operations_per_s / 1e12:.2f}\n")
-    for place, shape in enumerate((*SHAPES, *CHUNKS)):
+    for place, shape in enumerate(shapes):
         for weight_type, of_model in zip(weight_types, measured, strict=True):
             works = part_works(native.form.shape, shape, dtype.itemsize, weight_type == "int8")
             print(f"## {shape}, weights: {weight_type}\n\n{table_of(of_model[place], works, limits).markdown()}\n")

@@ -140,6 +140,109 @@ void write_value(const LayerKv& kv, int64_t slot, int64_t head, const typename E
     scatter_value<Element::PAIR>(kv, kv.group<int8_t>(kv.values, index, head), lane, (const int8_t*)numbers);
 }
 
+// How many of `count` tokens from the first on are in one group, in the order of its tokens.
+inline int64_t tokens_of_group(const int64_t* slots, int64_t count) {
+    const int64_t most = std::min<int64_t>(count, LANES - slots[0] % LANES);
+    int64_t num = 1;
+    while (num < most && slots[num] == slots[0] + num) ++num;
+    return num;
+}
+
+#if defined(__AVX512F__)
+// Exchanges rows and columns.
+ALWAYS_INLINE void transpose(__m512i (&x)[16]) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+    for (int i = 0; i < 4; ++i) {
+        const __m512i first = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88);
+        const __m512i second = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0x88);
+        const __m512i third = _mm512_shuffle_i32x4(x[i], x[4 + i], 0xdd);
+        const __m512i fourth = _mm512_shuffle_i32x4(x[8 + i], x[12 + i], 0xdd);
+        y[i] = _mm512_shuffle_i32x4(first, second, 0x88);
+        y[8 + i] = _mm512_shuffle_i32x4(first, second, 0xdd);
+        y[4 + i] = _mm512_shuffle_i32x4(third, fourth, 0x88);
+        y[12 + i] = _mm512_shuffle_i32x4(third, fourth, 0xdd);
+    }
+    for (int i = 0; i < 16; ++i) x[i] = y[i];
+}
+#endif
+
+// Writes the keys of tokens of one group: rows of `stride` numbers.
+template <class Element>
+void write_keys_of_group(const LayerKv& kv, const int64_t* slots, int64_t count, int64_t head,
+                         const typename Element::Number* keys, int64_t stride) {
+#if defined(__AVX512F__)
+    constexpr int64_t NUM_UNITS = LANES;  // of a key at once
+    if (Element::PAIR == 2 && !kv.is_int8 && kv.head_dim % (NUM_UNITS * Element::PAIR) == 0 && count > 1) {
+        const int64_t lane = slots[0] % LANES;
+        auto* to = kv.group<typename Element::Number>(kv.keys, slots[0] / LANES, head);
+        const auto lanes = (__mmask16)(((1 << count) - 1) << lane);
+        for (int64_t d = 0; d < kv.head_dim; d += NUM_UNITS * Element::PAIR) {
+            __m512i units[LANES];
+            for (int i = 0; i < LANES; ++i)
+                units[i] = _mm512_loadu_si512(keys + std::clamp<int64_t>(i - lane, 0, count - 1) * stride + d);
+            transpose(units);
+            for (int i = 0; i < NUM_UNITS; ++i)
+                _mm512_mask_storeu_epi32(to + (d / Element::PAIR + i) * LANES * Element::PAIR, lanes, units[i]);
+        }
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < count; ++i) write_key<Element>(kv, slots[i], head, keys + i * stride);
+}
+
+// Writes keys of tokens: rows of `stride` numbers.
+template <class Element>
+void write_keys(const LayerKv& kv, const int64_t* slots, int64_t count, int64_t head,
+                const typename Element::Number* keys, int64_t stride) {
+    for (int64_t i = 0, num; i < count; i += num) {
+        num = tokens_of_group(slots + i, count - i);
+        write_keys_of_group<Element>(kv, slots + i, num, head, keys + i * stride, stride);
+    }
+}
+
+// Writes the values of two tokens that share the lanes of a group.
+template <class Element>
+void write_two_values(const LayerKv& kv, int64_t slot, int64_t head, const typename Element::Number* first,
+                      const typename Element::Number* second) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+    auto* to = kv.group<typename Element::Number>(kv.values, slot / LANES, head) + slot % LANES * kv.dim();
+    int64_t d = 0;
+    for (; d + WIDTH <= kv.head_dim; d += WIDTH) {
+        Halves low, high;
+        std::memcpy(&low, first + d, sizeof low);
+        std::memcpy(&high, second + d, sizeof high);
+        const Words both = __builtin_convertvector(low, Words) | __builtin_convertvector(high, Words) << 16;
+        std::memcpy(to + 2 * d, &both, sizeof both);
+    }
+    for (; d < kv.head_dim; ++d) to[2 * d] = first[d], to[2 * d + 1] = second[d];
+}
+
+// Writes values of tokens: rows of `stride` numbers.
+template <class Element>
+void write_values(const LayerKv& kv, const int64_t* slots, int64_t count, int64_t head,
+                  const typename Element::Number* values, int64_t stride) {
+    for (int64_t i = 0, num; i < count; i += num) {
+        const auto* const value = values + i * stride;
+        num = 1;
+        if constexpr (Element::PAIR == 2)
+            if (!kv.is_int8 && slots[i] % 2 == 0 && tokens_of_group(slots + i, std::min<int64_t>(2, count - i)) == 2)
+                num = 2;
+        if (num == 1)
+            write_value<Element>(kv, slots[i], head, value);
+        else if constexpr (Element::PAIR == 2)
+            write_two_values<Element>(kv, slots[i], head, value, value + stride);
+    }
+}
+
 // Arguments of attention in one layer. Strides count numbers; the last dimension is contiguous.
 struct Attention {
     LayerKv kv;
@@ -161,13 +264,13 @@ struct Item {
 };
 
 // The KV heads of a token are adjacent in memory: if there are enough sequences for all threads, one item of a decode
-// covers all heads, and so reads long contiguous memory.
+// covers all heads, and so reads long contiguous memory. Tiles of more than 16 rows are those of one head alone.
 class AttentionItems {
   public:
     AttentionItems(int64_t num_heads, int64_t num_kv_heads, int64_t num_sequences, int num_threads)
         : group_heads_((int)(num_heads / num_kv_heads)),
           num_kv_heads_((int)num_kv_heads),
-          may_join_(num_sequences >= 4 * num_threads && num_heads <= MAX_ROWS) {}
+          may_join_(num_sequences >= 4 * num_threads && num_heads <= MAX_ROWS && group_heads_ <= LANES) {}
 
     // Appends the items of new tokens [first, end) of a sequence, those with the most work first.
     void of_tokens(std::vector<Item>& items, int sequence, int first, int end) const {
@@ -203,14 +306,13 @@ struct Buffers {
     alignas(64) float score[MAX_ROWS][CHUNK];
     alignas(64) float output[MAX_ROWS][ROW_STRIDE];
 #ifdef INFLIGHT_AMX
-    alignas(64) Number values[CHUNK * VALUE_COLUMNS];  // of a chunk's tokens
+    alignas(64) Number values[CHUNK * MAX_DIM];  // of a chunk's tokens
     TileConfiguration tiles;
 #endif
     alignas(64) float key_scale[CHUNK], value_scale[CHUNK];  // of int8 KV, for one KV head
-    // Of each row, in whole vectors: largest score, sum of weights and factor of what is summed already; and of a chunk
-    // the largest score and sum.
-    float maximum[ROW_VALUES] = {}, sum[ROW_VALUES] = {}, rescale[ROW_VALUES] = {};
-    float largest[ROW_VALUES] = {}, added[ROW_VALUES] = {};
+    Floats sum[MAX_ROWS];  // of the weights of each row, those of every WIDTH-th key in a lane
+    // Of each row, in whole vectors: largest score, factor of what is summed already, and a chunk's largest score.
+    float maximum[ROW_VALUES] = {}, rescale[ROW_VALUES] = {}, largest[ROW_VALUES] = {};
     float query_scale[MAX_ROWS], weight_scale[MAX_ROWS];  // of queries and weights in integers
     int first_key[MAX_ROWS], last_key[MAX_ROWS];  // that a row sees
     // Rows of an item that the tiles are configured for; 0 if they are configured for something else.
@@ -339,10 +441,14 @@ ALWAYS_INLINE float to_integers(Ints largest, float& scale) {
     return magnitude > MIN_SCALE && magnitude < INFINITY ? Element::LARGEST / magnitude : 0.0f;
 }
 
-// Copies a query `[head_dim]` to a row of the workspace; what is behind it is zero already.
+// Copies a query `[head_dim]` to a row of the workspace, followed by zeros up to a whole tile.
 template <class Element>
 void take_query(Workspace<Element>& work, int row, const typename Element::Number* query, int64_t head_dim) {
-    std::memcpy(work.query[row], query, head_dim * sizeof *query);
+    typename Element::Number* to = work.query[row];
+    int64_t d = 0;
+    for (; d + LANES <= head_dim; d += LANES) std::memcpy(to + d, query + d, LANES * sizeof *to);
+    for (; d < head_dim; ++d) to[d] = query[d];
+    for (const int64_t end = round_up(head_dim, 2 * LANES); d < end; ++d) to[d] = 0;
     work.query_scale[row] = 1;
 }
 
@@ -358,48 +464,57 @@ inline void take_query<Int16>(Workspace<Int16>& work, int row, const uint16_t* q
     }
     const float inverse = to_integers<Int16>(largest, work.query_scale[row]);
     for (int64_t d = 0; d < head_dim; d += WIDTH) Int16::put(&work.query[row][d], load(numbers + d) * inverse);
+    for (int64_t d = round_up(head_dim, WIDTH); d < round_up(head_dim, 2 * LANES); ++d) work.query[row][d] = 0;
 }
 
-// Masks the scores of a row beyond keys [first_key, last_key] of the chunk, which are visible to it, and returns the
-// largest.
-inline float largest_score(float* scores, int num_keys, int first_key, int last_key, const Attention& call) {
+// The maximum of a row that has seen no key: far below every score, and far above masked ones.
+constexpr float unseen_maximum(float factor) { return MASKED * factor / 2; }
+
+// Caps the scores of a row, and masks them beyond keys [first_key, last_key] of the chunk, which are visible to it.
+ALWAYS_INLINE void mask_scores(float* scores, int num_keys, int first_key, int last_key, const Attention& call) {
     if (call.softcap > 0)
         for (int key = 0; key < num_keys; key += WIDTH)
             store(scores + key, soft_capped(load(scores + key) * call.scale, call.softcap));
-    if (first_key > 0 || last_key < num_keys - 1)
-        for (int key = 0; key < num_keys; ++key)
-            if (key < first_key || key > last_key) scores[key] = MASKED;
-    Floats maximums = all(MASKED);
-    for (int key = 0; key < num_keys; key += WIDTH) {
-        const Floats x = load(scores + key);
-        maximums = (x > maximums) ? x : maximums;
+    if (first_key <= 0 && last_key >= num_keys - 1) return;
+    Ints keys;
+    for (int lane = 0; lane < WIDTH; ++lane) keys[lane] = lane;
+    for (int key = 0; key < num_keys; key += WIDTH, keys += WIDTH) {
+        const Floats seen = (keys < first_key) ? all(MASKED) : load(scores + key);
+        store(scores + key, (keys > last_key) ? all(MASKED) : seen);
     }
-    return largest_of(maximums);
 }
 
-// Updates the maximums of all rows by the largest scores of a chunk, `largest`, and computes the factors of their sums.
+// Updates the maximums of all rows by the scores of a chunk, and computes the factors of their sums.
 template <class Element>
-void raise_maximums(Workspace<Element>& work, int num_rows, float factor) {
+void raise_maximums(const Attention& call, Workspace<Element>& work, int num_rows, int first_key, int num_keys,
+                    float factor) {
+    for (int row = 0; row < num_rows; ++row) {
+        float* const scores = work.score[row];
+        mask_scores(scores, num_keys, work.first_key[row] - first_key, work.last_key[row] - first_key, call);
+        Floats largest = all(MASKED);
+        for (int key = 0; key < num_keys; key += WIDTH) largest = larger(load(scores + key), largest);
+        work.largest[row] = largest_of(largest);
+    }
     for (int row = 0; row < num_rows; row += WIDTH) {
         const Floats before = load(work.maximum + row), largest = load(work.largest + row) * factor;
-        const Floats maximum = (largest > before) ? largest : before;
+        const Floats maximum = larger(largest, before);
         store(work.rescale + row, power_of_two(before - maximum));
         store(work.maximum + row, maximum);
     }
 }
 
-// Turns the scores of a row into weights and returns their sum. Scores are exponents of two, which saves a
+// Turns the scores of a row into weights and adds them to its sum. Scores are exponents of two, which saves a
 // multiplication each. With int8 KV, scores and weights get the scales of keys and values, so that the products
 // multiply integers alone.
 template <class Element, bool IS_INT8>
-float weigh_row(Workspace<Element>& work, int row, int num_keys, float factor) {
+void weigh_row(Workspace<Element>& work, int row, int num_keys, float factor) {
     constexpr bool IS_INTEGER = !std::is_same_v<typename Element::Sum, Floats>;
     float* scores = work.score[row];
-    const float maximum = work.maximum[row];
-    Floats sums = {};
+    const Floats lowered = all(-work.maximum[row]), factors = all(factor);
+    Floats sums = work.sum[row] * work.rescale[row];
     Ints largest = {};
     for (int key = 0; key < num_keys; key += WIDTH) {
-        Floats weights = power_of_two<Element>(load(scores + key) * factor - maximum);
+        Floats weights = power_of_two<Element>(fused_add(lowered, load(scores + key), factors));
         sums += weights;
         if constexpr (IS_INT8) weights *= load(work.value_scale + key);
         if constexpr (IS_INTEGER) {
@@ -414,7 +529,7 @@ float weigh_row(Workspace<Element>& work, int row, int num_keys, float factor) {
         for (int key = 0; key < num_keys; key += WIDTH)
             Element::put(&work.weight[row][key], load(scores + key) * inverse);
     }
-    return sum_of(sums);
+    work.sum[row] = sums;
 }
 
 // Copies the scales of a chunk; `offset` leads from a group to those of a head.
@@ -500,6 +615,19 @@ void prefetch_queries(const Attention& call, const Item& item) {
                  item.num_kv_heads * group_heads * call.query_head_stride * sizeof(Number));
 }
 
+// Calls `work(row, token, head)` for each row of an item.
+template <class Work>
+ALWAYS_INLINE void each_row_of(const Item& item, int group_heads, const Work& work) {
+    int row = 0;
+    for (int kv_head = item.kv_head; kv_head < item.kv_head + item.num_kv_heads; ++kv_head) {
+        int token = item.first_row / group_heads, head = item.first_row % group_heads;
+        for (int i = 0; i < item.num_rows; ++i) {
+            work(row++, token, kv_head * group_heads + head);
+            if (++head == group_heads) head = 0, ++token;
+        }
+    }
+}
+
 // Computes one item. `next` is the item that this thread will probably process next, or null: its first keys are
 // prefetched while the last values of this one are added. The KV is stored as it is computed with, or as int8.
 template <class Output, class Element, class Stored>
@@ -513,23 +641,19 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
     const int num_new = call.query_starts[item.sequence + 1] - first_token;
     const int first_position = call.context_lengths[item.sequence] - num_new;
     const int num_rows = item.num_rows, all_rows = num_rows * item.num_kv_heads;
-    auto token_of = [&](int row) { return (item.first_row + row % num_rows) / group_heads; };
-    auto head_of = [&](int row) {
-        return (item.kv_head + row / num_rows) * group_heads + (item.first_row + row % num_rows) % group_heads;
-    };
     const float factor = (call.softcap > 0 ? 1.0f : call.scale) * LOG2_E;
-    for (int row = 0; row < all_rows; ++row) {
-        const int token = token_of(row), position = first_position + token;
-        const Number* query = static_cast<const Number*>(call.queries) +
-                              (first_token + token) * call.query_token_stride + head_of(row) * call.query_head_stride;
-        std::memset(work.query[row], 0, round_up(dim, 2 * LANES) * sizeof(Number));
-        take_query<Element>(work, row, query, kv.head_dim);
-        std::memset(work.output[row], 0, dim * sizeof(float));
-        work.maximum[row] = MASKED * factor / 2;
-        work.sum[row] = 0;
+    each_row_of(item, group_heads, [&](int row, int token, int head) {
+        const int position = first_position + token;
+        take_query<Element>(work, row,
+                            static_cast<const Number*>(call.queries) +
+                                (first_token + token) * call.query_token_stride + head * call.query_head_stride,
+                            kv.head_dim);
+        for (int d = 0; d < dim; d += WIDTH) store(&work.output[row][d], Floats{});
+        work.maximum[row] = unseen_maximum(factor);
+        work.sum[row] = Floats{};
         work.first_key[row] = call.sliding_window ? std::max(0, position + 1 - (int)call.sliding_window) : 0;
         work.last_key[row] = position;
-    }
+    });
 
     const Context<Stored> context(call, item);
     const GroupRange range = groups_of(call, item);
@@ -544,11 +668,26 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
             values[i] = context.values(start + i);
         }
         context.prefetch_values(start, start + num_groups);
+        const auto prefetch_next = [&] {
+            if (end < range.end) {
+                context.prefetch_keys(end, end_of_chunk(end, range));
+            } else if (next != nullptr) {
+                const GroupRange after = groups_of(call, *next);
+                Context<Stored>(call, *next).prefetch_keys(after.first, end_of_chunk(after.first, after));
+                prefetch_queries<Number>(call, *next);
+            }
+        };
+        if constexpr (HAS_TILES)
+            if (by_tiles && num_rows > FEW_ROWS) {
+                prefetch_next();
+                add_chunk_by_tiles<Element>(call, work, num_rows, keys, values, start, num_groups, dim, factor);
+                continue;
+            }
         for (int head = 0; head < item.num_kv_heads; ++head) {
             const int64_t offset = head * head_stride;
             if constexpr (HAS_TILES)
                 if (by_tiles) {
-                    score_by_tiles<Element>(work, head * num_rows, num_rows, keys, offset, num_groups, dim);
+                    score_by_tiles<Element>(work, head * num_rows, keys, offset, num_groups, dim);
                     continue;
                 }
             if constexpr (IS_INT8) gather_scales(work.key_scale, keys, offset + LANES * dim, num_groups);
@@ -556,33 +695,26 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
                 score_rows<Element, IS_INT8, count>(work, head * num_rows + row, keys, offset, num_groups, dim);
             });
         }
-        // Step by step for all rows, because the operations of different rows overlap, and those of one hardly do.
-        const int num_keys = num_groups * LANES;
-        for (int row = 0; row < all_rows; ++row)
-            work.largest[row] = largest_score(work.score[row], num_keys, work.first_key[row] - start * LANES,
-                                              work.last_key[row] - start * LANES, call);
-        raise_maximums<Element>(work, all_rows, factor);
-        for (int row = 0; row < all_rows; ++row) {
-            if constexpr (IS_INT8)
-                if (row % num_rows == 0)
-                    gather_scales(work.value_scale, values, row / num_rows * head_stride + LANES * dim, num_groups);
-            work.added[row] = weigh_row<Element, IS_INT8>(work, row, num_keys, factor);
+        const int first_key = start * LANES, num_keys = num_groups * LANES;
+        if constexpr (HAS_TILES)
+            for (int row = 0; by_tiles && row < all_rows; ++row)
+                weigh_row_for_tiles<Element>(call, work, row, row, first_key, num_keys, dim, factor);
+        if (!by_tiles) {
+            // Step by step for all rows, because the operations of different rows overlap, and those of one hardly do.
+            raise_maximums<Element>(call, work, all_rows, first_key, num_keys, factor);
+            for (int row = 0; row < all_rows; ++row) {
+                if constexpr (IS_INT8)
+                    if (row % num_rows == 0)
+                        gather_scales(work.value_scale, values, row / num_rows * head_stride + LANES * dim, num_groups);
+                weigh_row<Element, IS_INT8>(work, row, num_keys, factor);
+            }
         }
-        for (int row = 0; row < all_rows; row += WIDTH)
-            store(work.sum + row, load(work.sum + row) * load(work.rescale + row) + load(work.added + row));
-        if (end < range.end) {
-            context.prefetch_keys(end, end_of_chunk(end, range));
-        } else if (next != nullptr) {
-            const GroupRange after = groups_of(call, *next);
-            Context<Stored>(call, *next).prefetch_keys(after.first, end_of_chunk(after.first, after));
-            prefetch_queries<Number>(call, *next);
-        }
+        prefetch_next();
         for (int head = 0; head < item.num_kv_heads; ++head) {
             const int64_t offset = head * head_stride;
             if constexpr (HAS_TILES)
                 if (by_tiles) {
-                    weigh_values_by_tiles<Element>(work, head * num_rows, num_rows, values, offset, start, num_groups,
-                                                   dim);
+                    weigh_values_by_tiles<Element>(work, head * num_rows, values, offset, start, num_groups, dim);
                     continue;
                 }
             some_at_a_time(num_rows, [&](int row, auto count) {
@@ -591,13 +723,14 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
         }
     }
 
-    for (int row = 0; row < all_rows; ++row) {
-        Number* output = static_cast<Number*>(call.outputs) + (first_token + token_of(row)) * call.output_token_stride +
-                         head_of(row) * kv.head_dim;
-        for (int d = 0; d < dim; d += WIDTH)
-            Output::put(&work.query[row][d], load(&work.output[row][d]) / work.sum[row]);
-        std::memcpy(output, work.query[row], kv.head_dim * sizeof(Number));
-    }
+    each_row_of(item, group_heads, [&](int row, int token, int head) {
+        Number* output = static_cast<Number*>(call.outputs) + (first_token + token) * call.output_token_stride +
+                         head * kv.head_dim;
+        Number* to = dim == kv.head_dim ? output : work.query[row];
+        const float inverse = 1.0f / sum_of(work.sum[row]);
+        for (int d = 0; d < dim; d += WIDTH) Output::put(to + d, load(&work.output[row][d]) * inverse);
+        if (dim != kv.head_dim) std::memcpy(output, to, kv.head_dim * sizeof(Number));
+    });
 }
 
 template <class Element>

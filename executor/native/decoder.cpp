@@ -113,6 +113,7 @@ class DecoderOf final : public Decoder {
 
         Workspace<Element> attention;
         ProductScratch product;
+        alignas(64) Number head[TILE_ROWS][MAX_DIM];  // keys or values of a tile
         std::vector<float> scores;               // of the experts for a row
         std::vector<Product<Factor>> products;   // of the experts that have rows, and the end of each one's tasks
         std::vector<int64_t> last_tasks;
@@ -436,11 +437,12 @@ class DecoderOf final : public Decoder {
             const Change change{QKV_PRODUCT, index, normed_elements()};
             adapted_product(QKV, change, layer.qkv, activations_.normed, &layer.output,
                             [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                                const int64_t head = block / blocks;
                                 for (int i = 0; i < num_rows; ++i) {
-                                    float* const head = tile + i * stride;
-                                    if (has_adapter(row + i)) adapt_head(index, block / blocks, row + i, head);
-                                    finish_head(layer, kv, rope, block / blocks, row + i, head);
+                                    if (has_adapter(row + i)) adapt_head(index, head, row + i, tile + i * stride);
+                                    finish_head(layer, head, row + i, tile + i * stride);
                                 }
+                                store_heads(kv, rope, head, row, num_rows, tile, stride);
                             });
             if (shape_.head_norms == NORMS_OF_ALL_HEADS) norm_all_heads(layer, kv, rope);
         }
@@ -455,19 +457,22 @@ class DecoderOf final : public Decoder {
                 add_adapter(row, index, ADAPT_VALUE, (kv_head - shape_.num_kv_heads) * dim, dim, sums);
         }
 
-        // Adds bias and norm to a new query, key or value, and stores it. Norms of all heads wait for all of them.
-        void finish_head(const Layer<Factor>& layer, const LayerKv& kv, int64_t rope, int64_t head, int64_t row,
-                         float* x) {
+        // Adds bias and norm to a new query, key or value. Norms of all heads wait for all of them.
+        void finish_head(const Layer<Factor>& layer, int64_t head, int64_t row, float* x) {
             const int64_t dim = shape_.head_dim, num_normed = shape_.num_heads + shape_.num_kv_heads;
             if (layer.qkv_bias != nullptr)
                 for (int64_t d = 0; d < dim; ++d) x[d] += layer.qkv_bias[head * dim + d];
-            if (head < num_normed && shape_.head_norms == NORMS_OF_ALL_HEADS) {
-                std::memcpy(unnormed_head(row, shape_.rank, head), x, dim * sizeof *x);
-                return;
-            }
             if (head < num_normed && shape_.head_norms == NORMS_OF_ONE_HEAD)
                 norm_in_place(x, head < shape_.num_heads ? layer.query_norm : layer.key_norm, dim);
-            store_head(kv, rope, head, row, x);
+        }
+
+        // Stores a query, key or value of some rows, or keeps it for norms of all heads.
+        void store_heads(const LayerKv& kv, int64_t rope, int64_t head, int64_t row, int num_rows, float* x,
+                         int64_t stride) {
+            if (head >= shape_.num_heads + shape_.num_kv_heads || shape_.head_norms != NORMS_OF_ALL_HEADS)
+                return rotate_and_store(kv, rope, head, row, num_rows, x, stride);
+            for (int i = 0; i < num_rows; ++i)
+                std::memcpy(unnormed_head(row + i, shape_.rank, head), x + i * stride, shape_.head_dim * sizeof *x);
         }
 
         // A query or key of a rank before its norm.
@@ -484,7 +489,7 @@ class DecoderOf final : public Decoder {
                 norm_in_place(x, layer.query_norm, num_queries);
                 norm_in_place(x + num_queries, layer.key_norm, shape_.all_kv_heads * shape_.head_dim);
                 for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head)
-                    store_head(kv, rope, head, row, unnormed_head(row, shape_.rank, head));
+                    rotate_and_store(kv, rope, head, row, 1, unnormed_head(row, shape_.rank, head), 0);
             });
         }
 
@@ -516,20 +521,25 @@ class DecoderOf final : public Decoder {
             norm_row(x, weight, size, shape_.norm_epsilon, [&](int64_t i, Floats y) { store(x + i, y); });
         }
 
-        // Rotates a new query or key, and stores it or a new value.
-        void store_head(const LayerKv& kv, int64_t rope, int64_t head, int64_t row, float* x) {
-            const int64_t dim = shape_.head_dim, first = rotation(rope, row);
+        // Rotates a new query or key of up to 32 rows, and stores it or a new value.
+        void rotate_and_store(const LayerKv& kv, int64_t rope, int64_t head, int64_t row, int num_rows, float* x,
+                              int64_t stride) {
+            const int64_t dim = shape_.head_dim;
             const int64_t kv_head = head - shape_.num_heads, value_head = kv_head - shape_.num_kv_heads;
-            if (value_head < 0)
-                rotate_row(x, activations_.cosines + first, activations_.sines + first, shape_.rotary_dim / 2);
-            Number numbers[MAX_DIM];
-            Number* to = kv_head < 0 ? activations_.queries.row(row) + head * dim : numbers;
-            for (int64_t d = 0; d < dim; d += WIDTH) Element::put(to + d, load(x + d));
+            for (int i = 0; i < num_rows; ++i) {
+                float* const numbers = x + i * stride;
+                const int64_t first = rotation(rope, row + i);
+                if (value_head < 0)
+                    rotate_row(numbers, activations_.cosines + first, activations_.sines + first,
+                               shape_.rotary_dim / 2);
+                Number* to = kv_head < 0 ? activations_.queries.row(row + i) + head * dim : scratch_.head[i];
+                for (int64_t d = 0; d < dim; d += WIDTH) Element::put(to + d, load(numbers + d));
+            }
             if (kv_head < 0) return;
             if (value_head < 0)
-                write_key<Element>(kv, slots_[row], kv_head, numbers);
+                write_keys<Element>(kv, slots_ + row, num_rows, kv_head, scratch_.head[0], MAX_DIM);
             else
-                write_value<Element>(kv, slots_[row], value_head, numbers);
+                write_values<Element>(kv, slots_ + row, num_rows, value_head, scratch_.head[0], MAX_DIM);
         }
 
         void attend_all(const LayerKv& kv, const int32_t* block_tables, int64_t window,

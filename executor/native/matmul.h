@@ -106,7 +106,10 @@ struct Rows {
             std::memcpy(last, from, count * sizeof *from);
             *scale = round_group(last, to);
         } else {
-            for (int64_t i = 0; i < count; i += WIDTH) Element::put(to + i, load(from + i));
+            int64_t i = 0;
+            for (; i + 2 * WIDTH <= count; i += 2 * WIDTH)
+                Element::put_two(to + i, load(from + i), load(from + i + WIDTH));
+            for (; i < count; i += WIDTH) Element::put(to + i, load(from + i));
         }
     }
 };
@@ -180,6 +183,18 @@ void pack_column(const Matrix<Element>& matrix, int64_t column, const typename S
 
 // Asks for the cache line at `from` in the second-level cache.
 ALWAYS_INLINE void prefetch_line(const char* from) { __builtin_prefetch(from, 0, 2); }
+
+// What a thread will probably multiply with next: `lines_per_step` cache lines are prefetched during each step.
+struct Ahead {
+    const char* from = nullptr;
+    int64_t lines_per_step = 0;
+
+    ALWAYS_INLINE void prefetch() {
+        for (const char* const end = from + lines_per_step * 64; from < end; from += 64) prefetch_line(from);
+    }
+    // What follows after some steps.
+    Ahead after(int64_t num_steps) const { return {from + num_steps * lines_per_step * 64, lines_per_step}; }
+};
 
 // Adds a step's products, scaled, to `sums`: in one order of operations wherever it is computed.
 ALWAYS_INLINE Floats add_scaled(Floats sums, Ints products, Floats column_scales, float row_scale) {
@@ -266,17 +281,8 @@ ALWAYS_INLINE void store_tiles(Sum* out, int64_t stride) {
     }
 }
 
-// Asks for a whole step of what is multiplied next, or of nothing.
-template <class Element>
-ALWAYS_INLINE void prefetch_step(const char* next, int64_t step) {
-    constexpr int64_t WHOLE_STEP_BYTES = Matrix<Element>::WHOLE_STEP_BYTES;
-    if (next != nullptr)
-        for (int64_t byte = 0; byte < WHOLE_STEP_BYTES; byte += 64)
-            prefetch_line(next + step * WHOLE_STEP_BYTES + byte);
-}
-
 template <class Element, TileHeight HEIGHT>
-void multiply_by_tiles(const Panels& panels, const char* block, const char* next, int64_t num_steps,
+void multiply_by_tiles(const Panels& panels, const char* block, Ahead next, int64_t num_steps,
                        const Rows<Element>& rows, bool adds, float* out, int64_t out_stride) {
     const int64_t out_bytes = out_stride * sizeof(float);
     const char* left = reinterpret_cast<const char*>(rows.numbers);
@@ -290,7 +296,7 @@ void multiply_by_tiles(const Panels& panels, const char* block, const char* next
         }
     }
     for (int64_t step = 0; step < num_steps; ++step, left += 64, block += STEP_BYTES) {
-        prefetch_step<Element>(next, step);
+        next.prefetch();
         add_step_of_tiles<Element, HEIGHT>(panels, block, left, rows.row_bytes());
     }
     store_tiles<HEIGHT>(out, out_stride);
@@ -298,7 +304,7 @@ void multiply_by_tiles(const Panels& panels, const char* block, const char* next
 
 // The products of a step leave the tiles, and vectors scale them while the tiles multiply the next step.
 template <TileHeight HEIGHT>
-void multiply_int8_by_tiles(const Panels& panels, const char* block, const char* next, int64_t num_steps,
+void multiply_int8_by_tiles(const Panels& panels, const char* block, Ahead next, int64_t num_steps,
                             const Rows<Int8>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
     constexpr int64_t WHOLE_STEP_BYTES = Matrix<Int8>::WHOLE_STEP_BYTES;
     alignas(64) int32_t products[2][TILE_ROWS][BLOCK_COLUMNS];
@@ -320,7 +326,7 @@ void multiply_int8_by_tiles(const Panels& panels, const char* block, const char*
     };
     const char* const left = reinterpret_cast<const char*>(rows.numbers);
     for (int64_t step = 0; step < num_steps; ++step) {
-        prefetch_step<Int8>(next, step);
+        next.prefetch();
         clear_tiles();
         add_step_of_tiles<Int8, HEIGHT>(panels, block + step * WHOLE_STEP_BYTES, left + step * 64, rows.row_bytes());
         if (step > 0) add_products(step - 1);
@@ -466,7 +472,7 @@ constexpr int PART_ROWS = HAS_TILES<Element> ? TILE_ROWS : 1;
 
 #ifdef INFLIGHT_AMX
 template <class Element, TileHeight HEIGHT>
-void multiply_by_height(const Panels& panels, const char* block, const char* next, int64_t num_steps,
+void multiply_by_height(const Panels& panels, const char* block, const Ahead& next, int64_t num_steps,
                         const Rows<Element>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
     if constexpr (IS_INT8<Element>)
         multiply_int8_by_tiles<HEIGHT>(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
@@ -475,20 +481,28 @@ void multiply_by_height(const Panels& panels, const char* block, const char* nex
 }
 #endif
 
+// Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows of many that the block multiplies, or with `adds` adds
+// that to `out`. Memory behind the last row of `out` may be overwritten.
+template <class Element>
+void multiply_some_of_many(const Panels& panels, const char* block, const Ahead& next, int64_t num_steps,
+                           const Rows<Element>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
+#ifdef INFLIGHT_AMX
+    if constexpr (Element::PAIR > 1)
+        multiply_by_height<Element, MANY>(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
+#endif
+}
+
 // Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows, or with `adds` adds that to `out`. Memory behind the
 // last row of `out` may be overwritten. `next` is what this thread will probably multiply with after the block, or
-// null: as much of it is prefetched into the second-level cache. The rows are some of many that the block multiplies
-// if `of_many`.
+// null: as much of it is prefetched into the second-level cache.
 template <class Element>
 void multiply(const Panels& panels, const char* block, const char* next, int64_t num_steps,
-              const Rows<Element>& rows, int num_rows, [[maybe_unused]] bool of_many, bool adds, float* out,
-              int64_t out_stride) {
+              const Rows<Element>& rows, int num_rows, bool adds, float* out, int64_t out_stride) {
 #ifdef INFLIGHT_AMX
     if constexpr (Element::PAIR > 1) {
-        const auto by_height = of_many          ? multiply_by_height<Element, MANY>
-                               : num_rows > 16 ? multiply_by_height<Element, SOME>
-                                               : multiply_by_height<Element, FEW>;
-        return by_height(panels, block, next, num_steps, rows, num_rows, adds, out, out_stride);
+        const auto by_height = num_rows > 16 ? multiply_by_height<Element, SOME> : multiply_by_height<Element, FEW>;
+        const Ahead ahead{next, next == nullptr ? 0 : Matrix<Element>::WHOLE_STEP_BYTES / 64};
+        return by_height(panels, block, ahead, num_steps, rows, num_rows, adds, out, out_stride);
     }
 #endif
     const int group_rows = rows_of_group(num_rows), num_groups = (num_rows + group_rows - 1) / group_rows;

@@ -85,7 +85,8 @@ struct PrepareNothing {
 // A task multiplies all its blocks with a tile of rows before the next tile, so that the sums are still in the
 // first-level cache when `finish` reads them. A deep block is multiplied in pieces, each as long as may be prefetched
 // at once. With AMX, which is faster than the second-level cache, a task of several tiles multiplies a piece that fits
-// the first-level cache with all of them instead, and unpacks codes once.
+// the first-level cache with all of them instead, and unpacks codes once. `finish` then takes a tile after its last
+// piece, while what `prepare` has asked for comes during the products.
 template <class Element>
 class Product {
   public:
@@ -143,7 +144,8 @@ class Product {
     }
 
   private:
-    static constexpr int64_t CACHED_BYTES = 768 << 10;  // of activations, in the second-level cache
+    // Of activations, in the second-level cache. Processors with AMX have one of 2 MB.
+    static constexpr int64_t CACHED_BYTES = HAS_TILES<Element> ? 1 << 20 : 768 << 10;
     static constexpr int64_t AHEAD_STEPS = 64;          // of a piece that is prefetched
     static constexpr int64_t NEAR_STEPS = 18;           // of a piece that stays in the first-level cache
     static constexpr int64_t TASKS_OF_THREAD = 32;      // in a product of many rows
@@ -185,43 +187,53 @@ class Product {
         const int64_t rows_at_once = ProductScratch::TILE_NUMBERS / stride_ / TILE_ROWS * TILE_ROWS;
         for (int64_t first = start; first < end; first += rows_at_once) {
             const int64_t last = std::min(end, first + rows_at_once);
-            for (int64_t i = 0; i < blocks_at_once_; ++i)
-                multiply_many(first_block + i,
-                              prefetches_ && last == end && next_task != nullptr ? next_task + i * matrix_.block_bytes
-                                                                                 : nullptr,
-                              first, last, scratch, scratch.tile + i * BLOCK_COLUMNS);
-            prepare(first_block, first, (int)std::min<int64_t>(TILE_ROWS, last - first));
-            for (int64_t row = first; row < last; row += TILE_ROWS) {
-                const int64_t after = row + TILE_ROWS;
-                if (after < last) prepare(first_block, after, (int)std::min<int64_t>(TILE_ROWS, last - after));
-                finish(first_block, row, (int)std::min<int64_t>(TILE_ROWS, last - row),
-                       scratch.tile + (row - first) * stride_);
+            for (int64_t i = 0; i < blocks_at_once_; ++i) {
+                const bool is_last = i + 1 == blocks_at_once_;
+                const int64_t num_bytes = bytes_of(format_of(first_block + i));
+                multiply_many(
+                    first_block + i, last == end && next_task != nullptr ? next_task + i * num_bytes : nullptr,
+                    num_bytes, first, last, scratch, scratch.tile + i * BLOCK_COLUMNS,
+                    [&](int64_t row, int num_rows) {
+                        if (is_last) prepare(first_block, row, num_rows);
+                    },
+                    [&](int64_t row, int num_rows) {
+                        if (is_last) finish(first_block, row, num_rows, scratch.tile + (row - first) * stride_);
+                    });
             }
         }
     }
 
-    // Multiplies a block with rows [first, last).
-    void multiply_many(int64_t index, const char* next, int64_t first, int64_t last, ProductScratch& scratch,
-                       float* out) const {
+    // Multiplies a block with rows [first, last), and prefetches `next_bytes` of the next one: spread over the tiles of
+    // rows, except the first one, whose time the block itself needs to come from memory. That takes few instructions,
+    // so a stream without prefetching has it too. Calls `before(row, num_rows)` before a tile of rows gets its last
+    // products, and `after` then.
+    template <class Before, class After>
+    void multiply_many(int64_t index, const char* next, int64_t next_bytes, int64_t first, int64_t last,
+                       ProductScratch& scratch, float* out, const Before& before, const After& after) const {
         const char* block = matrix_.block(index);
         Panels panels = matrix_.panels;
         Rows<Element> rows = rows_;
         if constexpr (ROUNDS_WEIGHTS<Element>)
             if (const CodeFormat* const format = format_of(index); format != nullptr) {
                 unpack_block(*format, block, matrix_.num_steps, scratch.unpacked.data());
-                block = scratch.unpacked.data(), panels = APART, next = nullptr;
+                block = scratch.unpacked.data(), panels = APART;
                 rows = viewed(*format);
             }
         const int64_t num_pieces = (matrix_.num_steps + NEAR_STEPS - 1) / NEAR_STEPS;
+        const int64_t ahead_steps = std::max<int64_t>(1, (last - first - 1) / TILE_ROWS) * matrix_.num_steps;
+        Ahead ahead{next, next == nullptr ? 0 : (next_bytes + 64 * ahead_steps - 1) / (64 * ahead_steps)};
         for (int64_t piece = 0; piece < num_pieces; ++piece) {
             const int64_t step = piece * matrix_.num_steps / num_pieces;
             const int64_t num_steps = (piece + 1) * matrix_.num_steps / num_pieces - step;
-            for (int64_t row = first; row < last; row += TILE_ROWS)
-                multiply<Element>(panels, block + step * matrix_.WHOLE_STEP_BYTES,
-                                  next == nullptr || row + TILE_ROWS < last ? nullptr
-                                                                           : next + step * matrix_.WHOLE_STEP_BYTES,
-                                  num_steps, rows.from(row, step), (int)std::min<int64_t>(TILE_ROWS, last - row), true,
-                                  piece > 0, out + (row - first) * stride_, stride_);
+            for (int64_t row = first; row < last; row += TILE_ROWS) {
+                const int num_rows = (int)std::min<int64_t>(TILE_ROWS, last - row);
+                if (piece + 1 == num_pieces) before(row, num_rows);
+                multiply_some_of_many<Element>(panels, block + step * matrix_.WHOLE_STEP_BYTES,
+                                               row > first ? ahead : Ahead{}, num_steps, rows.from(row, step),
+                                               num_rows, piece > 0, out + (row - first) * stride_, stride_);
+                if (row > first) ahead = ahead.after(num_steps);
+                if (piece + 1 == num_pieces) after(row, num_rows);
+            }
         }
     }
 
@@ -233,7 +245,7 @@ class Product {
             const char* following = piece + 1 < num_pieces ? block + last * matrix_.WHOLE_STEP_BYTES : next;
             multiply<Element>(matrix_.panels, block + first * matrix_.WHOLE_STEP_BYTES,
                               next == nullptr ? nullptr : following, last - first, rows_.from(row, first), num_rows,
-                              false, piece > 0, out, stride_);
+                              piece > 0, out, stride_);
         }
     }
 

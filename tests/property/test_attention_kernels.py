@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -218,6 +219,29 @@ def test_rows_do_not_depend_on_chunks_and_batch(
         kv = filled(cpu_attention, shape, case, all_keys, all_values, block_size, kv_dtype)
         found = cpu_attention.attend(all_queries, kv, case.batch, scoring)[rows]
         assert torch.equal(found, expected[start:end])
+
+
+@pytest.mark.parametrize("growth", [-60.0, 60.0])
+def test_scores_that_grow_or_fall_by_powers_of_two_beyond_any_bound(cpu_attention: CpuAttention, growth: float) -> None:
+    """Later chunks of a row have scores far above, or far below, those before."""
+    shape, case = KvShape(1, 64), make_case([Spec(300, 420), Spec(1, 390)], 16)
+    size = (case.history.num_tokens, 1, 64)
+    starts = case.history.query_starts.tolist()
+    keys, values = 0.1 * torch.randn(size), torch.randn(size).bfloat16()
+    for start, end in itertools.pairwise(starts):
+        keys[start:end, 0, 0] += torch.linspace(0, growth, end - start)
+    queries = torch.randn(case.batch.num_tokens, 3, 64)
+    queries[..., 0] = 1.0
+
+    found, wanted = (
+        backend.attend(
+            queries.bfloat16(), filled(backend, shape, case, keys.bfloat16(), values, 16), case.batch, scoring
+        )
+        for backend in (cpu_attention, ReferenceAttention())
+        for scoring in [Scoring(1.0)]
+    )
+
+    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[torch.bfloat16])
 
 
 def test_cpu_kernels_take_strided_views(cpu_attention: CpuAttention) -> None:
